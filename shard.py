@@ -896,7 +896,6 @@ def _head_of_stage(head, all_time):
 
 
 if __name__ == "__main__":
-    import train
-    from zigzag.run import commands
+    from zigzag.commands import dry_runs
 
-    run_main(functools.partial(commands.show_sharding, train.TRAINER))
+    run_main(dry_runs.show_sharding)

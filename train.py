@@ -7,7 +7,7 @@
                                               -> sum_gradients      once, over all but tensor
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
-`fit` trains anything. A task is three functions; tasks/ has those of the command line:
+`fit` trains anything. A `Task` is above all three functions; tasks/ has those of the command line:
 
     collate(examples) -> batch          raw examples -> a dict of arrays [B, ...]
     loss(params, batch) -> sum, count   over the batch. They are divided once, after both have been
@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import dataclasses
 import functools
 import sys
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import model
-import networks
+import networks as networks
 import shard
-import tasks
 from zigzag.core import hosts
-from zigzag.core.errors import AtTheirLine
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import add_to, cast, float32_zeros, mark_varying, pmean_all, split_rows
 from zigzag.core.options import flag
@@ -46,14 +44,18 @@ from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.shuffle import mix
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import command_line, commands, continuing, made, modes, optimizers, schedules
-from zigzag.run.begin import begin, check_program
+from zigzag.run import continuing, made, modes, optimizers, schedules
+from zigzag.run.begin import check_start, running
+from zigzag.run.custom_loss import check_loss, check_traceable, small_plan
 from zigzag.run.evaluation import evaluate
-from zigzag.run.loop import Fit, Loop, Task, end_early, end_run, flush_metrics, profile, save
+from zigzag.run.loop import Fit, flush_metrics, is_due, profile, save
+from zigzag.run.machine import machine
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
-from zigzag.run.trainer import Trainer
+from zigzag.run.task import Task
+from zigzag.run.task import language as language
+from zigzag.weights.network import own_loss
 
 # {name for --optimizer: function of (config, decisions)}: optax transformations without a rate.
 OPTIMIZERS = {"adamw": optimizers.adam, "muon": optimizers.muon}
@@ -135,9 +137,9 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
 
 
-def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
-    """Two functions: the training step, (state, batch) -> state, metrics; and its first half,
-    (params, batch[, frozen]) -> gradients, sums. (learn/tiny.py has the short form of both.)
+def make_gradients(plan: Plan) -> Callable:
+    """(params, batch[, frozen]) -> gradients and sums over the whole batch, not yet divided.
+    (learn/tiny.py has the short form.)
 
     What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and how many
     rows each gradient is summed over:
@@ -149,13 +151,20 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
         after scatter      [D/2, V/2]    4 rows  [D/2, F/2]      4 rows  [D]      2 rows
         after scan, sum    [D/2, V/2]   16 rows  [D/2, F/2]     16 rows  [D]     16 rows
 
-    For a network's own loss, plan.marked and plan.sum_axes are all axes but tensor, and
-    modes.as_one_device changes nothing. A custom loss that calls nothing of shard.py has no marks.
-    With --step jit, on_device runs once, on whole arrays, and the compiler makes all sums."""
+    plan.axes, for a network's own loss on that mesh:
+
+        sums = marked = {"data", "fsdp"}        same_rows = {}, pools = False, untimed = ()
+        (with pipe=2 beside them: three axes)   ({"pipe"}: its stages have the same rows)
+
+    modes.as_one_device changes nothing there. A custom loss that calls nothing of shard.py has no
+    marks. With --step jit, on_device runs once, on whole arrays, and the compiler makes all
+    sums."""
+    axes = plan.axes
+
     def on_device(trained, frozen, batch):      # weights as stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
         # keeps their gradients from being summed in every part (shard.py, *Gradients*).
-        trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
+        trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=axes.marked)
 
         # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums
         # gradients over fsdp. (Each layer gathers its own weights when it runs: `layers`.)
@@ -164,7 +173,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
         def loss(whole, frozen, part):          # -> this device's sum, (sum, count, other sums)
             sums = plan.loss(in_one(whole, frozen), part, plan.used)
-            sums = shard.local_sums(sums, plan.shared_row_axes, plan.pools)
+            sums = shard.local_sums(sums, axes.same_rows, axes.pools)
             return sums[0], sums
 
         def add_part(total, part):              # (a part: 2 rows)
@@ -175,7 +184,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
         # Accumulate over the parts of the batch, in float32.
         total = float32_zeros(trained), mark_varying(optax.tree.zeros_like(plan.sums),
-                                                     also=plan.marked)
+                                                     also=axes.marked)
         if plan.accumulate == 1:
             total, _ = add_part(total, batch)
         else:
@@ -183,13 +192,20 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
 
         # Sum once. (`scatter` has summed what fsdp splits, and jax, in each part, over tensor.)
         grads, sums = total
-        return (shard.sum_gradients(grads, plan.sum_axes, plan.specs[0], plan.moments),
-                shard.sum_gradients(sums, plan.sum_axes))
+        return (shard.sum_gradients(grads, axes.sums, plan.specs[0], plan.moments),
+                shard.sum_gradients(sums, axes.sums))
 
     def gradients(params, batch, frozen={}):
-        batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.row_axes, plan.untimed)
+        batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.row_axes, axes.untimed)
         return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
                                out_specs=(plan.moments, P()))(params, frozen, batch)
+
+    return gradients
+
+
+def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
+    """The training step: (state, batch) -> state, metrics."""
+    gradients = make_gradients(plan)
 
     def step(state, batch):
         params, opt = state["params"], state["opt"]
@@ -214,155 +230,126 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> tuple[Call
                    "skipped": 1 - is_finite, **{name: x / divisor for name, x in others.items()}}
         return {**state, "params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
-    return step, gradients
+    return step
 
 
 def make_evaluate(plan: Plan) -> Callable:
     """(params, batch[, frozen]) -> the loss's sums over a batch. If the mesh does not divide its
     rows, every device computes all of them."""
+    axes = plan.axes
+
     def held_out_sums(params, batch, frozen={}):
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % plan.row_groups == 0
 
         def loss(weights, batch):
-            return shard.local_sums(plan.loss(weights, batch, plan.used), plan.shared_row_axes,
-                                    plan.pools)
+            return shard.local_sums(plan.loss(weights, batch, plan.used), axes.same_rows,
+                                    axes.pools)
 
         def on_device(trained, frozen, batch):
-            trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)
+            trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=axes.marked)
             sums = modes.as_one_device(loss, plan)(
                 in_one(gather_weights(plan, trained, plan.trained),
                        gather_weights(plan, frozen, plan.frozen)), batch)
-            axes = plan.sum_axes if splits_rows else plan.shared_row_axes
-            return pmean_all(shard.sum_gradients(mark_varying(sums, also=plan.marked), axes))
+            sums = shard.sum_gradients(mark_varying(sums, also=axes.marked),
+                                       axes.sums if splits_rows else axes.same_rows)
+            return pmean_all(sums)
 
         batch, batch_specs = shard.shard_time(
-            batch, plan.mesh, plan.row_axes if splits_rows else None, plan.untimed)
+            batch, plan.mesh, plan.row_axes if splits_rows else None, axes.untimed)
         return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
                                out_specs=P())(params, frozen, batch)
 
     return held_out_sums
 
 
-def build(config: Config, mesh: Any, init: Callable, loss: Callable, shapes: Any,
-          overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
-          schedule: Callable | None = None, step: Callable | None = None,
-          own_optimizer: Any = None, timed: Mapping[str, bool] = {}) -> Program:
-    """The program that trains init's weights with `loss` on batches with these shapes. (plan.py
-    decides where weights live, and how the loss runs on the mesh, in one of modes.py's ways. step,
-    own_optimizer and timed are fit's step, optimizer and timed.)"""
-    transform_of = optimizers.Chosen(own_optimizer, optimizer)
+def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | None = None,
+          transform: Any = None, schedule: Callable | None = None, typed: bool = True) -> Program:
+    """The program that trains task.init's weights with task.loss on batches with these shapes.
+    (plan.py decides where weights live, and how the loss runs on the mesh, in one of modes.py's
+    ways.) `step`, `transform` and `schedule` are fit's step, optimizer and schedule."""
+    transform_of = optimizers.Chosen(transform, optimizer)
     if step:
-        return OwnStep(step, config, mesh, init, loss, shapes, overrides, schedule,
-                       functools.partial(learning_rate, config), transform_of,
-                       lambda plan: make_step(plan, None)[1], timed).program(make_evaluate)
-    own = networks.own_loss(config, loss)   # (a custom one is compared with one device)
-    plan = make_plan(config, mesh, init, loss, shapes, overrides, typed, own, schedule,
-                     timed=timed)
+        return OwnStep(step, config, mesh, task, shapes, transform_of, schedule,
+                       functools.partial(learning_rate, config), make_gradients,
+                       make_evaluate).program()
+    plan = make_plan(config, mesh, task.init, task.loss, shapes, task.overrides, typed,
+                     own_loss(config, task.loss), schedule, timed=task.timed)
     transform = transform_of(plan.config, plan.trained)
-    return make_program(plan, transform, make_step(plan, transform)[0], make_evaluate(plan))
+    return make_program(plan, transform, make_step(plan, transform), make_evaluate(plan))
+
+
+def build_checked(config: Config, mesh: Any, task: Task, say: Reporter, **given: Any) -> Program:
+    """The program of a task, after comparing a custom loss, or an edited one, on the mesh with one
+    device. Where they differ, a program in which each device computes the loss as one device would;
+    the loss is refused if that differs too."""
+    shapes, evaluates = batch_shapes(config.batch, task.first_row), len(task.held_out) > 0
+    program = build(config, mesh, task, shapes, **given)
+    if not check_start(program, task, say):
+        return program
+    batch = functools.partial(training_batch, program.config, mesh, task, program.batch)
+    with jax.set_mesh(mesh):
+        batch(0, 0)         # (what cannot be made is refused here, before anything is written)
+        if program.own:
+            return program.own.check(program, batch, evaluates, say.line)
+        while True:
+            small = small_plan(program.plan)
+            if check_loss(program.plan, small, make_gradients(small),
+                          make_evaluate(small) if evaluates else None, batch, say.line):
+                break
+            program = build(config, mesh, task, shapes, **given, typed=False)
+        check_traceable(program)
+    return program
 
 
 # -------------------------------------------------------------------------------------------
 # The loop
 
-def fit(config: Config, init: Callable, collate: Callable, loss: Callable,
-        predict: Callable | None = None, examples: Any = (), held_out: Sequence = (), *,
-        show: Callable | None = None, metric: Callable | None = None,
-        predicted: int | None = None, samples: Any = None,
-        sources: dict[str, int] | None = None, weights: Callable | None = None,
-        overrides: Sequence[tuple[str, P]] = (), schedule: Callable | None = None,
-        step: Callable | None = None, optimizer: Any = None,
-        log: Callable | None = None, tokenizer: Any = None,
-        record: dict[str, Any] | None = None, flops: float | None = None,
-        bits_per_nat: float | None = None, timed: dict[str, bool] | None = None,
-        mesh: Any = None, say: Reporter | None = None) -> Fit:
-    """Train init(key)'s weights on `examples` (anything with a length and an index; or a function
-    (seed, step, weights) that returns those of one update, given the weights before it), for
-    config.steps updates, on config.mesh, in config.out ('' keeps nothing on disk).
+def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: Any = None,
+        schedule: Callable | None = None, mesh: Any = None, log: Callable | None = None,
+        say: Reporter | None = None) -> Fit:
+    """Train task.init's weights on task.examples for config.steps updates, on config.mesh, in
+    config.out ('' keeps nothing on disk).
 
-        predict(params, batch)      outputs for held-out examples, at each evaluation: any tree of
-                                    arrays with a row for each example. All of them are put
-                                    together in the order of the examples, on every host
-        show(outputs)               a text, or a dict of texts by their labels, made of the outputs
-                                    of the first four held-out examples
-        metric(outputs, examples)   a number, or a dict of numbers, to log
-        predicted                   call predict for this many held-out examples; None: for all
-        samples                     prompts that the model continues at each evaluation
-        sources                     {name: how many} of the held-out examples, in their order: the
-                                    loss of each source is logged beside that of all
-        weights(shapes)             the weights a new run begins with, instead of init's; shapes
-                                    have shardings
-        overrides                   (path regex, PartitionSpec) pairs: where weights are stored, in
-                                    addition to --override; the last match wins
-        schedule(step)              replaces learning_rate(config, step); jax traces it
-        step                        replaces make_step's step: for several networks or losses, or
-                                    state other than weights (docs/tasks.md)
-        optimizer                   an optax transformation, with its learning rate, or several by
-                                    the paths of weights: {"head": optax.sgd(0.1), "*": None}
-        log(step, numbers)          called at each step and evaluation, like the loggers of --log
-        tokenizer                   kept by the run, so that sample.py can read and write text
-        record                      saved in config.json; must be the same when the run continues
-        flops                       the arithmetic of an update, for MFU
-        bits_per_nat                the held-out loss times this is bits per byte
-        timed                       {name of an array of a batch: whether its second dimension is
-                                    the time}, which seq and pipe ask of arrays of your own
-        say                         the Reporter that prints progress"""
-    stop: list[int] = []
+        step            replaces make_step's step: for several networks or losses, or state other
+                        than weights (docs/tasks.md)
+        optimizer       an optax transformation, with its learning rate, or several by the paths of
+                        weights: {"head": optax.sgd(0.1), "*": None}
+        schedule(step)  replaces learning_rate(config, step); jax traces it
+        log(step, numbers)      called at each step and evaluation, like the loggers of --log
+        say             the Reporter that prints progress"""
     if optimizer is not None:
         optimizers.check_unused(config)
         schedule = optimizers.Factor(schedule)
-    examples = made.as_sequence(examples, held_out, config)
-    task = Task(collate=collate, predict=predict, examples=examples, held_out=held_out, show=show,
-                metric=metric, predicted=predicted, samples=samples, sources=sources or {},
-                flops=flops, bits_per_nat=bits_per_nat, timed=timed or {})
-    mesh = mesh or commands.machine(config)
-    with hosts.exit_together(), hosts.stop_on_signals(stop, config.out), AtTheirLine():
-        config = continuing.hold(schedules.with_steps(config, len(examples)), TRAINER.old_config)
-        say, shapes = say or Reporter(config.steps), batch_shapes(config.batch, task.first_row)
-        program = check_program(
-            functools.partial(build, config, mesh, init, loss, shapes, overrides,
-                              schedule=schedule, step=step, own_optimizer=optimizer,
-                              timed=task.timed),
-            task, TRAINER, lambda plan: make_step(plan, None)[1], make_evaluate, training_batch,
-            say)
-        with begin(program, task, TRAINER, say, weights, record, tokenizer, log) as (loop, ready):
-            run_loop(loop, ready, stop)
-        if not stop:
-            end_run(loop)
+    task, mesh, stop = made.with_sequence(task, config), mesh or machine(config), []
+    with hosts.exit_together(), hosts.stop_on_signals(stop, config.out):
+        config = continuing.hold(schedules.with_steps(config, len(task.examples)))
+        say = say or Reporter(config.steps)
+        program = build_checked(config, mesh, task, say, step=step, transform=optimizer,
+                                schedule=schedule)
+        config = program.config
+        # The state and the compiled step. At the end this waits for the last save, and says what
+        # has become of the run.
+        with running(program, task, learning_rate, say, stop, log) as loop:
+            if config.eval_first and loop.at < config.steps:
+                evaluate(loop, is_new=loop.is_new)
+                save(loop)
+            # Update until the last step, or until a signal (in `stop`) asks to end after this one.
+            # While the devices work on a step, the numbers of the one before are written down.
+            while loop.at < config.steps and not stop:
+                batch = training_batch(config, mesh, task, program.batch, loop.at)
+                loop.state, metrics = loop.step(loop.state, batch)
+                loop.at += 1
+                profile(loop)
+                flush_metrics(loop)         # of the step before
+                loop.pending = loop.at, metrics
+                # (The loss of all held-out rows, then predictions.)
+                is_best = is_due(loop, config.eval_every) and evaluate(loop)
+                # params, opt and step: enough to continue bit for bit. (Frozen weights never
+                # change.) This does not wait for the disk.
+                if is_best or is_due(loop, config.save_every or config.steps):
+                    save(loop)
+                hosts.share_stop(stop)
     return loop.result()
-
-
-def run_loop(loop: Loop, step: Callable | None, stop: list[int]) -> None:
-    """Update until the last step, or until a signal (in `stop`) asks to end after the current one.
-    While the devices work on a step, the numbers of the one before are written down."""
-    program, folder, config = loop.program, loop.folder, loop.program.config
-    loop.reporter.start_clock()
-    if config.eval_first and loop.at < config.steps:
-        evaluate(loop, is_new=not folder or folder.restored is None)
-        if folder:
-            save(loop)
-    while loop.at < config.steps and not stop:
-        batch = training_batch(config, program.mesh, loop.task, program.batch, loop.at)
-        loop.state, metrics = step(loop.state, batch)
-        loop.at += 1
-        profile(loop)
-        flush_metrics(loop)         # of the step before
-        loop.pending = loop.at, metrics
-        is_last = loop.at == config.steps
-        is_best = False
-        if config.eval_every and (is_last or loop.at % config.eval_every == 0):
-            is_best = evaluate(loop)    # the loss of all held-out rows, then predictions
-        is_due = config.save_every and loop.at % config.save_every == 0
-        if folder and (is_last or is_best or is_due):
-            # params, opt and step: enough to continue bit for bit. (Frozen weights never change.)
-            # This does not wait for the disk.
-            save(loop)
-        hosts.share_stop(stop)
-    flush_metrics(loop)
-    if stop:
-        end_early(loop, stop)       # saves, and says how to go on
-    elif not loop.evaluation and config.eval_every:     # a finished run was started again
-        evaluate(loop, is_new=False)
 
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
@@ -389,38 +376,28 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 
 
 # -------------------------------------------------------------------------------------------
-# The command line
-
-language = tasks.language
-TRAINER = Trainer(config=Config, networks=networks, optimizer=optimizer, build=build,
-                  learning_rate=lambda *args: learning_rate(*args), language=language)
-
+# The command line: zigzag/commands, which stands above this file
 
 def parse(argv: Sequence[str] | None = None) -> Config:
     """train.py's command line as a Config. (It does not look at --out; `main` does.) In a script,
     --help prints the script's docstring, and what else is in argv: its defaults."""
-    return TRAINER.parse(argv, sys.modules["__main__"].__doc__)
+    from zigzag.commands import command_line
+
+    return command_line.parse(argv, sys.modules["__main__"].__doc__)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
     """The command line's step, compiled for this machine or --topology; writes nothing."""
-    return commands.ready_to_run(config, TRAINER)[1]
+    from zigzag.commands import dry_runs
+
+    return dry_runs.ready_to_run(config)[1]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with hosts.exit_together():
-        given = command_line.read_flags(argv, Config, networks)
-        config = continuing.continued(given, TRAINER, tasks.needs)
-        command_line.check_used(given, config, tasks.kind_of(config))
-        if config.topology:             # (programs for absent hardware are not cached)
-            return commands.dry_run(config, TRAINER)
-        config, mesh = commands.on_machine(config, TRAINER)
-        with tasks.opened(config, TRAINER) as learned:
-            config, task, (init, loss, _) = learned.config, learned.task, language(learned.config)
-            if config.bench:
-                return commands.bench(config, TRAINER, mesh, task, training_batch)
-            fit(config, init, loss=loss, mesh=mesh, record=learned.record, weights=learned.weights,
-                say=learned.say, **vars(task))
+    """Read the flags, open --data as a task, and give both to `fit`."""
+    from zigzag.commands import training
+
+    training.main(argv)
 
 
 if __name__ == "__main__":

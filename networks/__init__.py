@@ -5,38 +5,34 @@
     clip  swin  sam  blip2      models of pictures, made of its parts (towers.py, windows.py)
 
 Read transformer.py when a published model is not the plain decoder, or to add a family (hub). A
-network of your own is a file here, listed in NETWORKS: a Config, a table of weights, a loss, the
+network of your own is a file here that this one imports: a Config, a table of weights, a loss, the
 shapes of a batch, and the other functions of zigzag/weights/network.py that it needs. These files
 import shard.py, one another, and any wing except run and measure; only this one imports model.py,
 to choose between it and the others.
 """
 
 import dataclasses
-import functools
-import json
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 import model
 from networks import blip2, clip, sam, swin, transformer
+from networks.config import lacking
 from zigzag.core.errors import ConfigError
-from zigzag.core.flags import is_derived
 from zigzag.core.mesh import best_dtype
-from zigzag.disk.checkpoint import run_config, run_record
+from zigzag.disk.checkpoint import run_record
 from zigzag.generate.decoding import for_decoding, places_for_decoding, specs_for_decoding
 from zigzag.hub import folders
-from zigzag.hub.llama import PLAIN_OPTIONS, family_of
+from zigzag.hub.llama import family_of
 from zigzag.hub.published import read_config
-from zigzag.weights.network import Network, Params
-from zigzag.weights.positions import scaling_type
+from zigzag.weights.network import NETWORKS as NETWORKS
+from zigzag.weights.network import Network, Params, config_of_run, model_type, network_of_record
+from zigzag.weights.network import network_of as network_of
 from zigzag.weights.presets import PRESETS as FIELDS
 from zigzag.weights.presets import fields_of_preset, fields_of_weights
-
-NETWORKS: dict[str, Network] = {network.name: network for network in (
-    model.NETWORK, transformer.NETWORK, blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK)}
 
 # {model_type of a published config.json: network}. All others are model.py's or transformer.py's.
 KINDS: dict[str, Network] = {kind: network for network in (
@@ -46,57 +42,13 @@ KINDS: dict[str, Network] = {kind: network for network in (
 # -------------------------------------------------------------------------------------------
 # Which network
 
-def network_of(config: Any) -> Network:
-    """The network of a configuration, a network's own or a run's."""
-    config = getattr(config, "network", config)
-    if type(config) is transformer.Config:
-        return KINDS.get(_model_type(config.published), transformer.NETWORK)
-    for network in NETWORKS.values():
-        if type(config) is network.config:
-            return network
-    raise TypeError(f"{type(config)} is the configuration of no network in networks.NETWORKS")
-
-
-def lacking(fields: dict[str, Any]) -> list[str]:
-    """The names of the fields of a transformer.Config that the plain decoder lacks and that differ
-    from their defaults. (PLAIN_OPTIONS, not model.Config, says what it has: a fork's own option may
-    have the name of another one here.)"""
-    usual = {f.name: f.default for f in dataclasses.fields(transformer.Config)}
-    found = [name for name, value in fields.items()
-             if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
-    kind = scaling_type(fields.get("rope_scaling", ""))
-    return found + ["rope_scaling"] * (kind not in ("default", "linear", "llama3"))
-
-
 def network_of_fields(fields: dict[str, Any]) -> Network:
     """The network that has these options: the plain decoder, if it has all of them."""
-    kind = _model_type(fields.get("published", ""))
+    kind = model_type(fields.get("published", ""))
     if kind in KINDS:
         return KINDS[kind]
     is_plain = kind in ("", *model.NETWORK.families) and not lacking(fields)
     return model.NETWORK if is_plain else transformer.NETWORK
-
-
-def _model_type(published):
-    try:
-        return json.loads(published)["model_type"] if published else ""
-    except (ValueError, TypeError, KeyError):       # (check_published refuses it)
-        return ""
-
-
-def network_of_record(record: dict[str, Any]) -> Network:
-    """The network of a run, from its config.json. The run of an earlier version names none: it is
-    the plain decoder's if that has all of its options. (A run that trained routers is the general
-    network's, because the plain decoder rounds their loss differently.)"""
-    name = record.get("network")
-    if name is None and record.get("experts") and not record.get("published"):
-        return transformer.NETWORK
-    if name is None:
-        return network_of_fields(record)
-    if name not in NETWORKS:
-        raise ConfigError(f"config.json: the network {name!r:.80} is not known; expected one of "
-                          f"{', '.join(NETWORKS)}")
-    return NETWORKS[name]
 
 
 def network_of_folder(folder: str | Path) -> Network:
@@ -108,47 +60,12 @@ def network_of_folder(folder: str | Path) -> Network:
     return network_of_fields(dataclasses.asdict(folders.hf_config(transformer.NETWORK, folder)))
 
 
-def config_of_run(folder: str | Path, flag: str = "--run") -> Any:
-    """The configuration of a run's network."""
-    return run_config(folder, network_of_record(run_record(folder, flag)).config, flag)
-
-
-def describe(config: Any) -> str:
-    """Text that says which network a configuration has, and why."""
-    network, config = network_of(config), getattr(config, "network", config)
-    if network is model.NETWORK:
-        return "decoder (model.py)"
-    if network is not transformer.NETWORK:
-        kind = config.published and f" (networks/): model_type {_model_type(config.published)}"
-        return network.name + kind
-    names = lacking(dataclasses.asdict(config))
-    names = [name for name in names if not is_derived(config, name)] or names
-    options = [f"{name}={getattr(config, name)}" for name in names]
-    more = f" and {len(options) - 4} more" if len(options) > 4 else ""
-    why = f"the plain decoder has no {', '.join(options[:4])}{more}" if options else (
-        "--model transformer")
-    return f"transformer (networks/transformer.py): {why}"
-
-
 def config_of(fields: dict[str, Any]) -> Any:
     """The configuration, from fields of a transformer.Config, of the network that has these
     options."""
     network = network_of_fields(fields)
     own = {f.name for f in dataclasses.fields(network.config)}
     return network.config(**{name: value for name, value in fields.items() if name in own})
-
-
-def own_loss(config: Any, loss: Callable) -> Network | None:
-    """The network of a configuration, if `loss` is its own, as tasks.language gives it: the tests
-    compare that one with one device. None for any other, even one that only wraps it: a custom
-    loss, which is compared before its run begins."""
-    network = network_of(config)
-    return network if isinstance(loss, functools.partial) and loss.func is network.loss else None
-
-
-def flops_of_update(config: Any) -> float:
-    """FLOPs of an update of a run with this configuration."""
-    return network_of(config).training_flops(config.network, config.batch * config.seq_len)
 
 
 PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}

@@ -12,8 +12,9 @@ from typing import Any
 from networks import stems
 from zigzag.core.errors import ConfigError, fill_in
 from zigzag.core.options import check_values, flag
+from zigzag.hub.llama import PLAIN_OPTIONS
 from zigzag.weights.network import Computed, check_heads, check_published
-from zigzag.weights.positions import check_rotary
+from zigzag.weights.positions import check_rotary, scaling_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,3 +266,14 @@ def _check_encoder(c):
         raise ConfigError("--relative grid: is for --stem patches")
     if not c.causal and (c.window or c.positions.startswith("alibi")):
         raise ConfigError("--causal false: an encoder has no --window, and no ALiBi")
+
+
+def lacking(fields: dict[str, Any]) -> list[str]:
+    """The names of the fields of a Config that the plain decoder lacks and that differ
+    from their defaults. (PLAIN_OPTIONS, not model.Config, says what it has: a fork's own option may
+    have the name of another one here.)"""
+    usual = {f.name: f.default for f in dataclasses.fields(Config)}
+    found = [name for name, value in fields.items()
+             if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
+    kind = scaling_type(fields.get("rope_scaling", ""))
+    return found + ["rope_scaling"] * (kind not in ("default", "linear", "llama3"))

@@ -14,6 +14,7 @@ F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E exp
 P rows of positions. Latent attention: Q and R latents, U the rotated part of a head, Y the rest.
 """
 
+import dataclasses
 import functools
 from typing import Any, Callable
 
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import shard
 from networks import stems
-from networks.config import Config
+from networks.config import Config, lacking
 from networks.positions import (
     alibi_bias,
     alibi_slopes,
@@ -42,7 +43,7 @@ from networks.positions import (
 )
 from networks.tables import batch_shapes, encoder_config, table
 from zigzag.core.errors import ConfigError, check_length
-from zigzag.core.flags import change
+from zigzag.core.flags import change, is_derived
 from zigzag.core.mesh import axis_size, cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
@@ -729,11 +730,21 @@ def block_traffic(c: Config) -> Traffic | None:
     return Traffic(2 - c.parallel_block, beside, c.qk_norm_wide)
 
 
+def why(config: Config) -> str:
+    """Text that says why the plain decoder is not enough."""
+    names = lacking(dataclasses.asdict(config))
+    names = [name for name in names if not is_derived(config, name)] or names
+    options = [f"{name}={getattr(config, name)}" for name in names]
+    more = f" and {len(options) - 4} more" if len(options) > 4 else ""
+    return f"the plain decoder has no {', '.join(options[:4])}{more}" if options else (
+        "--model transformer")
+
+
 NETWORK = Network(
     "transformer", Config, table, loss, batch_shapes, forward, FAMILIES, check, extend=extend,
     head_logits=head_logits, cache_layer=cache_layer, encode_source=encode_source, gives=gives,
     max_positions=max_positions, decoding_length=decoding_length, source_shape=source_shape,
     limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
     block_traffic=block_traffic, flops=flops,
-    as_published=functools.partial(as_llama, has_window=True))
+    as_published=functools.partial(as_llama, has_window=True), why=why)
 init, weight_shapes = NETWORK.init, NETWORK.weight_shapes

@@ -7,6 +7,7 @@
     python -m recipes.caption [flags of train.py]
 """
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -45,9 +46,8 @@ def main(argv=None):
     examples, held_out = ([(picture, np.array(tokenizer.with_ends(text))) for picture, text in (
         drawn(rng) for _ in range(count))] for rng, count in (
             (np.random.default_rng(0), 10_000), (np.random.default_rng(1), 200)))
-    init, loss, _ = train.language(config)
     task = tasks.pairs.task_of(config, tokenizer, examples, held_out)
-    return train.fit(config, init, loss=loss, tokenizer=tokenizer, **vars(task))
+    return train.fit(config, dataclasses.replace(task, tokenizer=tokenizer))
 
 
 if __name__ == "__main__":

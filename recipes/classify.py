@@ -46,7 +46,8 @@ def main(argv=None):
         return {"right": float(np.mean(outputs == [label for _, label in examples]))}
 
     examples, held_out = pictures()
-    return train.fit(config, init, collate, loss, predict, examples, held_out, metric=metric)
+    return train.fit(config, train.Task(init, collate, loss, predict, examples, held_out,
+                                        metric=metric))
 
 
 if __name__ == "__main__":

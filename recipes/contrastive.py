@@ -71,8 +71,9 @@ def main(argv=None):
                           "0.001", "--eval_batch", "360",
                           *(sys.argv[1:] if argv is None else argv)])
     examples, held_out = halves()
-    return train.fit(config, init, collate, loss, lambda params, batch: tuple(
-        vectors(params, batch)), examples, held_out, metric=metric)
+    return train.fit(config, train.Task(
+        init, collate, loss, lambda params, batch: tuple(vectors(params, batch)), examples,
+        held_out, metric=metric))
 
 
 if __name__ == "__main__":

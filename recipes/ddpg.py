@@ -125,10 +125,11 @@ def main(argv=None):
                           "--weight_decay", "0", "--dtype", "float32",
                           *(sys.argv[1:] if argv is None else argv)])
     starts = list(np.asarray(begin(jax.random.key(1), 100)))
-    return train.fit(config, init, lambda rows: {"start": np.stack(rows)},
-                     lambda trees, batch: (-returns(trees, batch).sum(), len(batch["start"])),
-                     returns, starts, starts, step=step,
-                     metric=lambda found, _: {"return": float(found.mean())})
+    return train.fit(config, train.Task(
+        init, lambda rows: {"start": np.stack(rows)},
+        lambda trees, batch: (-returns(trees, batch).sum(), len(batch["start"])),
+        returns, starts, starts, metric=lambda found, _: {"return": float(found.mean())}),
+        step=step)
 
 
 if __name__ == "__main__":

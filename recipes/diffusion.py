@@ -91,8 +91,8 @@ def main(argv=None):
 
     config = train.parse(["--out", "diffusion", "--steps", "6000", "--batch", "128", "--lr",
                           "0.001", "--ema", "0.999", *(sys.argv[1:] if argv is None else argv)])
-    return train.fit(config, init, collate, loss, predict, examples[200:], examples[:200],
-                     metric=metric)
+    return train.fit(config, train.Task(init, collate, loss, predict, examples[200:],
+                                        examples[:200], metric=metric))
 
 
 if __name__ == "__main__":

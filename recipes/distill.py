@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 import networks
 import sample
-import tasks
 import train
+from zigzag.commands.training import opened
 
 
 def main(argv=None):
@@ -32,18 +32,16 @@ def main(argv=None):
         sys.exit("error: give --teacher FOLDER, the --out of a train.py (--help says more)")
     teacher, teacher_config, _ = sample.load(folder)
     teacher = jax.device_get(teacher)
-    with tasks.opened(config, train.TRAINER) as learned:
-        config, task = learned.config, learned.task
-        init_student, own_loss, _ = train.language(config)
+    with opened(config) as (config, task, say):
 
         def init(key):
-            return {"student": init_student(key), "teacher": jax.tree.map(jnp.asarray, teacher)}
+            return {"student": task.init(key), "teacher": jax.tree.map(jnp.asarray, teacher)}
 
         def log_probabilities(weights, c, batch):
             return jax.nn.log_softmax(networks.network_of(c).forward(weights, batch["tokens"], c))
 
         def of_student(trees, batch):
-            return own_loss(trees["student"], batch)[:2]
+            return task.loss(trees["student"], batch)[:2]
 
         def of_teacher(trees, batch):
             want = jnp.exp(log_probabilities(trees["teacher"], teacher_config, batch))
@@ -55,9 +53,10 @@ def main(argv=None):
                                        "student", batch)
             return update(state, "student", grads), numbers
 
-        return train.fit(config, init, task.collate, of_student, examples=task.examples,
-                         held_out=task.held_out, step=step, bits_per_nat=task.bits_per_nat,
-                         record=learned.record | {"alone": alone, "teacher": folder})
+        return train.fit(config, train.Task(
+            init, task.collate, of_student, examples=task.examples, held_out=task.held_out,
+            bits_per_nat=task.bits_per_nat,
+            record=task.record | {"alone": alone, "teacher": folder}), step=step, say=say)
 
 
 if __name__ == "__main__":

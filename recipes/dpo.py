@@ -117,9 +117,9 @@ def main(argv=None):
     learned, held_out = map(functools.partial(with_reference, first),
                             encoded(config.data, tokenizer, length))
     del first           # (their memory is the run's now)
-    return train.fit(config, init, lambda examples: collate(examples, length) | {
+    return train.fit(config, train.Task(init, lambda examples: collate(examples, length) | {
         "reference": np.stack([logs for _, _, logs in examples])}, loss, examples=learned,
-        held_out=held_out, weights=weights, tokenizer=tokenizer, record=record)
+        held_out=held_out, weights=weights, tokenizer=tokenizer, record=record))
 
 
 if __name__ == "__main__":

@@ -79,11 +79,11 @@ def main(argv=None):
     noise = optax.add_noise((NOISE * CLIP / config.batch) ** 2, 0.0, config.seed)   # (of the mean)
     spent = epsilon(config.steps, min(config.batch / COUNT, 0.999))
     print(f"privacy  epsilon {spent:.2f} at delta {DELTA:g} (if batches were random samples)")
-    return train.fit(config, init, collate, loss,
-                     predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
-                     metric=lambda found, rows: {"right": np.mean(found == [y for _, y in rows])},
-                     examples=points(COUNT, 0), held_out=points(1000, 1),
-                     optimizer=optax.chain(noise, optax.adam(0.01)))
+    task = train.Task(init, collate, loss,
+                      predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
+                      metric=lambda found, rows: {"right": np.mean(found == [y for _, y in rows])},
+                      examples=points(COUNT, 0), held_out=points(1000, 1))
+    return train.fit(config, task, optimizer=optax.chain(noise, optax.adam(0.01)))
 
 
 if __name__ == "__main__":

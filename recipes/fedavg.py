@@ -79,11 +79,11 @@ def main(argv=None):
     examples, held_out = clients()
     config = train.parse(["--out", "fedavg", "--steps", "300", "--batch", "16", "--dtype",
                           "float32", *(sys.argv[1:] if argv is None else argv)])
-    return train.fit(config, init, collate, loss, examples=examples, held_out=held_out,
-                     predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
-                     metric=lambda outputs, rows: {"right": float(np.mean(
-                         outputs == np.stack([labels for _, labels in rows])))},
-                     optimizer=optax.sgd(1.0))
+    task = train.Task(init, collate, loss, examples=examples, held_out=held_out,
+                      predict=lambda params, batch: logits(params, batch["x"]).argmax(-1),
+                      metric=lambda outputs, rows: {"right": float(np.mean(
+                          outputs == np.stack([labels for _, labels in rows])))})
+    return train.fit(config, task, optimizer=optax.sgd(1.0))
 
 
 if __name__ == "__main__":

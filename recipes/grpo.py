@@ -130,8 +130,8 @@ def main(argv=None):
     # (The answer to a held-out sum is the right one.)
     held_out = [(*ids(a, b), [0] * LENGTH, [1] * LENGTH, 1) for a, b in pairs(held_out=True)]
     init, _, _ = train.language(c)
-    return train.fit(c, init, collate, loss, predict, drawn, held_out, metric=metric,
-                     weights=weights, tokenizer=tokenizer, record=record)
+    return train.fit(c, train.Task(init, collate, loss, predict, drawn, held_out, metric=metric,
+                                   weights=weights, tokenizer=tokenizer, record=record))
 
 
 if __name__ == "__main__":

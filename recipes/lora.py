@@ -63,8 +63,9 @@ def main(argv=None):
         return {"exact": float(np.mean((outputs == [answer for _, answer in examples]).all(1)))}
 
     init, loss, _ = train.language(c)
-    return train.fit(c, init, collate, loss, predict, list(encoded(False)), list(encoded(True)),
-                     metric=metric, weights=weights, tokenizer=tokenizer, record=record)
+    return train.fit(c, train.Task(
+        init, collate, loss, predict, list(encoded(False)), list(encoded(True)), metric=metric,
+        weights=weights, tokenizer=tokenizer, record=record))
 
 
 if __name__ == "__main__":

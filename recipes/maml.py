@@ -80,9 +80,10 @@ def main(argv=None):
     config = train.parse(["--out", "maml", "--steps", "20000", "--batch", "100", "--lr", "0.001",
                           "--weight_decay", "0", "--decay", "constant", "--dtype", "float32",
                           *argv])
-    return train.fit(config, init, collate, loss, predict, metric=metric,
-                     examples=lambda seed, step, _: sinusoids((seed, step), config.batch),
-                     held_out=sinusoids(12345, 600), record={"first_order": first_order})
+    return train.fit(config, train.Task(
+        init, collate, loss, predict, metric=metric,
+        examples=lambda seed, step, _: sinusoids((seed, step), config.batch),
+        held_out=sinusoids(12345, 600), record={"first_order": first_order}))
 
 
 if __name__ == "__main__":

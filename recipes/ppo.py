@@ -127,9 +127,10 @@ def main(argv=None):
         now = play(trees["agent"], batch["state"][:, 0], jax.random.key(0), greedy=True)
         return now["alive"].sum(1)
 
-    return train.fit(config, init, collate, loss, predict, played, step=step,
-                     held_out=episodes(init(jax.random.key(0))["agent"], 100, jax.random.key(0)),
-                     metric=lambda lengths, _: {"length": float(lengths.mean())})
+    return train.fit(config, train.Task(
+        init, collate, loss, predict, played,
+        held_out=episodes(init(jax.random.key(0))["agent"], 100, jax.random.key(0)),
+        metric=lambda lengths, _: {"length": float(lengths.mean())}), step=step)
 
 
 if __name__ == "__main__":

@@ -52,11 +52,10 @@ def main(argv=None):
     best = explained(x[held_out] @ solution[:-1] + solution[-1], y[held_out])
     config = train.parse(["--out", "regress", "--steps", "1000", "--batch", "400",
                           *(sys.argv[1:] if argv is None else argv)])
-    return train.fit(config, init, collate, loss, predict,
-                     list(zip(x[learned], y[learned])), list(zip(x[held_out], y[held_out])),
-                     optimizer=optax.sgd(0.1, momentum=0.9),
-                     metric=lambda outputs, examples: {
-                         "r2": explained(outputs, y[held_out]), "r2_of_least_squares": best})
+    task = train.Task(init, collate, loss, predict, list(zip(x[learned], y[learned])),
+                      list(zip(x[held_out], y[held_out])), metric=lambda outputs, examples: {
+                          "r2": explained(outputs, y[held_out]), "r2_of_least_squares": best})
+    return train.fit(config, task, optimizer=optax.sgd(0.1, momentum=0.9))
 
 
 if __name__ == "__main__":

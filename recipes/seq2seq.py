@@ -7,6 +7,7 @@
     python -m recipes.seq2seq [flags of train.py]
 """
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -35,9 +36,8 @@ def main(argv=None):
     examples, held_out = ([(np.array(tokenizer.with_ends(text)),
                             np.array(tokenizer.with_ends(text[::-1]))) for text in some]
                           for some in (learned, new))
-    init, loss, _ = train.language(config)
     task = tasks.pairs.task_of(config, tokenizer, examples, held_out)
-    return train.fit(config, init, loss=loss, tokenizer=tokenizer, **vars(task))
+    return train.fit(config, dataclasses.replace(task, tokenizer=tokenizer))
 
 
 if __name__ == "__main__":

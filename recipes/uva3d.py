@@ -33,7 +33,7 @@ def main(argv=None):
                           *(sys.argv[1:] if argv is None else argv)])
     init, loss, _ = train.language(config)
     rate = optax.warmup_exponential_decay_schedule(0, 2e-4, 10, 1, 0.99)
-    return train.fit(config, init, collate, loss, examples=list(rows()),
+    return train.fit(config, train.Task(init, collate, loss, examples=list(rows())),
                      optimizer=optax.adam(rate))
 
 

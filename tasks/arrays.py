@@ -5,19 +5,19 @@ import contextlib
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-import networks
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.run import metrics, schedules
-from zigzag.run.loop import Learned, Task
+from zigzag.run.task import Learned, Task, language
+from zigzag.weights.network import flops_of_update, network_of
 
 
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[Learned]:
     """The .npz or folder of .npy files of --data, and of --held_out."""
-    network = networks.network_of(config)
+    network = network_of(config)
     shapes, limits = network.batch_shapes(config.network, 1), network.limits(config.network)
     own = examples.open_arrays(config.data, shapes, limits, whole=bool(config.held_out))
     other = examples.open_arrays(config.held_out, shapes, limits, "--held_out",
@@ -27,8 +27,9 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
                           f"{', '.join(other.arrays)}; --data has {', '.join(own.arrays)}")
     held_out, description, digest = examples.beside(own, other)
     config = schedules.with_steps(config, len(own.train))
-    task = Task(collate=examples.collate_arrays, examples=own.train, held_out=held_out,
-                flops=networks.flops_of_update(config), **scored(config, network))
+    init, loss, _ = language(config)
+    task = Task(init=init, loss=loss, collate=examples.collate_arrays, examples=own.train,
+                held_out=held_out, flops=flops_of_update(config), **scored(config, network))
     yield Learned(config, lambda: task, {"fingerprint": digest}, description)
 
 

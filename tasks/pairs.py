@@ -12,7 +12,6 @@ from typing import Any, Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-import networks
 import sample
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
@@ -23,7 +22,8 @@ from zigzag.generate.rows import cut_at_end
 from zigzag.hub.llama import special_ids
 from zigzag.run import checks, metrics, schedules
 from zigzag.run.evaluation import answers
-from zigzag.run.loop import Learned, Task
+from zigzag.run.task import Learned, Task, language
+from zigzag.weights.network import flops_of_update, network_of
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
            fingerprint: str = "") -> Iterator[Learned]:
     """The lines of JSON of --data, and of --held_out."""
     tokenizer = tokenizer or Bytes()
-    shape = networks.network_of(config).source_shape(config.network)
+    shape = network_of(config).source_shape(config.network)
     read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields,
                              shape=shape if len(shape) > 1 else ())
     own = read(config.data, whole=bool(config.held_out))
@@ -50,7 +50,7 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     if config.metric not in ("", *metrics.TEXT_METRICS):
         raise ConfigError(f"--metric {config.metric}: is for classes; expected one of "
                           f"{', '.join(metrics.TEXT_METRICS)} for pairs of texts")
-    network = networks.network_of(config)
+    network = network_of(config)
     width, *is_array = network.source_shape(config.network)
     begin, end, pad = _ids_around(network, config, tokenizer)
     to_batch = functools.partial(
@@ -84,9 +84,10 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
 
     samples = None if is_array else answers(config.sample_prompts, lambda sources: to_batch(
         [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[1]))
-    return Task(collate=to_batch, predict=predict, examples=pairs, held_out=held_out, show=show,
-                metric=metric if config.metric else None, predicted=None if config.metric else 1,
-                samples=samples, flops=networks.flops_of_update(config))
+    init, loss, _ = language(config)
+    return Task(init=init, loss=loss, collate=to_batch, predict=predict, examples=pairs,
+                held_out=held_out, show=show, metric=metric if config.metric else None,
+                predicted=None if config.metric else 1, samples=samples, flops=flops_of_update(config))
 
 
 def _ids_around(network, config, tokenizer):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 import data
-import networks
 import sample
 from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Sources, opened_sources, tokenizer_record
@@ -18,7 +17,8 @@ from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
 from zigzag.run import checks, schedules
 from zigzag.run.evaluation import NEW_IDS, continuations, preview
-from zigzag.run.loop import Learned, Task
+from zigzag.run.task import Learned, Task, language
+from zigzag.weights.network import flops_of_update, network_of
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     """Learning the next token in these rows (None: training_rows); at each evaluation, a held-out
     text is continued."""
     T, tokenizer, pack = config.seq_len, sources.tokenizer, pack_of(config, sources)
-    room = context_of(networks.network_of(config), config.network)
+    room = context_of(network_of(config), config.network)
     begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
     # The same rows each time, spread over all of the held-out text.
     count = max(1, config.eval_tokens // T // len(sources.evaluated))
@@ -91,11 +91,12 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
              if pack == "documents" and parts[0][0].is_learned_in_part)
     predict, show = preview(tokenizer, write, begin,
                             question_in(asked, max(room // 2, room - NEW_IDS)))
-    return Task(collate=lambda examples: data.collate(examples, T), predict=predict,
-                examples=training_rows(config, sources) if rows is None else rows,
+    init, loss, _ = language(config)
+    return Task(init=init, loss=loss, collate=lambda examples: data.collate(examples, T),
+                predict=predict, examples=training_rows(config, sources) if rows is None else rows,
                 held_out=mixed(list(held_out.values())),
                 sources={name: len(part) for name, part in held_out.items()},
-                show=show, predicted=1, flops=networks.flops_of_update(config),
+                show=show, predicted=1, flops=flops_of_update(config),
                 samples=continuations(config.sample_prompts, tokenizer, room, write,
                                       sources.has_chats),
                 bits_per_nat=weight / size / math.log(2) if size else None)

@@ -1,7 +1,8 @@
-"""How a run begins: everything between its program and its first update.
+"""How a run begins and ends: everything between its program and its first update, and after the
+last.
 
-    begin           opens the run's folder, makes or restores the state, compiles the step
-    check_program   compares a custom loss on the mesh with the same loss on one device
+    check_start     what can be refused of a program before anything runs
+    running         opens the run's folder, makes or restores the state, compiles the step
     open_folder     the run's folder
 """
 
@@ -24,44 +25,52 @@ from zigzag.disk.tokenizers import Tokenizer, copy_files
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run import continuing
-from zigzag.run.custom_loss import check_loss, check_traceable, must_compare
-from zigzag.run.evaluation import check_task
-from zigzag.run.loop import Loop, Task, frozen_state, prepare, report_header
+from zigzag.run.custom_loss import must_compare
+from zigzag.run.evaluation import check_task, evaluate
+from zigzag.run.loop import (
+    Loop,
+    end_early,
+    end_run,
+    flush_metrics,
+    frozen_state,
+    prepare,
+    report_header,
+)
 from zigzag.run.made import Made
 from zigzag.run.plan import Program, in_one, shapes_hash
-from zigzag.run.trainer import Trainer
+from zigzag.run.record import facts_of, may_change, read_old, record_of
+from zigzag.run.task import Task
+from zigzag.weights.network import network_of
 
 
 @contextlib.contextmanager
-def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
-          weights: Callable | None = None, record: dict[str, Any] | None = None,
-          tokenizer: Tokenizer | None = None, log: Callable | None = None
-          ) -> Iterator[tuple[Loop, Callable | None]]:
-    """Yield (the loop, with the state of the run so far; the compiled step, or None if all steps
-    are done). `weights`, `record`, `tokenizer` and `log` are fit's. At the end, wait for the last
-    save."""
+def running(program: Program, task: Task, learning_rate: Callable, say: Reporter,
+            stop: list[int], log: Callable | None = None) -> Iterator[Loop]:
+    """Yield the loop, with the state of the run so far, and the compiled step (None if all steps
+    are done). At the end, or after a signal (in `stop`), save what is left, wait for that, and say
+    what has become of the run. learning_rate(config, update) is train.py's; `log` is fit's."""
     config, plan = program.config, program.plan
     is_made = isinstance(task.examples, Made)
-    record = record or (first_example(task, config.out) if config.out and not is_made else {})
+    record = task.record or (
+        first_example(task, config.out) if config.out and not is_made else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
-             **(tokenizer_record(tokenizer) if tokenizer else {})}
-    hosts.assert_same_everywhere(facts)     # (check_program has compared the configurations)
+             **(tokenizer_record(task.tokenizer) if task.tokenizer else {})}
+    hosts.assert_same_everywhere(facts)     # (check_start has compared the configurations)
 
     def schedule_of(config):
-        return plan.schedule or functools.partial(trainer.learning_rate, config)
+        return plan.schedule or functools.partial(learning_rate, config)
 
-    continuing.check_rates(config, schedule_of, trainer.old_config)
+    continuing.check_rates(config, schedule_of)
     if config.out:
         check_kept(program.saved(program.state))
     if config.out and "fingerprint" not in facts:       # (else main has looked, and printed them)
         continuing.check_steps({"steps": config.steps}, config.out)
         for line in [*continuing.first_lines(
-                config, trainer.old_config,
-                None if plan.schedule else trainer.learning_rate)][1:]:
+                config, None if plan.schedule else learning_rate)][1:]:
             say.line(line)              # (`prepare` prints the first)
-    first, of_first = frozen_state(program, weights)
+    first, of_first = frozen_state(program, task.weights)
     rates = continuing.rates(config, schedule_of(config))
-    folder = open_folder(program, trainer, facts | of_first, rates, say, tokenizer)
+    folder = open_folder(program, facts | of_first, rates, say, task.tokenizer)
     with folder or contextlib.nullcontext(), jax.set_mesh(program.mesh):
         loop = Loop(program, task, folder, say, lambda at: numbers_at(
             task.examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
@@ -69,13 +78,20 @@ def begin(program: Program, task: Task, trainer: Trainer, say: Reporter,
         if is_made:
             task.examples.weights = lambda: program.permute(
                 in_one(loop.state["params"], loop.state["frozen"]), back=True)
-        report_header(program, say, trainer.hidden(),
-                      trainer.networks.describe(config) if plan.trusted else "")
-        step = prepare(loop, weights)
-        if step:        # (what a step of one's own sends has no formula)
-            say.collectives(collectives(step), [] if program.own else expected_traffic(plan),
+        report_header(program, say)
+        loop.step = prepare(loop)
+        if loop.step:       # (what a step of one's own sends has no formula)
+            say.collectives(collectives(loop.step), [] if program.own else expected_traffic(plan),
                             not program.own and is_complete(plan))
-        yield loop, step
+        say.start_clock()
+        yield loop
+        flush_metrics(loop)
+        if stop:
+            end_early(loop, stop)       # saves, and says how to go on
+        elif not loop.evaluation and config.eval_every:     # a finished run was started again
+            evaluate(loop, is_new=False)
+    if not stop:
+        end_run(loop)
 
 
 def first_example(task: Task, out: str) -> dict[str, str]:
@@ -93,27 +109,27 @@ def first_example(task: Task, out: str) -> dict[str, str]:
     return {"first_example": hosts.process_allgather(found)[0]}
 
 
-def has_own_weights(program: Program, trainer: Trainer) -> bool:
+def has_own_weights(program: Program) -> bool:
     """Whether the weights are a custom task's, not those of the configuration's network."""
     plan, config = program.plan, program.config
     if plan.trusted or config.lora_rank:
         return False
     return not config.vocab_size or shapes_hash(plan.params) != shapes_hash(
-        trainer.network(config).weight_shapes(config.network))
+        network_of(config).weight_shapes(config.network))
 
 
-def open_folder(program: Program, trainer: Trainer, facts: dict[str, Any], rates: dict[str, float],
-                say: Reporter, tokenizer: Tokenizer | None) -> RunFolder | None:
+def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float], say: Reporter,
+                tokenizer: Tokenizer | None) -> RunFolder | None:
     """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
     recorded beside the configuration; when a run continues, they must be the same as before."""
-    config = program.config
+    config, cls = program.config, type(program.config)
     if not config.out:
         return None
-    folder = RunFolder(config.out, trainer.record_of(config) | facts | {
-        "rates": rates, "own_weights": has_own_weights(program, trainer)},
-                       [*trainer.facts_of(config), *facts], trainer.read_old,
+    folder = RunFolder(config.out, record_of(config) | facts | {
+        "rates": rates, "own_weights": has_own_weights(program)},
+                       [*facts_of(config), *facts], functools.partial(read_old, cls),
                        program.saved(program.state), config.keep, config.verify == "on",
-                       config.patience, trainer.may_change(), config.change)
+                       config.patience, may_change(cls), config.change)
     if folder.changed:
         say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
     if tokenizer and jax.process_index() == 0:
@@ -121,27 +137,9 @@ def open_folder(program: Program, trainer: Trainer, facts: dict[str, Any], rates
     return folder
 
 
-def check_program(build: Callable, task: Task, trainer: Trainer, make_gradients: Callable,
-                  make_evaluate: Callable, make_batch: Callable, say: Reporter) -> Program:
-    """The program of a task: build(), after comparing a custom loss, or an edited one, on the mesh
-    with one device. Where they differ, build(typed=False) makes a program in which every device
-    computes the loss as one device would, and the loss is refused if that differs too.
-    make_gradients(plan) and make_evaluate(plan) are train.py's, and make_batch(config, mesh, task,
-    shapes, update)."""
-    program = build()
-    hosts.assert_same_everywhere(trainer.record_of(program.config))
+def check_start(program: Program, task: Task, say: Reporter) -> bool:
+    """Refuse a program that its task does not fit, or that differs between processes. Returns
+    whether its loss must be compared with one device."""
+    hosts.assert_same_everywhere(record_of(program.config))
     check_task(program.config, program, task)
-    if not must_compare(program.plan, say.line):
-        return program
-    hosts.watchdog.arm("compiling")
-    batch = functools.partial(make_batch, program.config, program.mesh, task, program.batch)
-    with jax.set_mesh(program.mesh):
-        batch(0, 0)         # (what cannot be made is refused here, before anything is written)
-        if program.own:
-            return program.own.check(program, make_evaluate, batch, len(task.held_out) > 0,
-                                     say.line)
-        while not check_loss(program.plan, make_gradients, make_evaluate, batch,
-                             len(task.held_out) > 0, say.line):
-            program = build(typed=False)
-        check_traceable(program)
-    return program
+    return must_compare(program.plan, say.line)

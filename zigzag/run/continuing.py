@@ -1,9 +1,5 @@
-"""Continuing a run: its folder has the values that the command line does not give.
+"""Continuing a run: what its folder and the new command must agree on.
 
-    continued      the configuration for flags where --out may hold a run
-    of_run         the configuration of a run, to look at its step (learn.explain)
-    left_out       the values that a command takes from the run that it continues
-    check_change   refuse a --change that changes nothing
     check_steps    refuse fewer steps than the run has made
     hold           a warmup or decay that has ended stays ended when a run gets more steps
     rates          some rates of a run, which are recorded
@@ -20,100 +16,12 @@ from typing import Any, Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.errors import ConfigError, as_given
-from zigzag.core.flags import flat
+from zigzag.core.errors import ConfigError
 from zigzag.core.hosts import process_allgather
-from zigzag.core.options import changes, options
-from zigzag.disk.checkpoint import (
-    OF_DATA,
-    check_run_folder,
-    newest_step,
-    run_config,
-    run_record,
-)
-from zigzag.run import command_line, schedules
-from zigzag.run.trainer import Trainer
-
-
-def continued(given: dict[str, Any], trainer: Trainer, needs: Callable) -> Any:
-    """The configuration for these flags, where --out may hold a run. If it does, flags that were
-    left out have the run's values, and a flag that decides the run's numbers is refused if its
-    value is not the run's. needs(config) are the facts that the run must have. (--bench and
-    --topology look at no run.)"""
-    if given.get("bench") or given.get("topology"):
-        return trainer.config_of_flags(given)
-    out = given.get("out", trainer.config.out)
-    is_run = bool(out) and (Path(out) / "config.json").exists()
-    check_change(given, out, is_run, trainer)
-    if not is_run:
-        return trainer.config_of_flags(given)
-    check_steps(given, out)
-    old = trainer.old_config(out)
-    network = trainer.network(old)
-    asked = command_line.asked_of_run(given, old, trainer.networks)
-    values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
-
-    def check(facts):
-        check_run_folder(out, facts, trainer.read_old, trainer.may_change(), needs(old),
-                         given.get("change", ()))
-
-    try:
-        config = command_line.make_config(trainer.config, trainer.networks, network, values, given)
-    except ConfigError:     # (if a value differs from the run's, `check` says that instead)
-        check({name: asked[name] for name in trainer.facts_of(old) if name in asked})
-        raise
-    check({**trainer.facts_of(config), "network": asked.pop("network", network.name)})
-    if "lr" in given.get("change", ()) and not config.epochs and (
-            config.steps <= (at := newest_step(out))):
-        raise ConfigError(f"--change lr: --out {out} has made its {at:,} steps, so nothing would "
-                          f"be learned with this rate; give --steps too")
-    return config
-
-
-def of_run(run: str, given: dict[str, Any], trainer: Trainer) -> Any:
-    """The configuration of a run, to look at its step, with the flags that were given with it.
-    Flags that contradict what decides its numbers are refused."""
-    if run_record(run).get("own_weights"):
-        raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
-                          f"a network of train.py's; give a run of one first")
-    old = run_config(run, trainer.config, network=trainer.networks.config_of_run(run))
-    facts = trainer.facts_of(old) | {"model": old.model, "init_from": old.init_from}
-    for name, value in given.items():
-        if facts.get(name, value) != value:
-            raise ConfigError(f"--{name} {as_given(value)}: --run {run} has {name} "
-                              f"{as_given(facts[name]) or '(none)'}; leave out one of them")
-    values = left_out(given, flat(old), type(old), type(old.network)) | given
-    return command_line.make_config(trainer.config, trainer.networks, trainer.network(old),
-                                    values, given)
-
-
-def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict[str, Any]:
-    """The fields of the run (`old`) that the flags (`given`) do not change. `configs` are the
-    classes of configurations that declare them."""
-    pairs = [{option.name, option.beside} for config in configs
-             for option in options(config).values() if option.beside]
-    dropped = {name for pair in pairs if given.keys() & pair for name in pair}
-    if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
-        is_other = given.get("decay", old["decay"]) != old["decay"]
-        dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
-    if given.get("eval_every") == 0:            # (what evaluations would have done)
-        dropped |= {"best", "metric", "eval_first"}
-    return {name: value for name, value in old.items() if name not in dropped | given.keys()}
-
-
-def check_change(given: dict[str, Any], out: str, is_run: bool, trainer: Trainer) -> None:
-    """Refuse a --change that changes nothing."""
-    change = given.get("change", ())
-    if change and not is_run:
-        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
-                          f"it out to begin one")
-    of = changes(trainer.config)
-    for word in change:
-        # (--data may be the same path with other text.)
-        if word in of.values() and word != "data" and given.keys().isdisjoint(
-                ("epochs", *(name for name in of if of[name] == word))):
-            other = " or --steps" if word == "decay" else ""
-            raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")
+from zigzag.core.options import changes
+from zigzag.disk.checkpoint import OF_DATA, newest_step, run_record
+from zigzag.run import schedules
+from zigzag.run.record import old_config
 
 
 def check_steps(given: dict[str, Any], out: str) -> None:
@@ -124,13 +32,13 @@ def check_steps(given: dict[str, Any], out: str) -> None:
                           f"more than that, or leave --steps out")
 
 
-def hold(config: Any, read: Callable) -> Any:
+def hold(config: Any) -> Any:
     """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
     the run has passed them and now gets more steps: its rate stays where it is. --change decay
-    spreads the decay over all steps instead. read(out) is the configuration of the run so far."""
+    spreads the decay over all steps instead."""
     ends = config.warmup, config.decay_steps
     if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
-        old, at = read(config.out), newest_step(config.out)
+        old, at = old_config(type(config), config.out), newest_step(config.out)
         warmup = old.warmup if at >= old.warmup else config.warmup
         ends = warmup, _end_of_decay(config, old, at)
     # (From process 0, which will change the file that they would read.)
@@ -155,7 +63,7 @@ def rates(config: Any, schedule: Callable) -> dict[str, float]:
     return {str(step): float(schedule(jnp.int32(step))) for step in sorted(at)}
 
 
-def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
+def check_rates(config: Any, schedule_of: Callable) -> None:
     """Refuse to continue the run in config.out with another schedule, unless --change lr or decay
     asks for one: what the run recorded is compared with schedule_of(its configuration). Runs that
     recorded no rates are not compared."""
@@ -165,7 +73,7 @@ def check_rates(config: Any, schedule_of: Callable, read: Callable) -> None:
     recorded = run_record(config.out, "--out").get("rates")
     if not isinstance(recorded, dict) or not newest_step(config.out):
         return
-    schedule = schedule_of(read(config.out))
+    schedule = schedule_of(old_config(type(config), config.out))
     for step, rate in recorded.items():
         if not step.isdecimal() or not isinstance(rate, (int, float)):
             raise ConfigError(f"{config.out}/config.json is damaged: rates is {recorded!r:.80}")
@@ -191,12 +99,12 @@ def _check_learns(config, old, at, learning_rate):
                           f"{config.steps} steps (--lr X --change lr decay: with another peak)")
 
 
-def first_lines(config: Any, read: Callable, learning_rate: Callable | None) -> Iterator[str]:
-    """Yield the lines to print when `config` continues the run in config.out, whose configuration
-    so far is read(out). learning_rate(config, step) is train.py's; None if fit has a schedule."""
+def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
+    """Yield the lines to print when `config` continues the run in config.out.
+    learning_rate(config, step) is train.py's; None if fit has a schedule."""
     if not config.out or not (Path(config.out) / "config.json").exists():
         return
-    old, at = read(config.out), newest_step(config.out)
+    old, at = old_config(type(config), config.out), newest_step(config.out)
     if at > config.steps:
         raise ConfigError(f"--epochs: {config.steps:,} steps, and --out {config.out} is at step "
                           f"{at:,} already; give more epochs, or leave --epochs out")

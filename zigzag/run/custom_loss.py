@@ -6,12 +6,8 @@ a run begins.
 
 They differ if a batch is off by more than three times what rounding explains, or two of three
 batches by more than that. Then the loss runs as on one device, without types, if that avoids the
-difference and no axis needs more; else it is refused, and more computations on one device look for
-the cause:
-
-    the rows in parts              differs if the loss is not a sum over rows
-    the rows in another order      differs if the index of a row in the batch matters
-    some rows exchanged            tells whether only the index matters, or also the other rows
+difference and no axis needs more; else it is refused, with what differs and by how much. (Why it
+differs, the table in docs/tasks.md, *What is refused*, helps to find.)
 
 All of this is computed at new weights that are moved at random, because with a head of zeros no
 difference would show. How much the values may differ is measured too, by moving one device's
@@ -90,36 +86,55 @@ def _why_untested(plan):
     return next(filter(None, process_allgather(why)), "")
 
 
-def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
-               make_batch: Callable, evaluates: bool, say: Callable) -> bool:
+def small_plan(plan: Plan) -> Plan:
+    """The plan of what is compared: `plan` with at most two parts, and in float32 if the loss can
+    be traced in it (a loop inside may need the plan's own dtype)."""
+    if not _is_compared(plan):
+        return plan
+    # (Strips of any size: the run may cut its many rows where these few would not be cut.)
+    small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate), strip=min(1, plan.strip))
+    try:
+        jax.eval_shape(plan.loss, _as_computed(plan, "float32"), plan.batch)
+    except (TypeError, ValueError):
+        if plan.dtype == "float32":
+            raise
+        return small
+    return dataclasses.replace(small, dtype="float32")
+
+
+def _is_compared(plan):
+    """Whether there is more than one device, or part of a batch, to compare with one device."""
+    if plan.parts == 1 and not plan.typed:
+        return False
+    return plan.config.check or plan.parts > 1 or plan.mesh.size > 1
+
+
+def check_loss(plan: Plan, small: Plan, gradients: Callable, evaluate: Callable | None,
+               make_batch: Callable, say: Callable) -> bool:
     """Refuse a loss that has other values on this mesh, or in --accumulate parts, than on one
     device. Returns False if that can be avoided by gathering all weights, so that each device
     computes the loss as a single device does; else True.
 
-    make_gradients(plan), make_evaluate(plan)   return the functions to compare, not compiled yet
-    make_batch(update, rows)                    the first rows of an update's batch
-    evaluates                                   whether there are held-out examples"""
+    small                   small_plan(plan)
+    gradients, evaluate     train.py's functions for it, not compiled yet; evaluate is None if there
+                            are no held-out examples
+    make_batch(update, rows)    the first rows of an update's batch"""
     begin, notes = time.perf_counter(), []
-    if evaluates:
+    if evaluate:
         _check_held_out(plan)
     if plan.parts == 1 and not plan.typed:
         if plan.config.check:
             say("check    on this mesh only the compiler splits the loss: nothing is compared")
         return True
-    # (Strips of any size: the run may cut its many rows where these few would not be cut.)
-    small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate), strip=min(1, plan.strip))
-    rows = _rows_to_compare(small)
-    if plan.parts == plan.mesh.size == 1 and not plan.config.check:
-        batch, find = plan.batch, functools.partial(_only_trace, plan, evaluates)
-    else:
-        given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
-        batch = given[0][0]
-        dtype, is_narrow = _widest_dtype(plan, batch)
-        small = dataclasses.replace(small, dtype=dtype)
-        find = functools.partial(_find_difference, small, given, is_narrow, notes.append)
+    compute = functools.partial(_on_mesh, small, gradients, evaluate)
+    rows, found = _rows_to_compare(small), None
     try:
-        found = find(functools.partial(_on_mesh, small, make_gradients(small),
-                                       make_evaluate(small) if evaluates else None))
+        if _is_compared(plan):
+            given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at))
+                     for at in range(3)]
+            found = _find_difference(small, given, notes.append, compute)
+        else:
+            jax.eval_shape(compute, _as_computed(plan), plan.batch)
     except ConfigError:
         raise
     except Exception as e:
@@ -128,6 +143,9 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
             return True
         what, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
     else:
+        # (A network's own loss is no such function; and nothing else finds one on one device.)
+        if (found or not _is_compared(plan)) and _differs_when_traced_again(plan, bool(evaluate)):
+            raise _not_a_function()
         if found is None:
             if plan.trusted and not notes:
                 notes.append("check    on this mesh the loss and its gradients are those of one "
@@ -135,9 +153,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable,
             for note in notes:
                 say(note)
             return True
-        if refusal := _cause_on_one_device(small, find, evaluates, batch, rows):
-            raise refusal
-        what, refusal = f"these would differ: {found.differ}", _not_this_mesh(plan, found, rows)
+        what, refusal = f"these would differ: {found.differ}", _differs(plan, found, rows)
     if plan.typed and not plan.needs:
         say(f"this loss is computed as on one device, with all weights gathered at once: on this "
             f"mesh {what}")
@@ -156,14 +172,14 @@ def _check_held_out(plan):
                           "make no noise where \"seeds\" is not in the batch") from None
 
 
-def _is_another_when_traced_again(plan, evaluates, batch):
+def _differs_when_traced_again(plan, evaluates):
     """Whether two traces of the loss differ: it takes a number from outside jax, which becomes a
     constant of the trace."""
     def trace(batch):
         closed = jax.make_jaxpr(lambda p, b: plan.loss(p, b))(_as_computed(plan), batch)
         return re.sub(" at 0x[0-9a-f]+", "", str(closed.jaxpr)), closed.consts
 
-    for given in (batch, _held_out(batch)) if evaluates else (batch,):
+    for given in (plan.batch, _held_out(plan.batch)) if evaluates else (plan.batch,):
         (text, constants), (other, others) = trace(given), trace(given)
         if text != other or not all(map(_is_same, constants, others)):
             return True
@@ -177,36 +193,9 @@ def _is_same(a, b):
     return a is b or a.shape == b.shape and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def _as_computed(plan):
-    """The shapes of the weights, in the precision in which the step computes the loss."""
-    return jax.eval_shape(lambda p: cast(p, plan.dtype), plan.params)
-
-
-def _cause_on_one_device(plan, find, evaluates, batch, rows):
-    """The refusal (a ConfigError) of a loss that differs on the mesh for a reason that shows on one
-    device too; None if no such reason is found."""
-    def alone(*terms):
-        return find(functools.partial(_alone, plan, evaluates, terms))
-
-    usual = np.arange(rows)
-    if _is_another_when_traced_again(plan, evaluates, batch):
-        return _not_a_function()
-    in_pipeline = plan.config.microbatches if plan.sizes["pipe"] > 1 else 1
-    parts = plan.parts * in_pipeline
-    in_parts = parts > 1 and find(functools.partial(
-        _in_parts, plan, parts, parts // plan.accumulate if evaluates else 0))
-    if not in_parts:
-        return None
-    spread = usual * 0.618 % 1
-    other = np.argsort(-spread)
-    if in_order := alone((1, other)):
-        # If the loss is a sum over (row, index), exchanging some rows, and then the other rows,
-        # changes it in total by as much as exchanging all.
-        some = spread < 0.5
-        if not alone((1, np.where(some, other, usual)), (1, np.where(some, usual, other)),
-                     (-1, other)):
-            return _numbers_matter(plan, in_order, rows)
-    return _not_a_sum(plan, in_parts, rows, rows // parts)
+def _as_computed(plan, dtype=None):
+    """The shapes of the weights, in this precision, or that in which the step computes the loss."""
+    return jax.eval_shape(lambda p: cast(p, dtype or plan.dtype), plan.params)
 
 
 def _held_out(batch):
@@ -224,31 +213,13 @@ def _rows_to_compare(plan):
     return cut * (each if config.batch * numbers <= SMALL else few)
 
 
-def _widest_dtype(plan, batch):
-    """(dtype, whether anything is computed in 16 bits). The dtype is float32 if the loss can be
-    traced in it; a loop inside may need the plan's own dtype."""
-    params = jax.eval_shape(lambda p: cast(p, "float32"), plan.params)
-    try:
-        return "float32", computes_in_16_bits(plan.loss, params, batch)
-    except (TypeError, ValueError):
-        if plan.dtype == "float32":
-            raise
-        return plan.dtype, True
-
-
-def _only_trace(plan, evaluates, compute):
-    """In place of _find_difference, on one device, where there is nothing to compare with: only
-    trace what would be compared. Refuse a loss of which two traces differ."""
-    jax.eval_shape(compute, _as_computed(plan), plan.batch)
-    if _is_another_when_traced_again(plan, evaluates, plan.batch):
-        raise _not_a_function()
-
-
-def _find_difference(plan, given, is_narrow, note, compute):
+def _find_difference(plan, given, note, compute):
     """A Comparison of compute(params, batch) with one device, if they differ: in one batch by more
     than three times what rounding explains, or by more than that in two of three batches. Else
     None. Computed at weights moved at random, or, if nothing is finite there, at new weights.
     note(text) is called if there is nothing to compare."""
+    is_narrow = plan.dtype != "float32" or computes_in_16_bits(
+        plan.loss, _as_computed(plan), given[0][0])
     options = plan.compiler_options
     if plan.sizes["pipe"] > 1:
         options |= LOOP_BESIDE_GATHERS.get(platform(plan.mesh), {})
@@ -269,8 +240,7 @@ def _find_difference(plan, given, is_narrow, note, compute):
             what = [name for name, t in times.items() if t > 1]
             is_checked, apart = True, apart + bool(what)
             if what and (max(times.values()) > 3 or apart == 2):
-                return found._replace(differ=", ".join(what[:3]) + (
-                    f" and {len(what) - 3} more" if len(what) > 3 else ""))
+                return found._replace(differ=_by_how_much(found, what))
         if is_checked:
             return None
     note("this loss is not checked on this mesh: for each of the first three batches its gradient "
@@ -283,6 +253,21 @@ def _times_allowed(found, is_narrow):
     """{name: difference / allowed difference} of each value and gradient. Allowed is a share of the
     value plus four times its change when weights are moved by rounding errors."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
+    return {x.name: _ratio(x.gap, (of_gradients if x.is_gradient else of_sums) * x.size
+                           + 4 * x.noise) for x in _gaps(found)}
+
+
+class Gap(NamedTuple):
+    """The difference of a value, or of a weight's gradient, between the mesh and one device."""
+    name: str
+    gap: Any
+    size: Any               # of one device's
+    noise: Any              # its change when weights are moved by rounding errors
+    is_gradient: bool = False
+
+
+@np.errstate(all="ignore")
+def _gaps(found):
     names = ["the sum", "the count", *(f"its other sum {k!r}" for k in sorted(found.wanted[2])),
              "the held-out sum", "the held-out count"]
     held_noise = ()
@@ -290,21 +275,27 @@ def _times_allowed(found, is_narrow):
         names += [f"its other sum {k!r}, of held-out rows" for k in sorted(found.held[2])]
         held_noise = (*found.sums_noise[:2],
                       {k: found.sums_noise[2].get(k, 0.0) for k in found.held[2]})
-    sums, wanted, noise = map(jax.tree.leaves, (
-        (found.sums, found.held), (found.wanted, found.held_wanted),
-        (found.sums_noise, held_noise)))
-    times = {}
-    for name, a, b, slack in zip(names, sums, wanted, noise):
+    gaps = []
+    for name, a, b, noise in zip(names, *map(jax.tree.leaves, (
+            (found.sums, found.held), (found.wanted, found.held_wanted),
+            (found.sums_noise, held_noise)))):
         gap = np.where((a == b) | np.isnan(a) & np.isnan(b), 0, np.abs(a - b))
-        times[name] = _ratio(gap, of_sums * np.abs(b) + 4 * np.nan_to_num(slack))
-    gaps, norms, noise = map(by_path, (found.gaps, found.norms, found.gaps_noise))
+        gaps.append(Gap(name, gap, np.abs(b), np.nan_to_num(noise)))
+    norms, noise = by_path(found.norms), by_path(found.gaps_noise)
     # (The smallest gradients are nothing but rounding errors: say of a bias that shifts all scores
     # equally.)
     least = 1e-9 * float(np.linalg.norm(list(norms.values())))
-    for path, gap in gaps.items():
-        times[f"the gradient of {path}"] = _ratio(
-            np.maximum(gap - least, 0), of_gradients * norms[path] + 4 * noise[path])
-    return times
+    return gaps + [Gap(f"the gradient of {path}", np.maximum(gap - least, 0), norms[path],
+                       noise[path], True) for path, gap in by_path(found.gaps).items()]
+
+
+@np.errstate(all="ignore")
+def _by_how_much(found, names):
+    """Text: the first of these values and gradients, and their relative differences."""
+    shares = {x.name: _ratio(x.gap, x.size) for x in _gaps(found)}
+    texts = [name + (f" (by {shares[name]:.1%})" if math.isfinite(shares[name]) else "")
+             for name in names[:3]]
+    return ", ".join(texts) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _ratio(gap, allowed):
@@ -314,8 +305,7 @@ def _ratio(gap, allowed):
 
 
 # -------------------------------------------------------------------------------------------
-# The functions that are compared: each returns sums, gradient, and the sums of the batch as a
-# held-out one
+# What is compared: sums, gradient, and the sums of the batch as a held-out one
 
 def _on_mesh(plan, gradients, evaluate, params, batch):
     places = shardings(plan.stored, plan.mesh)
@@ -336,39 +326,6 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
 
     (_, sums), gradient = jax.value_and_grad(with_sums, has_aux=True)(trained)
     return sums, gradient
-
-
-def _in_parts(plan, parts, held_parts, params, batch):
-    """On one device, with the rows in `parts` parts, and in `held_parts` for the held-out sums (0:
-    there are none)."""
-    def split(batch, parts):
-        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-
-    def added(fn, batch, parts):
-        return jax.tree.map(lambda x: x.sum(0), jax.lax.map(fn, split(batch, parts)))
-
-    def compute(params, batch):
-        learned = functools.partial(sums_and_gradient, plan.loss, *plan.in_two(params))
-        held = added(functools.partial(plan.loss, params), _held_out(batch), held_parts) if (
-            held_parts) else ()
-        return *added(learned, batch, parts), held
-
-    return untyped(compute)(_whole(params), _whole(batch))
-
-
-def _alone(plan, evaluates, terms, params, batch):
-    """On one device, the sum over `terms` (factor, indices of rows) of factor times the results for
-    these rows."""
-    def compute(params, batch):
-        results = []
-        for factor, numbers in terms:
-            rows = jax.tree.map(lambda x, numbers=numbers: x[numbers], batch)
-            found = (*sums_and_gradient(plan.loss, *plan.in_two(params), rows),
-                     plan.loss(params, _held_out(rows)) if evaluates else ())
-            results.append(jax.tree.map(lambda x, factor=factor: factor * x, found))
-        return jax.tree.map(lambda *x: sum(x), *results)
-
-    return untyped(compute)(_whole(params), _whole(batch))
 
 
 def _beside_one_device(plan, compute, is_narrow, batch, key, size):
@@ -456,78 +413,39 @@ def _both(found):
     return *map(mean, pair), "held-out rows" if is_held else "rows"
 
 
-SEEDS = ("make noise by jax.random from batch['seeds'], which belong to the examples; a held-out "
-         "batch has no seeds: there make no noise, or noise that depends only on the row's content")
-
-
 def _not_a_function():
     return ConfigError(
-        f"this loss is not a function of its weights and its batch: two traces of it differ; a "
-        f"number drawn or counted outside jax (np.random, a counter, the time) is another constant "
-        f"in each compiled program: {SEEDS}")
+        "this loss is not a function of its weights and its batch: two traces of it differ; a "
+        "number drawn or counted outside jax (np.random, a counter, the time) is another constant "
+        "in each compiled program; make noise by jax.random, from batch['seeds']")
 
 
 def _splits(plan):
-    """("FLAG and FLAG split the batch", the flags to use instead)."""
+    """("FLAG and FLAG split the batch", the flags to use instead); ("", ...) if nothing does."""
     sizes, config = plan.sizes, plan.config
     splits, instead = [], "--accumulate 1"
     if plan.parts > plan.accumulate:
         axes = ",".join(f"{a}={sizes[a]}" for a in BATCH_AXES if sizes[a] > 1)
         splits, instead = [f"--mesh {axes}"], "--step jit --accumulate 1"
-        if sizes["pipe"] * sizes["seq"] > 1:
-            instead += " and no pipe or seq in --mesh"
     if config.accumulate > 1:
         splits.append(f"--accumulate {config.accumulate}")
     if sizes["pipe"] > 1 and config.microbatches > 1:
         splits.append(f"--microbatches {config.microbatches}")
-        instead += " --microbatches 1" if "no pipe" not in instead else ""
-    return f"{' and '.join(splits)} {'splits' if len(splits) == 1 else 'split'} the batch", instead
+    verb = "splits" if len(splits) == 1 else "split"
+    return f"{' and '.join(splits)} {verb} the batch" if splits else "", instead
 
 
-def _numbers_matter(plan, found, rows):
+def _differs(plan, found, rows):
+    """The refusal of a loss that differs on the mesh: what differs, and what to use instead."""
     (got, wanted, what), (splits, instead) = _both(found), _splits(plan)
+    axes = f"mesh axis {' and '.join(plan.needs)}" if plan.needs else ""
+    instead = any_loss(*plan.needs) if plan.needs else f"or use {instead}"
     return ConfigError(
-        f"in this loss the number of a row in the batch matters: {rows} {what} give {wanted} (sum "
-        f"/ count), the same rows in another order {got}; these differ: {found.differ}; {splits}, "
-        f"and each part numbers its rows from 0. If it makes noise from arange(rows), or of the "
-        f"shape of the batch: {SEEDS}. If it looks up rows of a table by their number, put them "
-        f"into the batch, in collate. Or use {instead}")
-
-
-def _not_a_sum(plan, found, rows, rows_of_part):
-    (got, wanted, what), (splits, instead) = _both(found), _splits(plan)
-    return ConfigError(
-        f"this loss is not a sum over the rows of a batch: {rows} {what} together give {wanted} "
-        f"(sum / count), in parts (of {rows_of_part} training rows) {got} in total; these differ: "
-        f"{found.differ}; {splits}: return sums over rows (where rows are compared, get them by "
-        f"shard.all_rows, with --accumulate 1), with noise from batch['seeds'] alone, or use "
-        f"{instead}")
-
-
-def _not_this_mesh(plan, found, rows):
-    got, wanted, what = _both(found)
-    axes = plan.needs or [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
-    return ConfigError(
-        f"mesh axis {' and '.join(axes)}: on this mesh the loss of {rows} {what} is {got} (sum / "
-        f"count), on one device {wanted}; these differ: {found.differ}; {_partly_seen(plan)}: "
-        f"{any_loss(*axes)}")
-
-
-def _partly_seen(plan):
-    """The likely causes, for the axes over which the loss splits itself: code that sees only a part
-    of the time, the layers or the experts."""
-    needs = {need.split("=")[0] for need in plan.needs}
-    causes = [text for axes, text in (
-        ({"pipe", "seq", "tensor"}, "code that picks, pools or numbers positions of the time "
-                                    "without shard.whole_time"),
-        ({"pipe"}, "code that adds up layers' weights outside shard.pipelined_loss"),
-        ({"expert"}, "code that adds up experts' weights outside shard.experts")) if needs & axes]
-    if not causes:
-        return ("the split of its rows does not explain that: a loss must depend only on its "
-                "weights and its batch, and must not amplify rounding errors")
-    sees = "sees only a part of them there" + (
-        ", and shard.pipelined_loss must be told --chunks" if plan.config.chunks > 1 else "")
-    return f"{', or '.join(causes)}, {sees}{_by_hand(plan)}"
+        f"{' and '.join(filter(None, (axes, splits)))}: on this mesh the loss of {rows} {what} is "
+        f"{got} (sum / count), on one device {wanted}; these differ: {found.differ}; a loss must "
+        f"be a sum over rows, with noise from batch['seeds'] alone, and what it computes of the "
+        f"time, the layers or the experts must go through shard.py (docs/tasks.md, What is "
+        f"refused, has a line for each cause){_by_hand(plan)}; {instead}")
 
 
 def _by_hand(plan):

@@ -32,8 +32,9 @@ from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.generate.terminal import note
 from zigzag.run import averages, loggers, metrics
-from zigzag.run.loop import SHOWN, Loop, Samples, Task, flush_metrics, plain
+from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
 from zigzag.run.plan import LOGGED, Program
+from zigzag.run.task import Samples, Task
 
 # The number of new ids in a text that an evaluation shows.
 NEW_IDS = 160
@@ -87,8 +88,7 @@ def _check_best(several, known):
 # -------------------------------------------------------------------------------------------
 # An evaluation
 
-# The most held-out tokens of an evaluation without --eval_tokens, and what runs evaluated before
-# that flag.
+# The most held-out tokens of an evaluation without --eval_tokens.
 MOST_TOKENS = 2**17
 # Generating the text that is shown takes about as long as a forward pass over this many tokens.
 SHOWN_TEXT = 8 * NEW_IDS

@@ -2,6 +2,7 @@
 
     prepare         restores or makes the state, and compiles the step
     flush_metrics   writes down the numbers of the last step, while the devices work on the next
+    is_due          whether to evaluate, or to save, after this step
     save            begins to save the state
     end_early       saves, and says how to continue
     end_run         says that the run is done, or that its last held-out loss is not finite
@@ -16,16 +17,15 @@ import socket
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple
 
 import jax
 import numpy as np
 
-from zigzag.core.errors import ConfigError, RunError, human_bytes
+from zigzag.core.errors import RunError, human_bytes
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.report import Reporter, options_text
-from zigzag.disk.batches import batch_arrays
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.measure import chips
 from zigzag.parallel.attention import asked_in, describe
@@ -35,7 +35,10 @@ from zigzag.run.loggers import Loggers
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
 from zigzag.run.plan import LOGGED, Program, compiled
+from zigzag.run.record import hidden
+from zigzag.run.task import Task
 from zigzag.weights import lora
+from zigzag.weights.network import describe as describe_network
 
 # How many examples' outputs an evaluation shows.
 SHOWN = 4
@@ -51,56 +54,6 @@ class Fit(NamedTuple):
     best: int | None                # the step of the best evaluation, by the first of config.best
 
 
-class Samples(NamedTuple):
-    """Texts for the model to write at each evaluation."""
-    prompts: Sequence[str]
-    collate: Callable       # prompts -> arrays, whose rows have the same shape for all prompts
-    predict: Callable       # (params, arrays) -> outputs
-    text: Callable          # (a prompt, its outputs) -> what the model has written
-    labels: tuple[str, str] = ("prompt", "written")     # what to call the two on the screen
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is learned and shown: fit's arguments of these names."""
-    collate: Callable                   # examples -> a batch
-    predict: Callable | None = None     # (params, batch) -> outputs
-    examples: Sequence = ()             # to learn from
-    held_out: Sequence = ()             # to evaluate on
-    sources: dict[str, int] = dataclasses.field(default_factory=dict)   # {name: how many of these,
-                                        # in turn}: the loss of each is logged, too
-    show: Callable | None = None        # the first SHOWN outputs -> a text, or texts by labels
-    metric: Callable | None = None      # (outputs, held-out examples) -> numbers
-    predicted: int | None = None        # how many held-out examples predict is given; None: all
-    samples: Samples | None = None
-    flops: float | None = None          # of an update, for MFU
-    bits_per_nat: float | None = None   # turns the held-out loss into bits per byte
-    timed: dict[str, bool] = dataclasses.field(default_factory=dict)    # {name of an array of a
-                                        # batch: whether its second dimension is the time}
-
-    @functools.cached_property
-    def first_row(self) -> dict[str, np.ndarray]:
-        """The batch of the first example alone, from which the shapes of all follow."""
-        if not len(self.examples):
-            raise ConfigError("there are no examples to train on")
-        return batch_arrays(self.collate, [self.examples[0]])   # (a held-out one, if they are made)
-
-
-class Learned(NamedTuple):
-    """The data of a run, opened: what a context manager of tasks/ yields."""
-    config: Any                     # with the data's vocabulary, and the steps that --epochs take
-    make_task: Callable[[], Task]   # makes what fit is given of it
-    record: dict[str, Any]          # what config.json notes, and a run that continues must have
-    description: str                # what is printed
-    prompt_flags: str = ""          # the flags of sample.py with a prompt like these data
-    weights: Callable | None = None     # fit's argument: what the run begins with
-    say: Reporter | None = None     # fit's, which has printed the first lines
-
-    @property
-    def task(self) -> Task:
-        return self.make_task()
-
-
 @dataclasses.dataclass
 class Loop:
     """What the training loop carries from step to step."""
@@ -111,6 +64,7 @@ class Loop:
     numbers: Callable               # update -> the numbers of its examples
     log: Callable | None = None     # fit's: (step, numbers)
     state: Any = None               # params, opt, step; before `prepare`: the first state or None
+    step: Callable | None = None    # (state, batch) -> state, metrics; None: all steps are done
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) that are still on the devices
@@ -125,6 +79,11 @@ class Loop:
         """Of --log, and fit's own. They open when training begins."""
         config, record = self.program.config, self.folder.record if self.folder else {}
         return Loggers(config.log, config.out, self.began, record, self.log, self.reporter.line)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no earlier run has made updates of this one."""
+        return not self.folder or self.folder.restored is None
 
     def result(self) -> Fit:
         """What fit returns when the loop has ended."""
@@ -161,7 +120,7 @@ def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any
         return state, {"base_weights": lora.fingerprint(state["frozen"])}
 
 
-def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
+def prepare(loop: Loop) -> Callable | None:
     """Restore or make the state, and return the compiled step; None if all steps are done."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
     begin = time.perf_counter()
@@ -169,7 +128,7 @@ def prepare(loop: Loop, weights: Callable | None = None) -> Callable | None:
     state = folder.restore(say.line) if folder else None
     if state is None:
         watchdog.arm("making the first weights")
-        state = loop.state or first_state(program, weights)
+        state = loop.state or first_state(program, loop.task.weights)
     else:
         state = program.restored(state, loop.state)
         loop.skipped, say.losses = folder.skipped, folder.losses
@@ -282,8 +241,15 @@ def seconds_of_others(loop: Loop, at: int, usual: float) -> float:
     return seconds
 
 
+def is_due(loop: Loop, every: int) -> bool:
+    """Whether what happens after each `every` updates, and after the last, is due now; 0: never."""
+    return every > 0 and (loop.at == loop.program.config.steps or loop.at % every == 0)
+
+
 def save(loop: Loop) -> None:
-    """Begin to save the state."""
+    """Begin to save the state, if the run has a folder."""
+    if not loop.folder:
+        return
     flush_metrics(loop)
     watchdog.arm("a save")
     begin = time.perf_counter()
@@ -298,8 +264,7 @@ def save(loop: Loop) -> None:
 def end_early(loop: Loop, stop: list[int]) -> None:
     """Save, and print how to continue."""
     folder, out = loop.folder, loop.program.config.out
-    if folder:
-        save(loop)
+    save(loop)
     # config.json has all flags of a run that the command line made, so --out is enough. It records
     # no coordinator, so several processes need their command again.
     by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
@@ -334,10 +299,8 @@ def profile(loop: Loop) -> None:
                            f"perfetto_trace.json.gz in ui.perfetto.dev")
 
 
-def report_header(program: Program, say: Reporter, hidden: set[str], network: str = "",
-                  is_short: bool = True) -> None:
-    """Print how a run begins. hidden: options not to show. network: which one it is, and why.
-    is_short: print a short table of weights."""
+def report_header(program: Program, say: Reporter, is_short: bool = True) -> None:
+    """Print how a run begins. is_short: print a short table of weights."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = plan.counts, sum(w.size for w in jax.tree.leaves(plan.params))
     weights = f"{total:,} parameters"
@@ -356,17 +319,18 @@ def report_header(program: Program, say: Reporter, hidden: set[str], network: st
         schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
                             plan.skips_idle)
     # (Other lines say these.)
-    hidden = {*hidden, "mesh", "shards", "dtype", "step", "vocab_size", "steps", "batch", "lr",
-              "warmup", "optimizer", "eval_tokens"}
+    others = {"mesh", "shards", "dtype", "step", "vocab_size", "steps", "batch", "lr", "warmup",
+              "optimizer", "eval_tokens"}
     if plan.network is not None:
-        hidden |= {"layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "seq_len",
+        others |= {"layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "seq_len",
                    "experts", "experts_per_token"}
     say.header(config, program.mesh, weights, table, schedule,
                process_allgather(socket.gethostname()),
-               [network and f"network  {network}", describe_sizes(plan), describe_training(plan),
+               [plan.trusted and f"network  {describe_network(config)}", describe_sizes(plan),
+                describe_training(plan),
                 config.ema and f"average  evaluations and checkpoints have the average of the "
                                f"weights over updates (--ema {config.ema:g})",
-                options_text(config, hidden), describe_attention(plan)])
+                options_text(config, hidden(type(config)) | others), describe_attention(plan)])
 
 
 def describe_sizes(plan: Any) -> str:

@@ -7,15 +7,18 @@ weights follow from the seed and the updates before, so a run that is stopped an
 the same examples.
 """
 
+import dataclasses
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError
+from zigzag.run.task import Task
 
 
-def as_sequence(examples: Any, held_out: Sequence, config: Any) -> Sequence:
-    """fit's examples: a sequence as it is, and a function that makes them as a `Made`."""
-    is_function = callable(examples) and not hasattr(examples, "__getitem__")
-    return Made(examples, held_out, config) if is_function else examples
+def with_sequence(task: Task, config: Any) -> Task:
+    """The task with a sequence of examples, if it has a function that makes them."""
+    if not callable(task.examples) or hasattr(task.examples, "__getitem__"):
+        return task
+    return dataclasses.replace(task, examples=Made(task.examples, task.held_out, config))
 
 
 class Made(Sequence):

@@ -21,7 +21,7 @@ ordinary jax on whole arrays, which the compiler splits. How a step is prepared:
 import dataclasses
 import functools
 import re
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple
 
 import jax
 import jax.extend
@@ -35,7 +35,7 @@ from zigzag.core.flags import change
 from zigzag.core.mesh import batch_spec, by_path, cast, flatten, row_groups, untyped
 from zigzag.rule.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
-from zigzag.run.custom_loss import check_loss, sums_and_gradient
+from zigzag.run.custom_loss import check_loss, small_plan, sums_and_gradient
 from zigzag.run.plan import (
     LOGGED,
     Plan,
@@ -47,6 +47,7 @@ from zigzag.run.plan import (
     see_matrices,
     with_checked_sums,
 )
+from zigzag.run.task import Task
 
 # The numbers that `gradients` returns, which a step may log.
 NUMBERS = {"loss", "grad_norm", "tokens", "skipped"}
@@ -68,17 +69,17 @@ class Call(NamedTuple):
 class OwnStep:
     """A step of the user's, and what is planned for it.
 
-    schedule(step)                      fit's, or None; default_rate(step) where it gave none
     make_optimizer(config, decisions, name)     the optimizer of a tree
-    make_gradients(plan)                the device half of train.make_step"""
+    schedule(step)                      fit's, or None; default_rate(step) where it gave none
+    make_gradients(plan), make_evaluate(plan)   train.py's"""
 
-    def __init__(self, step: Callable, config: Any, mesh: Any, init: Callable, loss: Callable,
-                 batch: Any, overrides: Sequence[tuple[str, P]], schedule: Callable | None,
-                 default_rate: Callable, make_optimizer: Any, make_gradients: Callable,
-                 timed: Mapping[str, bool] = {}):
-        self.timed = timed
+    def __init__(self, step: Callable, config: Any, mesh: Any, task: Task, batch: Any,
+                 make_optimizer: Any, schedule: Callable | None, default_rate: Callable,
+                 make_gradients: Callable, make_evaluate: Callable):
+        init, self.timed = task.init, task.timed
         self.step, self.mesh, self.init, self.schedule = step, mesh, init, schedule
         self.rate, self.make_gradients = schedule or default_rate, make_gradients
+        self.make_evaluate = make_evaluate
         self.config = resolve_dtype(config, mesh)
         _check_config(self.config, mesh)
         self.params = jax.eval_shape(init, jax.random.key(0))
@@ -87,8 +88,8 @@ class OwnStep:
                               "{name: tree}, with a tree for each network")
         self.calls, self.updated = [], []
         self._record(batch)
-        self.evaluation = Call(loss, self.params, "", batch)
-        self.places = self._places(overrides)
+        self.evaluation = Call(task.loss, self.params, "", batch)
+        self.places = self._places(task.overrides)
         self.optimizers = {name: make_optimizer(self.config, self.places[name], name)
                            for name in self.updated}
         make_optimizer.check(by_path(self.params))
@@ -257,7 +258,7 @@ class OwnStep:
 
     # -- the program
 
-    def program(self, make_evaluate: Callable) -> Program:
+    def program(self) -> Program:
         plan = self.plan(None, self.evaluation)
         plan = dataclasses.replace(plan, config=self.config, learned=None)
 
@@ -272,7 +273,7 @@ class OwnStep:
                      "step": state["step"] + 1}, {**usual, **metrics, "skipped": skipped})
 
         return dataclasses.replace(make_program(plan, self._optimizer(), step,
-                                                make_evaluate(plan)), own=self)
+                                                self.make_evaluate(plan)), own=self)
 
     def _optimizer(self):
         """The optimizers of all trees as one."""
@@ -289,21 +290,20 @@ class OwnStep:
 
     # -- the check
 
-    def check(self, program: Program, make_evaluate: Callable, make_batch: Callable,
-              evaluates: bool, say: Callable) -> Program:
+    def check(self, program: Program, make_batch: Callable, evaluates: bool, say: Callable
+              ) -> Program:
         """Compare every gradient that the step asks for, and the evaluation, with one device. The
         program that is right then."""
         # (Made when it is first asked for. On one device nothing asks for it.)
         made = functools.cache(lambda: self._made(program, make_batch))
         for number, call in enumerate(self.calls):
-            self._check(number, call, lambda at, number=number: made()[at][number], make_evaluate,
-                        False, say)
+            self._check(number, call, lambda at, number=number: made()[at][number], say)
         if evaluates:
             self._check(None, self.evaluation, functools.cache(
-                lambda at: ({}, make_batch(at, 0))), make_evaluate, True, say)
-        return self.program(make_evaluate)
+                lambda at: ({}, make_batch(at, 0))), say)
+        return self.program()
 
-    def _check(self, number, call, given, make_evaluate, is_evaluation, say):
+    def _check(self, number, call, given, say):
         place = NamedSharding(self.mesh, batch_spec(self.mesh))
 
         def batch(at, rows):
@@ -315,7 +315,9 @@ class OwnStep:
                 plan = self.plan(number, call)
                 own = plan.init
                 plan = dataclasses.replace(plan, init=lambda key: {**own(key), **given(0)[0]})
-                if check_loss(plan, self.make_gradients, make_evaluate, batch, is_evaluation,
+                small = small_plan(plan)
+                if check_loss(plan, small, self.make_gradients(small),
+                              self.make_evaluate(small) if number is None else None, batch,
                               lambda text: say(f"{call}: {text}")):
                     return
                 self.as_one_device.add(number)

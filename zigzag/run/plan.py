@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,23 @@ LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu
 # The function of shard.py that a loss must call to be split over an axis, and what that splits.
 SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
           "expert": ("experts", "experts")}
+
+
+class Axes(NamedTuple):
+    """What each axis of a mesh does in a step, among those that have more than one device and over
+    which our own code communicates. (train.make_gradients has an example.)"""
+    sums: set[str]          # its devices compute different parts of a sum over the batch
+    marked: set[str]        # the step marks weights as varying over it. (Never tensor: there the
+                            # type of a weight says that it is split. A loss without types has no
+                            # marks.)
+    same_rows: set[str]     # its devices have the same rows, and each a part of the layers (pipe)
+                            # or of the time (seq)
+    pools: bool             # the loss calls shard.whole_time, to pick or pool positions. Then every
+                            # device of seq computes the same sum, and its count may be a number of
+                            # rows, which does not vary over seq either; shard.local_sums counts
+                            # both once
+    untimed: tuple[str, ...]    # arrays of the batch that seq does not split: their second
+                            # dimension is not the time of the tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,13 +122,6 @@ class Plan:
         return (count(self.params),) * 2
 
     @property
-    def pools(self) -> bool:
-        """Whether the loss calls shard.whole_time, to pick or pool positions. Then every device of
-        seq computes the same sum, and its count may be a number of rows, which does not vary over
-        seq either; shard.local_sums counts both once."""
-        return "whole_time" in self.names
-
-    @property
     def typed(self) -> bool:
         """Whether the loss runs with varying types (check_vma)."""
         return self.mode in (BY_HAND, TYPED)
@@ -126,20 +136,18 @@ class Plan:
         return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED), not self.trusted)
 
     @property
-    def untimed(self) -> tuple[str, ...]:
-        """The arrays of a batch that seq does not split: their second dimension is not the time of
-        the tokens."""
-        said = dict(self.timed)
-        return tuple(name for name in self.batch if has_time(name, said) is False)
-
-    @property
     def row_axes(self) -> Any:
         """The axes that split the rows of a batch, as an entry of a spec."""
         return full_spec(batch_spec(self.mesh), 1)[0]
 
-    def axes(self, *names: str) -> set[str]:
-        """The axes among `names` that are manual and have more than one device."""
-        return {a for a in names if a in self.manual and self.sizes[a] > 1}
+    @property
+    def axes(self) -> "Axes":
+        """What each axis does in the step."""
+        in_use = {a for a in self.manual if self.sizes[a] > 1}
+        sums, said = in_use & {*WITHOUT_TENSOR}, dict(self.timed)
+        return Axes(sums, sums if self.typed else set(), in_use & {"pipe", "seq"},
+                    "whole_time" in self.names,
+                    tuple(name for name in self.batch if has_time(name, said) is False))
 
     @property
     def skips_idle(self) -> bool:
@@ -147,28 +155,12 @@ class Plan:
         return can_skip(self.sizes, self.config.overlap and "tensor" in self.manual)
 
     @property
-    def shared_row_axes(self) -> set[str]:
-        """Axes whose devices have the same rows, and each a part of the layers or of the time."""
-        return self.axes("pipe", "seq")
-
-    @property
-    def sum_axes(self) -> set[str]:
-        """Axes whose devices compute different parts of a sum over the batch."""
-        return self.axes(*WITHOUT_TENSOR)
-
-    @property
-    def marked(self) -> set[str]:
-        """The axes over which the step marks weights as varying. (Never tensor: there the type of a
-        weight says that it is split. A loss without types has no marks.)"""
-        return self.sum_axes if self.typed else set()
-
-    @property
     def needs(self) -> list[str]:
         """The axes, as axis=size, over which the loss must split its own work."""
         decisions = jax.tree.leaves(self.decisions)
         in_use = {"pipe", "seq"}.union(*(spec_axes(d.used) for d in decisions)) & SPLITS.keys()
-        needed = self.axes(*in_use, *(["tensor"] if self.mode == BY_HAND else []))
-        return [f"{a}={n}" for a, n in self.sizes.items() if a in needed]
+        needed = {*in_use, *(["tensor"] if self.mode == BY_HAND else [])} & {*self.manual}
+        return [f"{a}={n}" for a, n in self.sizes.items() if a in needed and n > 1]
 
     @property
     def stored(self) -> Any:

@@ -3,9 +3,16 @@ weights, a loss, and functions that answer questions about a configuration. mode
 decoder, networks/ has the others.
 
 First values, counts and the sharding of the weights follow from the table and the loss.
+
+    network_of          the network of a configuration
+    network_of_record   the network of a run, from its config.json
+    config_of_run       the configuration of a run's network
+    describe            which network a configuration has, and why, as text
+    own_loss            the network whose own loss a function is
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any, Callable, Mapping, NamedTuple
@@ -22,6 +29,7 @@ from zigzag.core.errors import (
 )
 from zigzag.core.mesh import is_spec, make_mesh, shardings, spec_axes
 from zigzag.core.options import check_values, flag, options
+from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.parallel.remat import remat_of
 from zigzag.rule.rule import plan_sharding
 from zigzag.weights import lora
@@ -185,6 +193,10 @@ def _none(config):
     return None
 
 
+# {name: network}, of model.py's and of those in networks/ that were imported.
+NETWORKS: dict[str, "Network"] = {}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
     """A kind of model: its name, configurations, weights and functions. A comment a, b -> c says
@@ -224,6 +236,10 @@ class Network:
     #                                     formula of a decoder
     as_published: Callable | None = None    # params, config -> both as a published model has them
     couples_rows: bool = False          # whether its loss compares the rows of a batch
+    why: Callable = lambda config: ""   # config -> text: why this network and not the plain decoder
+
+    def __post_init__(self) -> None:
+        NETWORKS.setdefault(self.name, self)    # (so importing a network makes it known)
 
     def table(self, config: Any) -> Params:
         """The table of all weights, with adapters if config.lora_rank."""
@@ -294,3 +310,56 @@ class Network:
                  jax.tree.map(lambda _: PartitionSpec(), shapes))
         return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
                             shardings(specs, mesh))
+
+
+def model_type(published: str) -> str:
+    """The model_type in the config.json of a published model; "" if there is none."""
+    try:
+        return json.loads(published)["model_type"] if published else ""
+    except (ValueError, TypeError, KeyError):       # (check_published refuses it)
+        return ""
+
+
+def network_of(config: Any) -> Network:
+    """The network of a configuration, a network's own or a run's. Where several have one class of
+    configurations, the family of the published model decides, or else the first is meant."""
+    config = getattr(config, "network", config)
+    known = [network for network in NETWORKS.values() if network.config is type(config)]
+    if not known:
+        raise TypeError(f"{type(config)} is the configuration of no registered network")
+    kind = model_type(config.published) if len(known) > 1 else ""
+    return next((network for network in known if kind in network.families), known[0])
+
+
+def network_of_record(record: dict[str, Any]) -> Network:
+    """The network of a run, from its config.json."""
+    name = record.get("network")
+    if name not in NETWORKS:
+        raise ConfigError(f"config.json: the network {name!r:.80} is not known; expected one of "
+                          f"{', '.join(NETWORKS)}")
+    return NETWORKS[name]
+
+
+def config_of_run(folder: str, flag: str = "--run") -> Any:
+    """The configuration of a run's network."""
+    return run_config(folder, network_of_record(run_record(folder, flag)).config, flag)
+
+
+def describe(config: Any) -> str:
+    """Text that says which network a configuration has, and why."""
+    network, config = network_of(config), getattr(config, "network", config)
+    place = f"{network.name} ({network.loss.__module__.replace('.', '/')}.py)"
+    return f"{place}: {why}" if (why := network.why(config)) else place
+
+
+def own_loss(config: Any, loss: Callable) -> Network | None:
+    """The network of a configuration, if `loss` is its own, as run/task.py gives it: the tests
+    compare that one with one device. None for any other, even one that only wraps it: a custom
+    loss, which is compared before its run begins."""
+    network = network_of(config)
+    return network if isinstance(loss, functools.partial) and loss.func is network.loss else None
+
+
+def flops_of_update(config: Any) -> float:
+    """FLOPs of an update of a run with this configuration."""
+    return network_of(config).training_flops(config.network, config.batch * config.seq_len)

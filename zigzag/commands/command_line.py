@@ -1,22 +1,24 @@
 """train.py's command line: flags of train.Config and of every network, in one flat namespace.
 
+    parse          the configuration of a new run: train.parse
     read_flags     the flags that were given, by name; --help
     make_config    the configuration with given values of its fields and its network's
     asked_of_run   what flags ask of a run that they continue
     check_command  refuse flags that have no effect on --bench or --topology
     check_used     refuse flags that have no effect on the kind of data that is learned
-
-`run` is the class train.Config, and `networks` the module of that name.
 """
 
 import dataclasses
 import sys
 from typing import Any, Sequence
 
+import networks
+import train
+from zigzag.commands import help
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
 from zigzag.core.options import comments, options
-from zigzag.run import help, plots
+from zigzag.run import plots
 from zigzag.weights.network import Network
 
 # What these commands do not use: groups of options, and single ones. (Beside them may stand what
@@ -33,8 +35,20 @@ def names_of(cls: type) -> set[str]:
     return set(options(cls))
 
 
-def read_flags(argv: Sequence[str] | None, run: type, networks: Any, script: str | None = None
-               ) -> dict[str, Any]:
+def parse(argv: Sequence[str] | None, script: str | None) -> Any:
+    """The configuration of a new run with the flags of a command line; script: the docstring of the
+    script that asks for it."""
+    return config_of_flags(read_flags(argv, script))
+
+
+def config_of_flags(given: dict[str, Any]) -> Any:
+    """The configuration of a new run. --model and --init_from choose the network and its fields;
+    the other flags change them."""
+    network, fields, source = networks.chosen(given)
+    return make_config(network, fields | given | source, given)
+
+
+def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[str, Any]:
     """The flags that were given, by name. With --help or --plot, print that and exit. `script` is
     the docstring of the script that calls train.parse: its --help shows this and the flags that
     were given, which are the script's own defaults."""
@@ -43,7 +57,7 @@ def read_flags(argv: Sequence[str] | None, run: type, networks: Any, script: str
     is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
     if asks_help is not None:
         words[asks_help:asks_help + 1 + is_all] = []
-    classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), run
+    classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), train.Config
     given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"})
     check_shards(given)
     if given.get("plot") and asks_help is None:
@@ -55,43 +69,42 @@ def read_flags(argv: Sequence[str] | None, run: type, networks: Any, script: str
         values = dataclasses.asdict(network.config(**fields)) | source if given else {}
         values |= {name: as_given(value) for name, value in given.items()}
         others = networks.NETWORKS.values() if is_all else [network]
-        plain, classes = classes[0], (*(network.config for network in others), run)
-        groups, last = help.groups_of(plain, run, others, is_all), help.LAST
+        plain, classes = classes[0], (*(network.config for network in others), train.Config)
+        groups, last = help.groups_of(plain, train.Config, others, is_all), help.LAST
         if script and not is_all:
             groups, last = {"its own defaults": list(given)}, help.IN_A_SCRIPT
         show_help(help_text(classes, groups, last, values | {"published": ""}, script))
-    _check_commands(given, run)
+    _check_commands(given)
     return given
 
 
-def _check_commands(given, run):
+def _check_commands(given):
     """Refuse flags that have no effect on --bench or --topology."""
     if given.get("bench") and given.get("topology"):
         raise ConfigError(f"--bench measures here, and --topology {given['topology']} compiles for "
                           f"hardware that is not here: give one of them")
     for command in NOT_USED:
         if given.get(command):
-            check_command(given, run, command, f"with --{command}")
+            check_command(given, command, f"with --{command}")
 
 
-def check_command(given: dict[str, Any], run: type, command: str, where: str) -> None:
+def check_command(given: dict[str, Any], command: str, where: str) -> None:
     """Refuse flags that a command, bench or topology, does not use; `where` names it."""
     groups, names = NOT_USED[command]
     _refuse([name for name in given if name in names
-             or name != "out" and _group(name, run) in groups], given, where)
+             or name != "out" and _group(name) in groups], given, where)
 
 
-def _group(name, run):
-    return comments(run)[name].group if name in names_of(run) else ""
+def _group(name):
+    return comments(train.Config)[name].group if name in names_of(train.Config) else ""
 
 
 def check_used(given: dict[str, Any], config: Any, kind: str) -> None:
     """Refuse flags that have no effect on this kind of data, or in a run without evaluations."""
-    run = type(config)
     if config.eval_every == 0:      # (--held_out says that all of --data is learned)
-        _refuse([name for name in given if given[name] and _group(name, run) == "evaluation"
+        _refuse([name for name in given if given[name] and _group(name) == "evaluation"
                  and name != "held_out"], given, "with --eval_every 0")
-    known = options(run)
+    known = options(train.Config)
     names = [name for name in given if name in known and known[name].of
              and kind not in known[name].of]
     of = dict.fromkeys(KINDS[which] for name in names for which in known[name].of)
@@ -111,11 +124,10 @@ def _refuse(names, given, why):
                           f"{'it' if len(names) == 1 else 'them'} out")
 
 
-def make_config(run: type, networks: Any, network: Network, values: dict[str, Any],
-                given: dict[str, Any]) -> Any:
+def make_config(network: Network, values: dict[str, Any], given: dict[str, Any]) -> Any:
     """The configuration of a run with these values of its own fields and of its network's. Flags
     that were given and that neither of them has are refused."""
-    of_run, own = names_of(run), names_of(network.config)
+    of_run, own = names_of(train.Config), names_of(network.config)
     if {"steps", "epochs"} <= given.keys():
         raise ConfigError(f"--epochs {given['epochs']:g} and --steps {given['steps']}: give one of "
                           f"them; the other follows")
@@ -125,11 +137,11 @@ def make_config(run: type, networks: Any, network: Network, values: dict[str, An
             raise ConfigError(f"--{name} {given[name]}: the network {network.name} has no such "
                               f"option; --model {has[0]} has it, or add it to the Config that you "
                               f"train")
-    return run(network=network.config(**{n: v for n, v in values.items() if n in own}),
-               **{n: v for n, v in values.items() if n in of_run})
+    return train.Config(network=network.config(**{n: v for n, v in values.items() if n in own}),
+                        **{n: v for n, v in values.items() if n in of_run})
 
 
-def asked_of_run(given: dict[str, Any], old: Any, networks: Any) -> dict[str, Any]:
+def asked_of_run(given: dict[str, Any], old: Any) -> dict[str, Any]:
     """The fields that flags ask of the run with the configuration `old`: the flags themselves, and
     all fields of the model of --model or --init_from, if the run began with another. (If it began
     with this model, other flags may have changed the fields since.)"""

@@ -1,6 +1,5 @@
 """The commands of train.py besides training.
 
-    machine        the mesh of a configuration, on the devices here or (--topology) on others
     choose_mesh    --mesh auto
     on_machine     the configuration and the mesh of a run here
     ready_to_run   the program and its compiled step, without data: train.compile_step
@@ -11,103 +10,79 @@
 
 import dataclasses
 import functools
-import math
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import jax
 import numpy as np
 
-from zigzag.core import hosts
+import train
+from zigzag.commands import command_line
 from zigzag.core.flags import change
-from zigzag.core.mesh import (
-    abstract_mesh,
-    keep_compiled,
-    make_mesh,
-    mesh_sizes,
-    simulate_devices,
-)
+from zigzag.core.mesh import abstract_mesh, keep_compiled, make_mesh, mesh_sizes
 from zigzag.core.report import BenchReporter, Reporter
 from zigzag.disk.batches import batch_shapes
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.tokenizers import Bytes
-from zigzag.measure import chips, forecast
+from zigzag.measure import forecast
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.rule.rule import explain, parse_overrides, state_shapes, zero1_specs
-from zigzag.run import command_line
 from zigzag.run.checks import check_network
-from zigzag.run.loop import Loop, Task, describe_attention, flush_metrics, prepare, report_header
+from zigzag.run.loop import Loop, describe_attention, flush_metrics, prepare, report_header
+from zigzag.run.machine import devices_of, machine
 from zigzag.run.plan import Program, compiled, resolve_dtype
-from zigzag.run.trainer import Trainer
+from zigzag.run.task import Task, without_data
 from zigzag.weights import lora
+from zigzag.weights.network import flops_of_update, network_of
 
 # The updates of --bench: before the measurement, and in it.
 WARM, TIMED = 6, 60
 
 
-def machine(config: Any) -> Any:
-    """The mesh of a configuration: on the devices of --topology, on the accelerators of all its
-    processes, or, without accelerators, on as many simulated CPU devices as it needs."""
-    sizes = mesh_sizes(config.mesh, config.shards)
-    count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
-    if not config.distributed and rest == 0:
-        simulate_devices(count)
-    return make_mesh(_devices(config), **sizes)
-
-
-def _devices(config):
-    """The devices of --topology, or all devices of this run, after its processes have met."""
-    hosts.init_distributed(config)
-    devices = chips.topology_devices(config.topology) if config.topology else jax.devices()
-    hosts.end_at_sigterm()
-    return devices
-
-
-def choose_mesh(config: Any, trainer: Trainer
-                ) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
+def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
     """The fastest mesh that fits (--mesh auto), with the program and its compiled step."""
     if config.mesh != "auto":
         return config, None
-    devices = _devices(config)
+    devices = devices_of(config)
     one = _resolved(config, make_mesh(devices[:1]))
     # Refuse here what is wrong on every mesh; later, a refusal only excludes one mesh.
-    network = trainer.network(one)
+    network = network_of(one)
     check_network(change(one, batch=1, accumulate=1, microbatches=1, chunks=1, schedule="gpipe"),
                   network, abstract_mesh({}))
     mesh, ready = forecast.auto_mesh(
         one, devices, network.weight_shapes(one.network),
         check=lambda config, mesh: check_network(config, network, mesh),
-        flops=trainer.networks.flops_of_update(one),
-        compile_program=lambda config: ready_to_run(config, trainer),
+        flops=flops_of_update(one),
+        compile_program=lambda config: ready_to_run(config),
         say=Reporter(config.steps).line)
     return dataclasses.replace(config, mesh=mesh, shards=0), ready
 
 
-def on_machine(config: Any, trainer: Trainer) -> tuple[Any, Any]:
+def on_machine(config: Any) -> tuple[Any, Any]:
     """(the configuration of a run here, with its mesh chosen and its dtype; the mesh). Programs are
     kept on disk from here on."""
     keep_compiled()
-    config, _ = choose_mesh(config, trainer)
+    config, _ = choose_mesh(config)
     mesh = machine(config)
-    check_network(config, trainer.network(config), mesh)
+    check_network(config, network_of(config), mesh)
     return resolve_dtype(config, mesh), mesh
 
 
-def ready_to_run(config: Any, trainer: Trainer) -> tuple[Program, jax.stages.Compiled]:
+def ready_to_run(config: Any) -> tuple[Program, jax.stages.Compiled]:
     """(the program of a configuration, without its data, and its compiled step)."""
-    config, ready = choose_mesh(config, trainer)
+    config, ready = choose_mesh(config)
     if ready:
         return ready
-    program = program_of(config, trainer)
+    program = program_of(config)
     return program, compiled(program)
 
 
-def program_of(config: Any, trainer: Trainer) -> Program:
+def program_of(config: Any) -> Program:
     """The program of a configuration whose mesh is chosen, without its data."""
     mesh = machine(config)
     config = _resolved(config, mesh)
-    check_network(config, trainer.network(config), mesh)
-    return trainer.build(config, mesh, *trainer.language(config))
+    check_network(config, network_of(config), mesh)
+    return train.build(config, mesh, *without_data(config))
 
 
 def _resolved(config, mesh):
@@ -117,33 +92,33 @@ def _resolved(config, mesh):
     return change(config, epochs=0.0, vocab_size=config.vocab_size or Bytes.vocab_size)
 
 
-def dry_run(config: Any, trainer: Trainer, is_short: bool = True) -> None:
+def dry_run(config: Any, is_short: bool = True) -> None:
     """Compile the real step for the hardware of --topology, and print its memory, arithmetic and
     collectives."""
     begin = time.perf_counter()
-    config, ready = choose_mesh(config, trainer)
-    program = ready[0] if ready else program_of(config, trainer)
+    config, ready = choose_mesh(config)
+    program = ready[0] if ready else program_of(config)
     config, say = program.config, Reporter(config.steps)
-    report_header(program, say, trainer.hidden(), trainer.networks.describe(config), is_short)
+    report_header(program, say, is_short)
     say.line("compiling ...", live=True)
     step = ready[1] if ready else compiled(program)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")
     forecast.dry_run(config, program.mesh, step, say,
-                     flops=trainer.networks.flops_of_update(config),
+                     flops=flops_of_update(config),
                      expected=expected_traffic(program.plan), complete=is_complete(program.plan))
 
 
-def show_sharding(trainer: Trainer, argv: Sequence[str] | None = None) -> None:
+def show_sharding(argv: Sequence[str] | None = None) -> None:
     """python shard.py --model llama-7b --shards 4: print how each weight would be split, and why,
     without making the weights."""
-    given = command_line.read_flags(argv, trainer.config, trainer.networks)
-    command_line.check_command(given, trainer.config, "topology", "in python shard.py")
-    config = trainer.config_of_flags(given)
+    given = command_line.read_flags(argv)
+    command_line.check_command(given, "topology", "in python shard.py")
+    config = command_line.config_of_flags(given)
     if config.topology:
-        return dry_run(config, trainer, is_short=False)
+        return dry_run(config, is_short=False)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
     config = change(config, vocab_size=config.vocab_size or Bytes.vocab_size)
-    network = trainer.network(config)
+    network = network_of(config)
     network.check(config.network, mesh)
     decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
                                      overrides=parse_overrides(config.override))
@@ -156,23 +131,22 @@ def show_sharding(trainer: Trainer, argv: Sequence[str] | None = None) -> None:
     specs = jax.tree.map(lambda d: d.spec, chosen)
     if config.zero:
         specs = zero1_specs(params, specs, mesh, config.fsdp_min)
-    state = state_shapes(trainer.optimizer(config, chosen), params, specs, mesh)
+    state = state_shapes(train.optimizer(config, chosen), params, specs, mesh)
     print(explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min, state))
 
 
-def bench(config: Any, trainer: Trainer, mesh: Any, task: Task, make_batch: Callable) -> None:
-    """--bench: time the updates of a run on --data, keep nothing, and print the results.
-    make_batch(config, mesh, task, shapes, update) is train.py's. Every second update has a batch
-    that was there before, which shows what the loader costs."""
+def bench(config: Any, mesh: Any, task: Task) -> None:
+    """--bench: time the updates of a run on --data, keep nothing, and print the results. Every
+    second update has a batch that was there before, which shows what the loader costs."""
     config = dataclasses.replace(config, out="", profile=0, steps=WARM + TIMED + 1)
-    say, (init, loss, _) = BenchReporter(WARM + TIMED), trainer.language(config)
+    say = BenchReporter(WARM + TIMED)
     shapes = batch_shapes(config.batch, task.first_row)
-    program = trainer.build(config, mesh, init, loss, shapes)
-    next_batch = functools.partial(make_batch, config, mesh, task, shapes)
+    program = train.build(config, mesh, task, shapes)
+    next_batch = functools.partial(train.training_batch, config, mesh, task, shapes)
     loop = Loop(program, task, None, say, lambda at: numbers_at(
         task.examples, config.seed, at * config.batch + np.arange(config.batch)))
     with jax.set_mesh(program.mesh):
-        report_header(program, say, trainer.hidden())
+        report_header(program, say)
         say.line(describe_attention(program.plan))
         step, same = prepare(loop), next_batch(0)
         for at in range(config.steps):

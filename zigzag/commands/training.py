@@ -1,0 +1,101 @@
+"""python train.py: from the flags to `train.fit`.
+
+    main        the command
+    opened      --data as a task, after all that can be refused without it
+"""
+
+import contextlib
+import dataclasses
+import functools
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import jax
+
+import tasks
+import train
+from zigzag.commands import command_line, dry_runs
+from zigzag.commands.continued import continued
+from zigzag.core import hosts
+from zigzag.core.errors import ConfigError
+from zigzag.core.report import Reporter
+from zigzag.disk.checkpoint import check_run_folder, newest_step
+from zigzag.disk.corpus import tokenizer_of
+from zigzag.run import continuing, loggers, record
+from zigzag.run.task import Learned, Task
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, or what --bench or --topology asks for."""
+    with hosts.exit_together():
+        given = command_line.read_flags(argv)
+        config = continued(given)
+        command_line.check_used(given, config, tasks.kind_of(config))
+        if config.topology:             # (programs for absent hardware are not cached)
+            return dry_runs.dry_run(config)
+        config, mesh = dry_runs.on_machine(config)
+        if config.bench:
+            return bench(config, mesh)
+        with opened(config) as (config, task, say):
+            train.fit(config, task, mesh=mesh, say=say)
+
+
+def bench(config: Any, mesh: Any) -> None:
+    """--bench, with --data in a folder that is removed again."""
+    _, tokenizer, _ = tasks.first_weights(config)
+    with tempfile.TemporaryDirectory() as folder, tasks.KINDS[tasks.kind_of(config)].opened(
+            config, tokenizer, Path(folder) / "run") as learned:
+        dry_runs.bench(learned.config, mesh, learned.make_task())
+
+
+@contextlib.contextmanager
+def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
+    """Yield the configuration for --data, the task, and the Reporter that has printed the first
+    lines, for the run in config.out."""
+    with _opened_in_turn(config) as (learned, weights):
+        config = continuing.hold(learned.config)
+        say = Reporter(config.steps)
+        for line in continuing.first_lines(config, train.learning_rate):
+            say.line(line)
+        if config.init_from:
+            say.line(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} "
+                     f"tokens (--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
+        say.line(f"data     {learned.description}")
+        yield config, dataclasses.replace(learned.make_task(), record=learned.record,
+                                          weights=weights), say
+        if learned.prompt_flags and newest_step(config.out) >= config.steps:
+            say.line(f"sample   python sample.py --run {shlex.quote(config.out)} "
+                     f"{learned.prompt_flags}")
+
+
+@contextlib.contextmanager
+def _opened_in_turn(config: Any) -> Iterator[tuple[Learned, Any]]:
+    """Yield --data, opened after all that can be refused without it, and a function that reads the
+    first weights, or None. Process 0 opens --data first: what it writes, the others read."""
+    run, is_process_0 = Path(config.out), jax.process_index() == 0
+    if not config.out:
+        raise ConfigError("--out '': expected a folder for the run")
+    read = functools.partial(record.read_old, train.Config)
+    check = functools.partial(check_run_folder, config.out, read_old=read,
+                              may=record.may_change(train.Config), change=config.change)
+    weights, tokenizer, noted = tasks.first_weights(config)
+    loggers.check(config.log, config.out)
+    check(record.facts_of(config), needs=tasks.needs(config))
+    fingerprint = ""            # of the run's data, if it continues
+    if (run / "config.json").exists():
+        old = read(config.out)
+        fingerprint = str(old.get("fingerprint", ""))
+        if "data" in config.change and tasks.needs(config):
+            tokenizer = tokenizer_of(run, old)
+    if not is_process_0:
+        fingerprint = hosts.process_allgather("")[0]
+    seconds = 0 if is_process_0 else min(60, config.patience)
+    with tasks.KINDS[tasks.kind_of(config)].opened(
+            config, tokenizer, run, seconds, fingerprint) as learned:
+        learned = learned._replace(record=learned.record | noted)
+        check(learned.record)
+        if is_process_0:
+            hosts.process_allgather(learned.record["fingerprint"])
+        yield learned, weights
