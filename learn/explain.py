@@ -24,7 +24,10 @@ import networks
 import shard
 import train
 from learn import draw, walk
+from zigzag.commands import command_line, continued, dry_runs
 from zigzag.measure import chips, forecast, hlo
+from zigzag.measure.traffic import expected_traffic
+from zigzag.weights.network import flops_of_update
 
 STYLE = draw.STYLE + """
 :root { color-scheme: light dark }
@@ -61,16 +64,16 @@ class Run(NamedTuple):
 
 def compiled(config: Any) -> Run:
     """The configuration's step, compiled, and what can be read off it."""
-    program, step = train.commands.ready_to_run(config, train.TRAINER)
+    program, step = dry_runs.ready_to_run(config)
     device = program.mesh.devices.flat[0]
     chip = chips.chip_of(device)
     about = (f"{device.device_kind}, as published" if chip else
              f"those of a {USUAL_CHIP}, as this device's ({device.device_kind}) are not known")
     c, mesh = program.config, program.mesh
-    expected = train.commands.expected_traffic(program.plan)
+    expected = expected_traffic(program.plan)
     sent, flops, note = forecast.work_of(
         c, mesh, step, expected=expected,
-        flops=train.TRAINER.networks.flops_of_update(c) / mesh.size)
+        flops=flops_of_update(c) / mesh.size)
     return Run(program, step, chip or chips.CHIPS[USUAL_CHIP], about, sent, expected, flops, note)
 
 
@@ -310,12 +313,12 @@ def main(argv: list[str] | None = None) -> None:
         runs.append(argv[at + 1])
         del argv[at:at + 2]
     of_runs = curves(runs) if runs else ""      # (first: to compile may take minutes)
-    given = train.command_line.read_flags(argv, train.Config, networks)
+    given = command_line.read_flags(argv)
     if given.get("data"):
         raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
                                 "vocabulary can be given by --vocab_size")
-    config = (train.continuing.of_run(runs[0], given, train.TRAINER) if runs else
-              train.TRAINER.config_of_flags(given))
+    config = (continued.of_run(runs[0], given) if runs else
+              command_line.config_of_flags(given))
     text = page(compiled(config), of_runs, *runs[:1])
     try:
         out.write_text(text)

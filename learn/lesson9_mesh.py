@@ -16,6 +16,7 @@ sys.path += [".", ".."]      # (the repository, from here or from learn/)
 import train
 from learn import draw, lesson
 from learn.lesson import check
+from zigzag.commands import dry_runs
 
 lesson.begin(8)
 
@@ -160,9 +161,9 @@ def predicted(c, n, weights):
 
 
 def compare(*flags):
-    program = train.commands.program_of(train.parse([
+    program = dry_runs.program_of(train.parse([
         "--layers", "32", "--d_model", "128", "--heads", "8", "--seq_len", "64", "--batch", "32",
-        "--vocab_size", "257", *flags]), train.TRAINER)
+        "--vocab_size", "257", *flags]))
     compiled = program.step.lower(program.state, program.batch).compile()
     found = sum(one.bytes for one in train.shard.collectives(compiled))
     weights = [(w.shape, w.sharding.spec) for w in jax.tree.leaves(program.state["params"])]
@@ -199,7 +200,7 @@ for flags in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"):
 # %%
 def program_on(mesh):
     flags = ["--mesh", mesh, "--layers", "6", "--vocab_size", "257"]
-    return train.commands.program_of(train.parse(flags), train.TRAINER)
+    return dry_runs.program_of(train.parse(flags))
 
 
 for mesh in ("tensor=3", "pipe=4,data=2", "fsdp=8,tensor=2", "tensr=2"):

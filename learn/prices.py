@@ -15,6 +15,7 @@ from typing import Any, Callable
 import networks
 import shard
 import train
+from zigzag.core.mesh import mesh_sizes
 from zigzag.measure import forecast
 from zigzag.rule.rule import Group, groups
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         return print(__doc__)
     where = argv.pop(0) if argv and ".py:" in argv[0] else ""
     config = train.parse(["--vocab_size", "257", *argv])
-    shards = config.shards or train.commands.mesh_sizes(config.mesh, 0).get("tensor", 1)
+    shards = config.shards or mesh_sizes(config.mesh, 0).get("tensor", 1)
     if shards < 2:
         raise shard.ConfigError("expected --shards N or --mesh tensor=N with 2 devices or more")
     if where:

@@ -28,8 +28,12 @@ import networks
 import shard
 import train
 from learn import draw
+from zigzag.commands import dry_runs
+from zigzag.core.flags import change
+from zigzag.core.mesh import make_mesh
 from zigzag.measure import forecast, hlo
 from zigzag.rule.jaxprs import equations_below
+from zigzag.run.task import without_data
 
 # {the name that jax gives a collective: ours}
 COLLECTIVES = {
@@ -70,16 +74,16 @@ class Traced(NamedTuple):
 
 def trace(config: Any, watched: set[str]) -> Traced:
     """What the step of a configuration sends, and makes in functions of the files `watched`."""
-    config, _ = train.commands.choose_mesh(config, train.TRAINER)
-    return _trace(train.commands.program_of(config, train.TRAINER), watched)
+    config, _ = dry_runs.choose_mesh(config)
+    return _trace(dry_runs.program_of(config), watched)
 
 
 def trace_alone(config: Any, watched: set[str]) -> Traced:
     """The same for one device. The configuration is that of a Traced."""
-    config = train.commands.change(config, mesh="", shards=0, topology="", override=(),
+    config = change(config, mesh="", shards=0, topology="", override=(),
                                    microbatches=1, chunks=1, schedule="gpipe")
-    mesh = train.commands.make_mesh(jax.devices()[:1])
-    return _trace(train.build(config, mesh, *train.language(config)), watched)
+    mesh = make_mesh(jax.devices()[:1])
+    return _trace(train.build(config, mesh, *without_data(config)), watched)
 
 
 def _trace(program, watched):

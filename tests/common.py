@@ -25,12 +25,14 @@ import networks
 import tasks
 import train
 from tests.helpers import ROOT, batch_of, make, mesh_of, program_of, without_times
+from zigzag.commands import command_line, training
+from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
 from zigzag.disk.batches import place_batch
 from zigzag.disk.shuffle import order_at
-from zigzag.run import checks, command_line, continuing
+from zigzag.run import checks
 from zigzag.run.plan import resolve_dtype
 
 
@@ -192,7 +194,7 @@ def sums_and_gradients(config, mesh, params, batch):
     """What the training step computes before its update: (gradients, (sum, count, aux)), of the
     whole batch."""
     program = program_of(config, mesh)
-    gradients = train.make_step(program.plan, None)[1]
+    gradients = train.make_gradients(program.plan)
     with jax.set_mesh(program.mesh):
         placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
                               program.weights(program.state))
@@ -239,8 +241,7 @@ WORDS = ["a".join(parts) for parts in itertools.product(
 
 def continued(*words):
     """The configuration that a command line of train.py asks for."""
-    given = command_line.read_flags([str(w) for w in words], train.Config, networks)
-    return continuing.continued(given, train.TRAINER, tasks.needs)
+    return continuing_run.continued(command_line.read_flags([str(w) for w in words]))
 
 
 def check_network(config, mesh):
@@ -256,10 +257,8 @@ def opened(config, run, tokenizer=None, ready=0, fingerprint=""):
 
 def train_here(config, mesh):
     """Train on --data, as train.py does, on this mesh."""
-    with tasks.opened(resolve_dtype(config, mesh), train.TRAINER) as learned:
-        init, loss, _ = train.language(learned.config)
-        return train.fit(learned.config, init, loss=loss, mesh=mesh, record=learned.record,
-                         weights=learned.weights, say=learned.say, **vars(learned.task))
+    with training.opened(resolve_dtype(config, mesh)) as (config, task, say):
+        return train.fit(config, task, mesh=mesh, say=say)
 
 
 def go(*words):

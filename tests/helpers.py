@@ -24,6 +24,7 @@ import train
 from zigzag.core import report, tested
 from zigzag.core.mesh import by_path, make_mesh, mesh_sizes
 from zigzag.disk.batches import place_batch
+from zigzag.run.task import without_data
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,15 +125,27 @@ def learn(config, mesh="", lines=None, **given):
     print are added to `lines`."""
     rows, lines, T = [], [] if lines is None else lines, config.seq_len
     init, loss, _ = train.language(config)
-    result = train.fit(config, **{**dict(
+    result = fit(config, **{**dict(
         init=init, collate=lambda examples: data.collate(examples, T), loss=loss,
         examples=tokens_of(config), mesh=mesh_of(mesh), say=KeepRows(rows, lines)), **given})
     return rows, result
 
 
+def fit(config, **given):
+    """train.fit, with the fields of a Task beside its own arguments."""
+    own = {name: given.pop(name) for name in ("step", "optimizer", "schedule", "mesh", "log", "say")
+           if name in given}
+    return train.fit(config, train.Task(**given), **own)
+
+
 def program_of(config, mesh):
     """Everything that is compiled for the transformer of this configuration on a mesh."""
-    return train.build(config, mesh_of(mesh), *train.language(config))
+    return train.build(config, mesh_of(mesh), *without_data(config))
+
+
+def build(config, mesh, init, loss, shapes, **fields):
+    """The program of a task with this init and loss, on batches with these shapes."""
+    return train.build(config, mesh, train.Task(init, dict, loss, **fields), shapes)
 
 
 def batch_of(config, seed=1, weights=None):

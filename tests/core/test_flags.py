@@ -17,10 +17,10 @@ import train
 from networks import NETWORKS
 from tests.common import SMALL, command, refused
 from tests.helpers import ROOT
+from zigzag.commands import help
 from zigzag.core import errors, familiar, flags
 from zigzag.core.options import comments
 from zigzag.generate import prompts
-from zigzag.run import help
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,12 @@ import pytest
 
 import train
 from tests.common import SMALL, command
-from tests.helpers import learn, make, mesh_of, program_of, tokens_of
+from tests.helpers import build, learn, make, mesh_of, program_of, tokens_of
+from zigzag.commands import dry_runs
 from zigzag.core import report
 from zigzag.core.errors import human_bytes
-from zigzag.run import commands, loop
+from zigzag.run import loop
+from zigzag.run.record import record_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +119,11 @@ def test_a_start_says_the_sizes_in_words(capsys):
     assert ("sizes    layers 2, d_model 32, 4 heads (2 kv_heads), d_ff 64, 4 experts, 2 a token, "
             "vocabulary 61, context 16 tokens\ntraining 20 steps of 8 rows of 16 tokens (128), "
             "adamw, lr up to 0.0156 after 3 steps of warmup\noptions  ") in printed
-    record = train.TRAINER.record_of(config)
+    record = record_of(config)
     assert "image_size" not in printed and "image_size" not in record
     assert set(record) >= {"remat", "clip", "fsdp_min", "eval_tokens", "d_ff"}
     batch = {"x": jax.ShapeDtypeStruct((8, 3), "float32")}
-    custom = train.build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
+    custom = build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
                          lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), batch)
     loop.report_header(custom, say, set())
     printed = capsys.readouterr().out
@@ -151,7 +153,7 @@ def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
     state = 4 * sum(math.prod(x.sharding.shard_shape(x.shape))
                     for x in jax.tree.leaves(program.state["opt"]))
     assert f"{human_bytes(state)} of the optimizer's state" in short
-    commands.show_sharding(train.TRAINER, ["--optimizer", "muon", "--shards", "2",
+    dry_runs.show_sharding(["--optimizer", "muon", "--shards", "2",
                                            *map(str, SMALL[2:])])
     shown = capsys.readouterr().out
     assert "layers.attn_norm" in shown and "small weights" not in shown and "AdamW" not in shown

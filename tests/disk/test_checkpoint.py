@@ -33,6 +33,7 @@ from tests.helpers import learn, make, mesh_of, without_times
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
+from zigzag.run.record import facts_of, read_old
 from zigzag.weights.table import Weight
 
 
@@ -238,19 +239,20 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
 def test_a_field_that_is_newer_than_a_run_had_its_default(tmp_path):
     """A run of an earlier version that is continued with another value of a new field."""
     (tmp_path / "config.json").write_text('{"layers": 2, "d_model": 64, "data": ["a"]}')
-    assert train.TRAINER.read_old(tmp_path)["layers"] == 2
-    check = functools.partial(checkpoint.check_run_folder, may={})
-    check(str(tmp_path), {"layers": 2, "experts": 0, "data": ("a",)}, train.TRAINER.read_old)
+    assert read_old(train.Config, tmp_path)["layers"] == 2
+    check, read = (functools.partial(checkpoint.check_run_folder, may={}),
+                   functools.partial(read_old, train.Config))
+    check(str(tmp_path), {"layers": 2, "experts": 0, "data": ("a",)}, read)
     # (head_dim followed from the width.)
-    check(str(tmp_path), {"head_dim": 8}, train.TRAINER.read_old)
-    check(str(tmp_path / "new"), {"layers": 5}, train.TRAINER.read_old)
+    check(str(tmp_path), {"head_dim": 8}, read)
+    check(str(tmp_path / "new"), {"layers": 5}, read)
     for name, value in (("experts", 2), ("head_dim", 16)):
         with pytest.raises(ConfigError, match=f"{name} .*, and {value} was given"):
-            check(str(tmp_path), {name: value}, train.TRAINER.read_old)
+            check(str(tmp_path), {name: value}, read)
     with pytest.raises(ConfigError, match="head_dim 8, and 9 was given; experts 0, and 2 was g"):
-        check(str(tmp_path), {"layers": 2, "head_dim": 9, "experts": 2}, train.TRAINER.read_old)
+        check(str(tmp_path), {"layers": 2, "head_dim": 9, "experts": 2}, read)
     with pytest.raises(ConfigError, match="another task .it has no tokenizer"):
-        check(str(tmp_path), {}, train.TRAINER.read_old, needs=["tokenizer"])
+        check(str(tmp_path), {}, read, needs=["tokenizer"])
 
 
 OLD = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="float32", steps=20)
@@ -268,7 +270,7 @@ def test_a_run_of_an_earlier_version_has_the_network_of_its_options(tmp_path, mo
     """A run with a window that is loaded as the plain decoder, whose weights have the same
     shapes."""
     (tmp_path / "config.json").write_text(json.dumps({**OLD, **more}))
-    old = train.TRAINER.read_old(tmp_path)
+    old = read_old(train.Config, tmp_path)
     assert old["network"] == network
     assert networks.network_of(networks.config_of_run(tmp_path)).name == network
     assert old["embed_scale"] == (32**0.5 if network == "decoder" else 0)
@@ -279,8 +281,8 @@ def test_another_network_does_not_continue_a_run(tmp_path):
     """A run with a window that continues without one, since the shapes are the same."""
     (tmp_path / "config.json").write_text(json.dumps({**OLD, "window": 8}))
     with pytest.raises(ConfigError, match="of the network transformer, .* leave --model out"):
-        checkpoint.check_run_folder(str(tmp_path), train.TRAINER.facts_of(make(**OLD)),
-                                    train.TRAINER.read_old, {})
+        checkpoint.check_run_folder(str(tmp_path), facts_of(make(**OLD)),
+                                    functools.partial(read_old, train.Config), {})
 
 
 # -------------------------------------------------------------------------------------------

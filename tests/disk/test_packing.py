@@ -132,7 +132,8 @@ def test_the_loss_of_a_packed_document_is_its_loss_alone(packed, mesh):
     """Attention, or positions, that go on from one document into the next; sums that count the
     padding."""
     config, params, batch, total, count = packed
-    program = train.build(config, mesh_of(mesh), lambda key: params, train.language(config)[1],
+    task = train.Task(lambda key: params, dict, train.language(config)[1])
+    program = train.build(config, mesh_of(mesh), task,
                           {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
                           | {"seeds": jax.ShapeDtypeStruct((8,), np.uint32)})
     with jax.set_mesh(program.mesh):

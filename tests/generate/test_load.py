@@ -26,9 +26,9 @@ def fitted(tmp_path_factory, text):
     config = run_of(model.Config(layers=1, d_model=16, heads=2, seq_len=16, vocab_size=300),
                     steps=2, batch=8, out=str(folder / "run"))
     init, loss, _ = train.language(config)
-    train.fit(config, init, lambda rows: data.collate(rows, 16), loss, mesh=mesh_of(""),
-              examples=data.Windows(corpus.train, 16), tokenizer=corpus.tokenizer,
-              say=KeepRows([], []))
+    train.fit(config, train.Task(
+        init, lambda rows: data.collate(rows, 16), loss, tokenizer=corpus.tokenizer,
+        examples=data.Windows(corpus.train, 16)), mesh=mesh_of(""), say=KeepRows([], []))
     return folder / "run", corpus.tokenizer
 
 
@@ -57,8 +57,9 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
     """A tokenizer of bytes, for a run whose ids are something else."""
     config = make(steps=1, out=str(tmp_path / "run"))
     init, loss, _ = train.language(config)
-    train.fit(config, init, lambda rows: data.collate(rows, 16), loss, mesh=mesh_of(""),
-              examples=[np.arange(17) % 61] * 8, say=KeepRows([], []))
+    train.fit(config, train.Task(
+        init, lambda rows: data.collate(rows, 16), loss, examples=[np.arange(17) % 61] * 8),
+        mesh=mesh_of(""), say=KeepRows([], []))
     params, c, tokenizer = sample.load(tmp_path / "run", mesh_of("tensor=2"))
     assert tokenizer is None and c.layers == config.layers
     assert not params["layers"]["wq"].sharding.is_fully_replicated

@@ -397,10 +397,10 @@ IN_PROCESSES = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
 import networks, sample, train
-from zigzag.run import commands
+from zigzag.run.machine import machine
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 config = train.parse(sys.argv[1:])
-params, c = networks.load_run(config.out, commands.machine(config))
+params, c = networks.load_run(config.out, machine(config))
 found = [sample.generate(params, THIRTEEN, c, 8, **options)
          for options in (dict(temperature=0), dict(temperature=1.5, seed=list(range(13))))]
 scores = sample.score(params, THIRTEEN, c)

@@ -35,6 +35,7 @@ from zigzag.core.mesh import by_path
 from zigzag.disk.corpus import tokenizer_of
 from zigzag.hub import folders, reference
 from zigzag.run.loop import first_state
+from zigzag.run.record import record_of
 from zigzag.weights import lora
 
 # 3 heads, 1 key head and 300 ids: what 2 devices do not divide, and rows of padding.
@@ -171,7 +172,7 @@ def test_a_run_of_a_folder_continues_by_its_own_folder(tmp_path, published):
     for more in ((), ("--lora_rank", "2")):
         config = train.parse(["--model", str(published), "--seq_len", "16", "--out", str(tmp_path),
                               "--batch", "4", *more])
-        record = {**train.TRAINER.record_of(config), "tokenizer": "tokenizer.json"}
+        record = {**record_of(config), "tokenizer": "tokenizer.json"}
         (tmp_path / "config.json").write_text(json.dumps(record))
         for words in ([], ["--model", f"{published}/"], ["--lora_rank", str(config.lora_rank)]):
             again = continued("--out", tmp_path, *words)

@@ -10,6 +10,9 @@ import pytest
 import train
 from learn import explain
 from tests.common import refused
+from zigzag.commands import dry_runs
+from zigzag.run.record import record_of
+from zigzag.weights.network import network_of
 
 FLAGS = "--layers 4 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 16"
 
@@ -57,7 +60,7 @@ def write_run(folder, *flags):
     """A run as explain reads it, of FLAGS and these flags."""
     folder.mkdir()
     config = train.parse([*FLAGS.split(), *flags])
-    (folder / "config.json").write_text(json.dumps(train.TRAINER.record_of(config)))
+    (folder / "config.json").write_text(json.dumps(record_of(config)))
     rows = [{"step": i, "loss": 5 / i} for i in (1, 2)] + [{"eval_loss": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
@@ -69,8 +72,8 @@ def test_a_page(tmp_path):
     runs = [write_run(tmp_path / name) for name in ("one", "two")]
     text, page = written(tmp_path, "--mesh", "data=2,fsdp=2,tensor=2",
                          *(word for folder in runs for word in ("--run", folder)))
-    program = train.commands.program_of(train.parse(
-        ["--mesh", "data=2,fsdp=2,tensor=2", *FLAGS.split()]), train.TRAINER)
+    program = dry_runs.program_of(train.parse(
+        ["--mesh", "data=2,fsdp=2,tensor=2", *FLAGS.split()]))
     for path, x in jax.tree.leaves_with_path(program.state["params"]):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         row, = (row for row in page.rows if row[0] == name)
@@ -108,7 +111,7 @@ def test_a_page_about_a_run(tmp_path, capsys):
                   "--layers", "1"])
     page = Page((tmp_path / "page.html").read_text())
     config = train.parse([*FLAGS.split(), "--layers", "1"])
-    count, _ = train.TRAINER.network(config).parameters(config.network)
+    count, _ = network_of(config).parameters(config.network)
     assert f"{count:,} parameters on data=2 fsdp=4" in page.text
     assert "8 rows of 32 tokens" in page.text and f"; 8 devices; the step of the run {run}." in (
         page.text)

@@ -8,10 +8,10 @@ import train
 from learn import draw, walk
 from tests.common import full, refused
 from tests.helpers import ROOT
+from zigzag.commands import dry_runs
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mesh_sizes
 from zigzag.measure.traffic import expected_traffic
-from zigzag.run import commands
 
 FLAGS = "--layers 2 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 8"
 BLOCK = str(ROOT / "model.py")
@@ -89,7 +89,7 @@ def test_a_line_sends_what_its_loop_sends():
 def test_the_whole_step_sends_what_the_header_expects():
     """Collectives in a loop that the trace does not reach."""
     config = train.parse([*FLAGS.split(), "--layers", "1", "--mesh", "tensor=2"])
-    program = commands.program_of(config, train.TRAINER)
+    program = dry_runs.program_of(config)
     want = sum(group.bytes for group in expected_traffic(program.plan) if group.axis == "tensor")
     sent, _, _ = walk.trace(config, {BLOCK})
     assert sum(one.bytes for one in sent if "over tensor" in one.text) == pytest.approx(

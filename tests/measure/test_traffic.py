@@ -1,5 +1,7 @@
 """The bytes that an update should send, compared with those of compiled programs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,12 +10,13 @@ from jax.sharding import PartitionSpec as P
 import shard
 import train
 from tests.common import full, net, slow
-from tests.helpers import make, mesh_of, program_of
+from tests.helpers import build, make, mesh_of, program_of
 from zigzag.core.mesh import by_path
 from zigzag.core.report import Reporter
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run.plan import compiled
+from zigzag.run.task import without_data
 from zigzag.weights.table import count
 
 
@@ -156,7 +159,7 @@ def test_of_another_model_the_rules_reductions_are_expected():
         y = jax.nn.relu(p["embed"][b["tokens"]] @ p["up"]) @ p["down"]
         return jnp.sum(y ** 2), jnp.sum(b["weights"])
 
-    program = train.build(make(), mesh_of("tensor=2"), init, loss, net.batch_shapes(make(), 8))
+    program = build(make(), mesh_of("tensor=2"), init, loss, net.batch_shapes(make(), 8))
     assert {c.kind for c in expected_traffic(program.plan)} == {"all-reduce"}
 
 
@@ -172,8 +175,8 @@ def test_of_what_a_loss_gathers_of_rows_nothing_is_expected(mesh, axes):
         return jax.nn.logsumexp(x @ every.T, -1).sum(), len(x)
 
     config = make(batch=16, fsdp_min=1)
-    program = train.build(config, mesh_of(mesh), init, loss,
-                          {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)})
+    program = build(config, mesh_of(mesh), init, loss,
+                    {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)})
     sent, expected = sent_and_expected(program)
     assert not is_complete(program.plan)
     assert ("all-gather", axes) in sent and ("all-gather", axes) not in expected
@@ -195,14 +198,15 @@ def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
         return jnp.sum((x[:, :-1] - p["embed"][b["tokens"][:, 1:]]) ** 2), jnp.sum(b["weights"])
 
     config = make(accumulate=2, batch=16)
-    agree(train.build(config, mesh_of(mesh), init, loss, net.batch_shapes(config, 16)))
+    agree(build(config, mesh_of(mesh), init, loss, net.batch_shapes(config, 16)))
 
 
 def test_of_several_overrides_the_last_that_matches_wins():
     """The first override that wins over a later, narrower one; a cost that is not reported."""
     config = make(override=("w_=-,fsdp", "w_up=-,-,data"))
-    program = train.build(config, mesh_of("data=2,fsdp=2"), *train.language(config),
-                          overrides=[("norm", P("data"))])
+    task, shapes = without_data(config)
+    program = train.build(config, mesh_of("data=2,fsdp=2"), dataclasses.replace(
+        task, overrides=[("norm", P("data"))]), shapes)
     specs = {path.split(".")[-1]: d.spec for path, d in by_path(program.plan.decisions).items()}
     assert specs["w_gate"] == P(None, "fsdp") and specs["w_up"] == P(None, None, "data")
     assert specs["norm"] == P("data")

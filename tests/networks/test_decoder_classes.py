@@ -10,6 +10,7 @@ import networks
 import train
 from tests.common import full, peer
 from tests.helpers import KeepRows, mesh_of, run_of
+from zigzag.commands import training
 from zigzag.core.errors import ConfigError
 from zigzag.run import metrics
 
@@ -87,10 +88,8 @@ def learned(tmp_path, mesh, labels, causal, **flags):
     config = run_of(networks.config_of(network), **{**dict(
         data=(path,), out=str(tmp_path / f"run {mesh} {labels} {causal}"), steps=12, batch=8,
         lr=0.01, dtype="float32", eval_every=6, fsdp_min=1), **flags})
-    with train.tasks.opened(config, train.TRAINER) as found:
-        init, loss, _ = train.language(found.config)
-        result = train.fit(found.config, init, loss=loss, mesh=mesh_of(mesh),
-                           say=KeepRows(rows, []), **vars(found.task))
+    with training.opened(config) as (config, task, _):
+        result = train.fit(config, task, mesh=mesh_of(mesh), say=KeepRows(rows, []))
     return rows, result
 
 

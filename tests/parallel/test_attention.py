@@ -23,6 +23,7 @@ from zigzag.parallel import attention, ring_kernel
 from zigzag.parallel.attention import block_ends, kernel_name
 from zigzag.run import loop
 from zigzag.run.plan import compiled
+from zigzag.run.task import without_data
 
 # -------------------------------------------------------------------------------------------
 # In blocks
@@ -258,7 +259,7 @@ def test_a_compiler_is_left_no_kernel_to_split(monkeypatch):
     monkeypatch.setattr(attention, "_splash", None)
     give_kernel(monkeypatch, "splash")
     config = make(step="jit", kv_heads=2)
-    program = train.build(config, mesh_of("data=2,tensor=2"), *train.language(config))
+    program = train.build(config, mesh_of("data=2,tensor=2"), *without_data(config))
     with jax.set_mesh(program.mesh):
         program.step.trace(program.state, program.batch)
     assert "block" in loop.describe_attention(program.plan)

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import shard
-import train
 from tests.common import assert_same_on, full, slow
-from tests.helpers import batch_of, learn, make, mesh_of, program_of
+from tests.helpers import batch_of, build, learn, make, mesh_of, program_of
 from zigzag.core.errors import ConfigError
 from zigzag.disk.batches import place_batch
 from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
@@ -258,7 +257,7 @@ def first_update(change, mesh, all_time=False, timed={}, extra={}, **how):
     made = batch_of(PIPED) | extra
     mesh, shapes = mesh_of(mesh), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
                                                made)
-    program = train.build(config, mesh, init, loss, shapes, timed=timed)
+    program = build(config, mesh, init, loss, shapes, timed=timed)
     with jax.set_mesh(mesh):
         state = program.permute(program.start(jax.random.key(0), None))
         batch = place_batch(mesh, lambda a, b: {k: x[a:b] for k, x in made.items()}, 16)

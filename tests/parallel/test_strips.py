@@ -1,5 +1,7 @@
 """Layers that take their rows in strips, as on a TPU with a tensor axis."""
 
+import dataclasses
+
 import pytest
 
 import model
@@ -12,6 +14,7 @@ from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel import strips
 from zigzag.run.plan import compiled
+from zigzag.run.task import without_data
 
 CASES = [
     ("fsdp=2,tensor=2", dict(fsdp_min=64, remat="full")),
@@ -70,9 +73,9 @@ def test_the_number_of_strips(rows, time, sizes, where, wanted):
 def test_only_our_own_networks_are_cut(counts):
     """A custom loss that compares rows within a layer; experts with a few tokens each."""
     def cut(config, **given):
-        init, loss, shapes = train.language(config)
-        plan = train.build(config, mesh_of("tensor=2"), init, given.get("loss", loss), shapes).plan
-        return plan.strip
+        task, shapes = without_data(config)
+        task = dataclasses.replace(task, **given)
+        return train.build(config, mesh_of("tensor=2"), task, shapes).plan.strip
 
     assert cut(make()) == 8 and cut(make(experts=4)) == 0
     assert cut(make(), loss=lambda *given: model.loss(*given, config=make().network)) == 0

@@ -37,7 +37,8 @@ def test_the_hits_are_those_of_the_logits(mesh, changes, chunked, monkeypatch):
                             dtype="float32"), **changes})
     held_out = tokens_of(config, 13, seed=5)
     rows, result = learn(config, mesh, held_out=held_out)
-    task = train.Task(collate=lambda e: data.collate(e, config.seq_len), examples=tokens_of(config))
+    task = train.Task(None, lambda e: data.collate(e, config.seq_len), None,
+                      examples=tokens_of(config))
     first = jax.jit(lambda: net.init(config.network, jax.random.key(0)))()
     for at, params in ((0, first), (8, jax.device_get(result.params))):
         batch = (task.collate(held_out) if at else
@@ -61,9 +62,10 @@ def test_classes_are_counted_too():
     found = []
     for mesh in ("", "pipe=2,tensor=2"):
         rows = []
-        train.fit(config, init, lambda rows: {k: np.stack([r[k] for r in rows]) for k in rows[0]},
-                  loss, examples=examples[:16], held_out=examples[16:], mesh=mesh_of(mesh),
-                  say=KeepRows(rows, []))
+        train.fit(config, train.Task(
+            init, lambda rows: {k: np.stack([r[k] for r in rows]) for k in rows[0]}, loss,
+            examples=examples[:16], held_out=examples[16:]), mesh=mesh_of(mesh),
+            say=KeepRows(rows, []))
         found.append([row.get("accuracy", row.get("eval_accuracy")) for row in rows])
     assert found[0] == pytest.approx(found[1], abs=1e-6)
     assert 8 * found[0][0] == round(8 * found[0][0])

@@ -12,10 +12,11 @@ import networks
 import train
 from tests.common import SMALL, continued, ends, go, hosts, opened, refused, started
 from tests.helpers import StopAt, learn, make
+from zigzag.commands import dry_runs
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.corpus import opened_sources
-from zigzag.run import commands
+from zigzag.run.record import old_config
 
 WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
 
@@ -82,8 +83,8 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
 @pytest.mark.full
 def test_more_epochs_continue_a_run_and_fewer_are_refused(run, text, capsys):
     """Epochs that a continued run ignores; a record of fewer steps than the run has made."""
-    with opened(train.TRAINER.old_config(str(run)), run, ready=1) as learned:
-        count = len(learned.task.examples)
+    with opened(old_config(train.Config, str(run)), run, ready=1) as learned:
+        count = len(learned.make_task().examples)
     go("--out", run, "--epochs", 6 * 4 / count)
     assert record_of(run)["steps"] == 6 and "epochs" not in record_of(run)
     assert "at step 4 of 6" in capsys.readouterr().out
@@ -104,7 +105,7 @@ def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
     error = refused(capsys, "--out", run, "--model", "gpt2")
     assert "of the network decoder" in error and "layers 2, and 12 was given" in error
     assert "heads 4, and 3 was given" in refused(capsys, "--out", run, "--heads", 3)    # (30 / 3?)
-    old = train.TRAINER.old_config(str(run))
+    old = old_config(train.Config, str(run))
     same = continued("--out", run, "--kv_heads", 0, "--heads", 4, "--model", "tiny", "--lr", 0.004)
     assert same == change(old, out=str(run))
     for name, value in (("mesh", "data=2,tensor=2"), ("shards", 2)):
@@ -123,8 +124,8 @@ def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
     run.rename("out")
     assert train.parse([]).layers == 4 and continued("--steps", 9).layers == 2
     seen = []
-    monkeypatch.setattr(commands, "dry_run", lambda config, _: seen.append(config))
-    monkeypatch.setattr(commands, "bench", lambda config, *_: seen.append(config))
+    monkeypatch.setattr(dry_runs, "dry_run", lambda config: seen.append(config))
+    monkeypatch.setattr(dry_runs, "bench", lambda config, *_: seen.append(config))
     train.main(["--topology", "v5e:2x2"])
     train.main(["--bench", "--mesh", "data=8"])
     assert [config.layers for config in seen] == [4, 4]

@@ -16,7 +16,7 @@ import model
 import shard
 import train
 from tests.common import full, net, slow
-from tests.helpers import learn, make, mesh_of, program_of, tokens_of
+from tests.helpers import build, learn, make, mesh_of, program_of, tokens_of
 from tests.readme import block
 from zigzag.core import tested
 from zigzag.core.errors import ConfigError
@@ -688,7 +688,7 @@ def test_what_is_decayed_does_not_follow_from_the_rows_of_a_device():
 
     shapes = batch_shapes(8, VECTORS["collate"](VECTORS["examples"][:1]))
     for mesh in ("", "fsdp=8", "tensor=8", "data=4,tensor=2"):
-        program = train.build(make(), mesh_of(mesh), init, a_sum, shapes)
+        program = build(make(), mesh_of(mesh), init, a_sum, shapes)
         matrices = {k for k, d in program.plan.decisions.items() if d.is_matrix}
         assert matrices == {"up", "down"}, mesh
 
@@ -724,10 +724,10 @@ def test_how_a_loss_runs_follows_from_what_it_calls(loss, mode):
     given = TOKENS if mode == "by hand" or loss is a_step_of_the_transformers else VECTORS
     shapes = batch_shapes(8, given["collate"](given["examples"][:1]))
     for mesh, size in (("data=2,tensor=2", 2), ("data=2", 1)):
-        program = train.build(make(), mesh_of(mesh), given["init"], loss, shapes)
+        program = build(make(), mesh_of(mesh), given["init"], loss, shapes)
         alone = mode == "untyped" and size == 1     # nothing is left to split
         assert program.plan.mode == ("untyped, tensor whole" if alone else mode), mesh
-    jit = train.build(make(step="jit"), mesh_of("data=2"), given["init"], loss, shapes)
+    jit = build(make(step="jit"), mesh_of("data=2"), given["init"], loss, shapes)
     assert jit.plan.mode == "jit"
 
 
@@ -823,7 +823,7 @@ def test_many_rows_of_three_numbers():
     def squares(p, b):
         return jnp.sum(each_square(p, b)), jnp.float32(len(b["x"]))
 
-    program = train.build(
+    program = build(
         dataclasses.replace(OWN, batch=len(x)), mesh_of(""), lambda key: {"w": jnp.asarray(w)},
         squares, {"x": jax.ShapeDtypeStruct(x.shape, x.dtype)})
     with jax.set_mesh(program.mesh):

@@ -9,16 +9,17 @@ import re
 import numpy as np
 import pytest
 
-import networks
 import tasks
 import train
 from tests.common import SMALL, continued, go, refused
 from tests.helpers import ROOT, learn, make, run_of, tokens_of
 from tests.run.test_schedules import rates
+from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError
 from zigzag.core.options import comments, options
 from zigzag.disk.checkpoint import FORMAT
-from zigzag.run import command_line, schedules
+from zigzag.run import schedules
+from zigzag.run.record import old_config, record_of
 
 KNOWN = options(train.Config)
 # A value for each option that is not its default, as words of a command line.
@@ -76,9 +77,9 @@ def test_an_option_acts_beside_a_command_or_is_refused(command, name, capsys):
         return
     if name in NOT_USED[command]:
         with pytest.raises(ConfigError, match="has no effect|give one of them"):
-            command_line.read_flags(words, train.Config, networks)
+            command_line.read_flags(words)
     else:
-        assert name in command_line.read_flags(words, train.Config, networks)
+        assert name in command_line.read_flags(words)
 
 
 @pytest.mark.parametrize("kind", MODES)
@@ -160,7 +161,7 @@ def test_a_record_without_a_format_has_zeros_for_what_was_not_given(tmp_path):
     for "not given" in its record."""
     (tmp_path / "run").mkdir()
     old = run_of(steps=40, warmup=4)
-    record = train.TRAINER.record_of(old) | {"tokenizer": "bytes"}
+    record = record_of(old) | {"tokenizer": "bytes"}
     assert record["format"] == FORMAT and record["decay_steps"] is None
     before = {**record, "decay_steps": 0, "first_share": 0.0, "cooldown": 0.0}
     del before["format"]
@@ -169,7 +170,7 @@ def test_a_record_without_a_format_has_zeros_for_what_was_not_given(tmp_path):
         path = tmp_path / name / "config.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(before | changes))
-        found = train.TRAINER.old_config(str(path.parent))
+        found = old_config(train.Config, str(path.parent))
         wanted = {name: value for name, value in changes.items() if value not in (7, 0.5)}
         assert found == dataclasses.replace(old, **wanted)
     assert continued("--out", tmp_path / "run").warmup == 4

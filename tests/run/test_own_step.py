@@ -17,7 +17,7 @@ import sample
 import shard
 import train
 from tests.common import full, peer, survives_kills
-from tests.helpers import ROOT, KeepRows, StopAt, learn, make, mesh_of, without_times
+from tests.helpers import ROOT, KeepRows, StopAt, fit, learn, make, mesh_of, without_times
 from tests.readme import block
 from zigzag.core import report
 from zigzag.core.errors import ConfigError
@@ -55,8 +55,8 @@ def run(task, mesh="", out="", stop=None, steps=10, **flags):
     rows, given = [], dict(examples=EXAMPLES, held_out=EXAMPLES[:10], collate=collate)
     init, step, loss = task
     config = make(**{**dict(steps=steps, batch=16, lr=0.01, fsdp_min=1, out=out), **flags})
-    result = train.fit(config, init=init, loss=loss, step=step, mesh=mesh_of(mesh),
-                       say=StopAt(stop) if stop else KeepRows(rows, []), **given)
+    result = fit(config, init=init, loss=loss, step=step, mesh=mesh_of(mesh),
+                 say=StopAt(stop) if stop else KeepRows(rows, []), **given)
     return rows, result
 
 
@@ -246,9 +246,10 @@ def test_it_is_the_algorithm_that_one_would_write_by_hand():
                                                   "step_before": state["step"]}
 
     rows, config = [], make(steps=4, batch=16, fsdp_min=1)
-    found = train.fit(config, init, collate, near, examples=EXAMPLES, step=step, say=KeepRows(
-        rows, []), optimizer=optax.sgd(0.05), mesh=mesh_of("fsdp=2,tensor=2")).params
-    trees, task = jax.jit(init)(jax.random.key(0)), train.Task(collate=collate, examples=EXAMPLES)
+    task = train.Task(init, collate, near, examples=EXAMPLES)
+    found = train.fit(config, task, step=step, say=KeepRows(rows, []),
+                      optimizer=optax.sgd(0.05), mesh=mesh_of("fsdp=2,tensor=2")).params
+    trees = jax.jit(init)(jax.random.key(0))
     for at in range(4):
         batch = train.training_batch(config, mesh_of(""), task, None, at)
         for name, logged in (("student", "loss"), ("teacher", "second")):
@@ -506,9 +507,8 @@ def test_any_optimizer_and_several_by_path():
             w = optax.apply_updates(w, updates)
         return w
 
-    TASK = train.Task(collate=collate, examples=EXAMPLES)
+    TASK = train.Task(init, collate, loss, examples=EXAMPLES)
     first = init(jax.random.key(0))
-    fit = dict(init=init, collate=collate, loss=loss, examples=EXAMPLES)
     for optimizer, alone in [
             (optax.adam(1e-2), optax.adam(1e-2)),
             (optax.noisy_sgd(1e-2, key=3), optax.noisy_sgd(1e-2, key=3)),   # (a key in its state)
@@ -516,7 +516,7 @@ def test_any_optimizer_and_several_by_path():
                 {"up": optax.set_to_zero(), "down": optax.sgd(1e-2, momentum=0.9)},
                 {"up": "up", "down": "down"}))]:
         for mesh in ("", "fsdp=2,tensor=2"):
-            found = train.fit(make(steps=10, batch=16, fsdp_min=1), **fit, optimizer=optimizer,
+            found = train.fit(make(steps=10, batch=16, fsdp_min=1), TASK, optimizer=optimizer,
                               mesh=mesh_of(mesh), say=KeepRows([], []))
             for path, w in by_path(by_hand(alone, first)).items():
                 np.testing.assert_allclose(np.asarray(by_path(found.params)[path]), w, atol=1e-5)
@@ -527,7 +527,7 @@ def test_any_optimizer_and_several_by_path():
                         (optax.stateless(lambda grads, _: jax.tree.map(jnp.sum, grads)),
                          "other shapes than the gradients")]:
         with pytest.raises(ConfigError, match=says):
-            train.fit(make(steps=1, batch=16), **fit, optimizer=wrong, say=KeepRows([], []))
+            train.fit(make(steps=1, batch=16), TASK, optimizer=wrong, say=KeepRows([], []))
 
 
 def test_an_optimizer_that_needs_more_than_gradients_is_one_line():
@@ -560,7 +560,7 @@ def test_each_network_has_its_own_optimizer():
     task, still = TASKS["gan"](), jax.random.key(0)
     config = make(steps=3, batch=16, fsdp_min=1)
     init, step, loss = task
-    found = train.fit(config, init, collate, loss, examples=EXAMPLES, step=step,
+    found = train.fit(config, train.Task(init, collate, loss, examples=EXAMPLES), step=step,
                       optimizer={"critic": optax.adam(1e-2), "generator.up": None,
                                  "*": optax.sgd(0.1)},
                       mesh=mesh_of("fsdp=2"), say=KeepRows([], [])).params
@@ -706,7 +706,7 @@ def test_examples_are_made_from_the_weights_as_they_are(tmp_path):
         config = make(steps=6, batch=16, lr=0.01, fsdp_min=1, save_every=5, eval_every=0, out=out)
         rows = []
         say = StopAt(stop) if stop else KeepRows(rows, [])
-        return rows, train.fit(config, init, collate, loss, **{**dict(
+        return rows, fit(config, init=init, collate=collate, loss=loss, **{**dict(
             examples=make_examples, held_out=EXAMPLES[:3], mesh=mesh_of(mesh), say=say), **more})
 
     _, one = learned("")

@@ -115,8 +115,7 @@ def test_an_edited_learning_rate_is_noticed(tmp_path, monkeypatch):
     learn(config)                                   # (the same, again)
     shutil.rmtree(tmp_path / "run/checkpoints/6")
     own = train.learning_rate
-    monkeypatch.setattr(train, "TRAINER", train.TRAINER._replace(
-        learning_rate=lambda c, step: own(c, step) * 1.01))
+    monkeypatch.setattr(train, "learning_rate", lambda c, step: own(c, step) * 1.01)
     with pytest.raises(ConfigError, match="learning rate at step 1 was .* is .* now: the schedule "
                                           "was edited"):
         learn(config)
@@ -157,7 +156,7 @@ def test_other_data_for_fit_are_noticed(tmp_path):
     assert learn(changed, examples=other)[1].step == 5
     # (A record of one's own says which data these are.)
     rng, run = np.random.default_rng(0), str(tmp_path / "run")
-    found = [begin.first_example(train.Task(collate=collate, examples=[1]), run) for collate in (
+    found = [begin.first_example(train.Task(None, collate, None, None, [1]), run) for collate in (
         lambda e: {"x": rng.normal(size=(len(e), 2))}, lambda e: {"x": np.ones((len(e), 2))})]
     recorded = json.loads((tmp_path / "run/config.json").read_text())["first_example"]
     assert found[0] == {"first_example": recorded}, "another row each time"

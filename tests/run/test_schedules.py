@@ -13,6 +13,7 @@ import pytest
 import train
 from tests.common import opened, refused
 from tests.helpers import learn, make, tokens_of
+from zigzag.commands import continued
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import newest_step
@@ -178,14 +179,14 @@ def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
     old = dict(decay="wsd", cooldown=0.1, final_share=0.0, decay_steps=9, steps=9)
 
     def left_out(**given):
-        return continuing.left_out(given, old, train.Config)
+        return continued.left_out(given, old, train.Config)
 
     assert left_out(steps=12) == {name: x for name, x in old.items() if name != "steps"}
     assert left_out(change=("decay",), steps=12) == dict(decay="wsd", cooldown=0.1, final_share=0.0)
     assert left_out(change=("decay",), decay="linear") == dict(steps=9)
     with pytest.raises(ConfigError, match="--change decay: give --decay or --steps too"):
-        continuing.check_change(dict(change=("decay",)), "out", True, train.TRAINER)
-    continuing.check_change(dict(change=("decay",), steps=12), "out", True, train.TRAINER)
+        continued.check_change(dict(change=("decay",)), "out", True)
+    continued.check_change(dict(change=("decay",), steps=12), "out", True)
 
 
 # -------------------------------------------------------------------------------------------

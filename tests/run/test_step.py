@@ -1,4 +1,5 @@
-"""train.make_step as a fork edits it: what is written there is what runs, in every mode."""
+"""train.make_gradients and make_step as a fork edits them: what is written there is what runs, in
+every mode."""
 
 import dataclasses
 import inspect
@@ -22,14 +23,14 @@ SIZES = dict(layers=4, heads=4, kv_heads=2, microbatches=1)
 
 
 def edited(*changes):
-    """train.make_step with these (old, new) pieces of its source exchanged."""
-    source = textwrap.dedent(inspect.getsource(train.make_step))
+    """train.make_gradients with these (old, new) pieces of its source exchanged."""
+    source = textwrap.dedent(inspect.getsource(train.make_gradients))
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     names = dict(vars(train))
     exec(source, names)
-    return names["make_step"]
+    return names["make_gradients"]
 
 
 # -------------------------------------------------------------------------------------------
@@ -69,13 +70,14 @@ MODES = {"by hand": (by_hand, "shard_map"), "typed": (typed, "shard_map"),
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_edit_of_the_gradient_is_seen_in_every_mode(mode):
-    """A gradient that is computed elsewhere than in make_step, for some losses: a fork's edit of
-    the step (noise, a mask, another estimator) is then silently left out of their training."""
+    """A gradient that is computed elsewhere than in make_gradients, for some losses: a fork's edit
+    of the step (noise, a mask, another estimator) is then silently left out of their training."""
     loss, step = MODES[mode]
     config = make(step=step, accumulate=2, fsdp_min=1)
     batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    program = train.build(config, mesh_of("data=2,fsdp=2,tensor=2"), init, loss, shapes)
+    program = train.build(config, mesh_of("data=2,fsdp=2,tensor=2"), train.Task(init, dict, loss),
+                          shapes)
     assert program.plan.mode == mode
     doubled = edited(("grads, = scatter(grads)",
                       "grads, = scatter(jax.tree.map(lambda g: 2 * g, grads))"))
@@ -83,8 +85,8 @@ def test_an_edit_of_the_gradient_is_seen_in_every_mode(mode):
     with jax.set_mesh(program.mesh):
         params = program.start(jax.random.key(0))["params"]
         rows = place_batch(program.mesh, lambda a, b: {"x": batch["x"][a:b]}, 8)
-        for make_step in (train.make_step, doubled):
-            gradients = jax.jit(make_step(program.plan, None)[1],
+        for make_gradients in (train.make_gradients, doubled):
+            gradients = jax.jit(make_gradients(program.plan),
                                 compiler_options=program.plan.compiler_options)
             found.append(jax.device_get(gradients(params, rows)))
     (grads, sums), (more, same) = found
@@ -98,14 +100,14 @@ def test_an_edit_of_the_gradient_is_seen_in_every_mode(mode):
 # -------------------------------------------------------------------------------------------
 # The marks
 
-MARK = "mark_varying(cast((trained, frozen), plan.dtype), also=plan.marked)"
+MARK = "mark_varying(cast((trained, frozen), plan.dtype), also=axes.marked)"
 
 
 @pytest.mark.parametrize("mark, says", [
     (None, None),
     full("cast((trained, frozen), plan.dtype)", "embed"),   # the first gradient that differs
-    (MARK.replace("plan.marked", "plan.marked - {'fsdp'}"), "varying|psum"),
-    full(MARK.replace("plan.marked", "plan.marked | {'tensor'}"), "tensor")],
+    (MARK.replace("axes.marked", "axes.marked - {'fsdp'}"), "varying|psum"),
+    full(MARK.replace("axes.marked", "axes.marked | {'tensor'}"), "tensor")],
     ids=["as it is", "none", "not fsdp", "tensor"])
 def test_test_all_sees_an_edit_of_the_mark(mark, says, monkeypatch):
     """Marks that a fork leaves out, or sets over another axis: sums over devices that are made in
@@ -114,21 +116,22 @@ def test_test_all_sees_an_edit_of_the_mark(mark, says, monkeypatch):
     test_all.on_one_device(tuple(what.items()))     # (kept, and computed by the step as it is)
     if mark is None:
         return test_all.test_a_mesh_changes_nothing(mesh, what, choices)
-    monkeypatch.setattr(train, "make_step", edited((MARK, mark)))
+    monkeypatch.setattr(train, "make_gradients", edited((MARK, mark)))
     with pytest.raises((AssertionError, TypeError, ValueError), match=says):
         test_all.test_a_mesh_changes_nothing(mesh, what, choices)
 
 
-def test_the_step_stands_in_one_function():
+def test_the_step_stands_in_two_functions():
     """A step whose gradient, mapping or sums are made somewhere else, so that nobody who reads it
     sees what it does; one that is too long to be read."""
-    source = inspect.getsource(train.make_step)
+    source = inspect.getsource(train.make_gradients)
     source = source.partition('"""')[2].partition('"""')[2]         # without its docstring
+    source += inspect.getsource(train.make_step)
     order = ["mark_varying(cast(", "jax.vjp(", "jax.value_and_grad(", "jax.lax.scan(",
              "shard.sum_gradients(", "modes.shard_map(", "1 / divisor", "optimizer.update("]
     places = [source.index(piece) for piece in order]
     assert places == sorted(places)
-    assert len(inspect.getsource(train.make_step).splitlines()) <= 80
+    assert len(inspect.getsource(train.make_gradients).splitlines()) <= 80
     # (The flag may be named.)
     assert not re.search(r"lora(?!_rank)|adapt|\bjoin\b|\bmerged\b", source.replace("--", ""))
 
@@ -139,7 +142,7 @@ def test_a_plan_has_no_function_that_a_step_is_made_of():
     program = program_of(make(**SIZES), "data=2")
     made = {name for name in dir(program.plan) if not name.startswith("__")
             and inspect.isroutine(getattr(program.plan, name))}
-    assert made - {"init", "loss"} == {"axes", "in_two"}
+    assert made - {"init", "loss"} == {"in_two"}
 
 
 def test_a_plan_may_change_its_parts_and_precision():
@@ -148,6 +151,6 @@ def test_a_plan_may_change_its_parts_and_precision():
     program = program_of(make(**SIZES), "data=2")
     plan = dataclasses.replace(program.plan, accumulate=2, dtype="bfloat16")
     with jax.set_mesh(program.mesh):
-        text = str(jax.make_jaxpr(train.make_step(plan, None)[1])(
+        text = str(jax.make_jaxpr(train.make_gradients(plan))(
             program.state["params"], program.batch))
     assert "bf16" in text and "length=2" in text

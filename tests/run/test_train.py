@@ -1,6 +1,7 @@
 """The step and the loop: the update is optax's, whatever the mesh, and a gradient that is not
 finite changes nothing."""
 
+import dataclasses
 import gzip
 import json
 import math
@@ -18,7 +19,7 @@ import data
 import networks
 import train
 from tests.common import SMALL, check_network, command, full, in_float64, net, order, slow
-from tests.helpers import ROOT, learn, make, mesh_of, program_of, tokens_of
+from tests.helpers import ROOT, build, learn, make, mesh_of, program_of, tokens_of
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.mesh import by_path, mesh_sizes
 from zigzag.disk.batches import batch_shapes, place_batch
@@ -28,6 +29,7 @@ from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel.storage import layer_order
 from zigzag.run import loop
 from zigzag.run.plan import compiled
+from zigzag.run.task import without_data
 
 INTERLEAVED = dict(schedule="interleaved", chunks=2, microbatches=2)
 
@@ -304,9 +306,9 @@ import jax.numpy as jnp, numpy as np, train
 from zigzag.core.flags import run_main
 def loss(p, b):
     return jnp.sum(p["w"] * b["x"]) + jnp.sum(jnp.where(b["x"] > 1, jnp.nan, 0)), len(b["x"])
-run_main(lambda: train.fit(
-    train.parse(sys.argv[1:]), lambda key: {"w": jnp.ones(4)}, lambda e: {"x": np.stack(e)}, loss,
-    None, [np.ones(1, "float32")] * 8, [np.full(1, 7, "float32")] * 8))
+run_main(lambda: train.fit(train.parse(sys.argv[1:]), train.Task(
+    lambda key: {"w": jnp.ones(4)}, lambda e: {"x": np.stack(e)}, loss,
+    None, [np.ones(1, "float32")] * 8, [np.full(1, 7, "float32")] * 8)))
 """
 
 
@@ -343,8 +345,8 @@ def test_a_count_of_zero_changes_nothing():
         return {"x": np.stack(e), "mask": np.zeros(len(e), np.float32)}
 
     examples = [np.ones(8, np.float32)] * 8
-    program = train.build(make(), mesh_of("data=2"), lambda key: {"w": jnp.ones((8, 8))}, loss,
-                          batch_shapes(8, collate(examples[:1])))
+    program = build(make(), mesh_of("data=2"), lambda key: {"w": jnp.ones((8, 8))}, loss,
+                    batch_shapes(8, collate(examples[:1])))
     with jax.set_mesh(program.mesh):
         state = program.start(jax.random.key(0))
         before = jax.device_get(state)
@@ -443,8 +445,9 @@ def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, sh
     if len(set(flat)) < len(flat) or any(isinstance(e, tuple) or e and n % sizes[e]
                                          for e, n in zip(entries, shape)):
         with pytest.raises(ConfigError, match="give one axis a dimension|does not divide|twice"):
-            train.build(config, mesh_of(mesh), *train.language(config),
-                        overrides=[(path, P(*entries))])
+            task, shapes = without_data(config)
+            train.build(config, mesh_of(mesh), dataclasses.replace(
+                task, overrides=[(path, P(*entries))]), shapes)
         return
     flag = f"^{re.escape(path)}$=" + ",".join(e or "-" for e in entries)
     rows, _ = learn(make(**{**dict(layers=4, steps=6, batch=16, accumulate=2), **what,

@@ -241,8 +241,8 @@ def test_the_task_by_hand():
 
     def rows(task, mesh):
         kept = KeepRows([], [])
-        train.fit(config, task.init, collate=task.collate, loss=task.loss,
-                  examples=task.points(64, 0), mesh=mesh_of(mesh), say=kept)
+        train.fit(config, train.Task(task.init, task.collate, task.loss,
+                                     examples=task.points(64, 0)), mesh=mesh_of(mesh), say=kept)
         return [row["loss"] for row in kept.rows if "loss" in row]
 
     assert rows(by_hand, "tensor=2") == pytest.approx(rows(ours, ""), rel=1e-5)
@@ -260,11 +260,10 @@ def test_a_network_of_your_own(tmp_path, monkeypatch):
     monkeypatch.setitem(networks.NETWORKS, "alibi", alibi.NETWORK)
     script, fit, found = run(block("docs/networks.md", "import data, train")), train.fit, []
 
-    def on_meshes(config, init, **task):
+    def on_meshes(config, task):
         for mesh in (config.mesh, ""):
             kept = KeepRows([], [])
-            fit(change(config, steps=2, out="", mesh=mesh), init, **task, say=kept,
-                mesh=mesh_of(mesh))
+            fit(change(config, steps=2, out="", mesh=mesh), task, say=kept, mesh=mesh_of(mesh))
             found.append([row["loss"] for row in kept.rows if "loss" in row])
 
     monkeypatch.setattr(train, "fit", on_meshes)

@@ -26,12 +26,13 @@ from tests.helpers import (
     without_times,
 )
 from tests.measure.test_traffic import sent_and_expected
+from zigzag.commands import dry_runs
 from zigzag.core import report
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec, shardings
 from zigzag.measure import hlo
-from zigzag.run import commands, loop
+from zigzag.run import loop
 from zigzag.run.plan import compiled
 from zigzag.weights import lora
 from zigzag.weights.table import count as count_of
@@ -444,7 +445,7 @@ def test_a_start_tells_how_many_are_trained(capsys):
     count = count_of(lora.split(net.weight_shapes(config))[0])
     assert f", of which {count:,} are trained" in printed
     assert "layers.w_down_a" in printed
-    commands.show_sharding(train.TRAINER, ["--lora_rank", "4", "--shards", "2"])
+    dry_runs.show_sharding(["--lora_rank", "4", "--shards", "2"])
     assert "layers.wq_b" in capsys.readouterr().out
 
 
