@@ -42,8 +42,11 @@ TOP = {
     "train": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
 }
 RECIPES = {*TOP, "recipes/"}
-TOP |= {"recipes/": RECIPES,
-        "learn/": {*RECIPES, "learn/", "measure", "rule", "parallel"} - {"recipes/"}}
+TOP |= {"recipes/": RECIPES | {"commands"},
+        "learn/": {*RECIPES, *EVERY, "learn/", "commands"} - {"recipes/"}}
+# The command lines stand above the top-level files, which import them in these functions alone.
+WINGS["commands"] = EVERY | {*TOP, "networks/", "tasks/"} - {"recipes/", "learn/"}
+MAINS = {"main", "parse", "compile_step"}
 # Packages that are imported where they are used: optional ones, and private ones of jax for other
 # hardware.
 OPTIONAL = ("sentencepiece", "libtpu", "orbax", "jax.experimental.pallas", "jax_cuda12_plugin",
@@ -102,10 +105,15 @@ def imported(node):
 
 def imports(name):
     """(module, line, whether it stands at the top level) of each import in a file, except those
-    under `if __name__ == "__main__":`."""
+    under `if __name__ == "__main__":`, and of the command lines in MAINS of a top-level file."""
     found = []
 
     def visit(node, is_top):
+        if name in TOP and isinstance(node, ast.FunctionDef) and node.name in MAINS:
+            found.extend((module, child.lineno, False) for child in ast.walk(node)
+                         if isinstance(child, (ast.Import, ast.ImportFrom))
+                         for module in imported(child) if place_of(module) != "commands")
+            return
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
             for child in node.orelse:
                 visit(child, is_top)

@@ -8,17 +8,10 @@ import contextlib
 import difflib
 import importlib
 import re
-import sysconfig
-from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
 # Control characters except tab and newline: a text must not move the cursor or retitle a window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-HERE = Path(__file__).parents[1]        # zigzag/; beside it, the files that call users' functions
-INSTALLED = tuple({*sysconfig.get_paths().values(), "<"})       # where others' code lies
-OURS = {"train.py", "shard.py", "sample.py", "data.py"}
 
 
 class ConfigError(ValueError):
@@ -48,34 +41,6 @@ class RunError(RuntimeError):
 
 class CorruptCheckpoint(Exception):
     """A checkpoint that cannot be used; the message says why."""
-
-
-class AtTheirLine:
-    """A context in which code of ours calls a user's function. If that raises, the traceback goes
-    from the first frame of ours to the user's: what lies between says nothing about the error."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        frames = []
-        while trace:
-            frames.append(trace)
-            trace = trace.tb_next
-        theirs = [i for i, frame in enumerate(frames) if not _is_ours(frame)
-                  and not frame.tb_frame.f_code.co_filename.startswith(INSTALLED)
-                  and "/jax/" not in frame.tb_frame.f_code.co_filename]
-        if not theirs or isinstance(error, ConfigError):
-            return
-        kept = [frame for i, frame in enumerate(frames)
-                if i == 0 or i >= theirs[-1] or not _is_ours(frame)]
-        for frame, after in zip(kept, [*kept[1:], None]):
-            frame.tb_next = after
-
-
-def _is_ours(frame):
-    path = Path(frame.tb_frame.f_code.co_filename)
-    return HERE in path.parents or path.parent == HERE.parent and path.name in OURS
 
 
 @contextlib.contextmanager

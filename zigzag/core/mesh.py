@@ -28,7 +28,7 @@ AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
 WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is left to the compiler
 # Whether the second dimension of an array of a batch is the time that seq and pipe split, by its
-# name. Other arrays [B, T, ...] are refused there, unless fit's `timed` says it.
+# name. Other arrays [B, T, ...] are refused there, unless a task's `timed` says it.
 TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
                           "document"), True),
          "encoded": False}      # (an encoder's output; and all that begin with "source")
@@ -37,8 +37,8 @@ TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions
 TENSOR_SIZE = jax.make_user_context(1)
 # --overlap, while a loss is traced.
 OVERLAP = jax.make_user_context(False)
-# fit's `timed`, and whether the function that is traced sees only a part of the time: the head of a
-# pipelined loss.
+# A task's `timed`, and whether the function that is traced sees only a part of the time: the head
+# of a pipelined loss.
 SAID, PART_OF_TIME = jax.make_user_context(()), jax.make_user_context(False)
 
 
@@ -290,7 +290,7 @@ def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
     """The refusal of an array of a batch of which nobody said whether it has time."""
     return ConfigError(f"mesh axis {axis}={size}: the second dimension of the batch's {name!r} has "
                        f"{length} entries, as many as the time; say whether it is the time: "
-                       f"timed={{{name!r}: True}} (or False) in train.fit, or an entry of TIMED in "
+                       f"timed={{{name!r}: True}} (or False) in train.Task, or an entry of TIMED in "
                        f"zigzag/core/mesh.py")
 
 

@@ -2,7 +2,8 @@
 
     plan            the facts that a step needs, and the programs that are compiled
     modes           how a loss runs on a mesh: shard_map, with types or without; or jit
-    begin           everything between a run's program and its first update
+    task            what is learned, and from what: the Task that fit takes
+    begin           everything between a run's program and its first update, and after the last
     checks          errors we can detect before anything is compiled
     custom_loss     compares a custom loss on the mesh with the same loss on one device
     loop            what the loop in train.py carries, and does besides stepping
@@ -10,18 +11,16 @@
     schedules       the learning rate, and --epochs
     optimizers      Muon; fit(optimizer=...)
     averages        --ema
-    made            fit(examples=function): examples that a run makes
+    made            Task(examples=function): examples that a run makes
     loggers         --log: TensorBoard, wandb, trackio
     plots           --plot: charts of runs
     evaluation      held-out loss, predictions, metrics, sampled texts
     metrics         exact match, ROUGE and other metrics
-    trainer         what the commands are given of train.py and networks/, by name
     more_options    options of a run, besides those in train.Config
-    command_line    flags of a run and of all networks; which of them have no effect
-    commands        what train.py does besides training: --topology, --mesh auto, --bench
-    continuing      continuing a run, and --change
-    help            the groups of train.py --help
+    machine         the mesh of a run
+    record          what config.json says of a run's configuration
+    continuing      what a run that continues must agree with, and --change
     init_from       starting from the weights of a published model or of another run
 
-Imports: every other wing. Imported by: top-level files, except networks/ and model.py.
+Imports: every other wing but commands. Imported by: top-level files, except networks/ and model.py.
 """

@@ -1,4 +1,4 @@
-"""Examples that a run makes while it runs: fit(examples=function).
+"""Examples that a run makes while it runs: Task(examples=function).
 
     examples(seed, step, weights) -> the examples of update `step` (the first is 0)
 

@@ -2,7 +2,7 @@
 
 Each function takes a list of predictions and a list of references of the same length, which are
 texts or lists of ids. It returns a dict of numbers, means over examples (accuracy: over tokens).
-`fit(metric=...)` takes any function of outputs and examples, for example
+`Task(metric=...)` takes any function of outputs and examples, for example
 
     lambda outputs, examples: exact(texts_of(outputs), [target for _, target in examples])
 """
