@@ -242,8 +242,10 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
         return embed(params, batch["tokens"], config)
 
     def head(params, x, batch):
-        return shard.token_loss(*norm_and_head(params, x, config), batch["targets"],
-                                batch["weights"], config.vocab_size), jnp.sum(batch["weights"])
+        total, hits = shard.token_loss(*norm_and_head(params, x, config), batch["targets"],
+                                       batch["weights"], config.vocab_size)
+        sums = total, jnp.sum(batch["weights"])
+        return (*sums, {"accuracy": hits}) if config.accuracy else sums
 
     params = cast(params, config.dtype)
     others = {name: w for name, w in params.items() if name != "layers"}

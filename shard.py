@@ -125,10 +125,11 @@ from zigzag.core.mesh import (
 )
 from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
-from zigzag.parallel import attention, likeliest, overlap, pipeline, ring_kernel, strips
+from zigzag.parallel import attention, overlap, pipeline, ring_kernel, strips
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
+from zigzag.parallel.pipeline import Options as Options
 from zigzag.parallel.pipeline import astype, needs_all_time, pick, skip_idle, time_of_stage
 from zigzag.parallel.products import (
     capped,
@@ -248,22 +249,22 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 
 
 def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
-           remat: str = "none", sum_dtype: str = "") -> tuple[Any, Any]:
+           options: Any = Options()) -> tuple[Any, Any]:
     """The stream x after a stack of equal layers, and what each layer returned besides, stacked.
 
     A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; `weights` and xs
     have the layers as their leading dimension. Under fsdp each layer's weights are gathered here,
-    where they are used, and again in the backward pass, so that no device keeps them. remat says
-    what to recompute in the backward pass, such as none, selective (all but products with weights)
-    or full (all but the layer's input); see zigzag/parallel/remat.py."""
+    where they are used, and again in the backward pass, so that no device keeps them.
+    options.remat says what to recompute in the backward pass, such as none, selective (all but
+    products with weights) or full (all but the layer's input); see zigzag/parallel/remat.py."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
     gathers = specs is not None and axis_size("fsdp") > 1
 
     def body(x, layer):
         w, e = layer
-        return block(gather(w, layer_specs, sum_dtype), x, e)
+        return block(gather(w, layer_specs, options.sum_dtype), x, e)
 
-    return scan_layers(body, x, (weights, xs), remat, gathers)
+    return scan_layers(body, x, (weights, xs), options.remat, gathers)
 
 
 # -------------------------------------------------------------------------------------------
@@ -394,10 +395,11 @@ def cross_entropy(logits: Array, vocab_ids: Array, targets: Array, weights: Arra
 
 
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
-               vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> Array:
+               vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> tuple[Array, Array]:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
-    stream x and a head as `vocab_logits` takes it. The time is cut into `chunks` chunks (0: as few
-    as leave each at most 2^25 logits), and only one chunk's logits are in memory."""
+    stream x and a head as `vocab_logits` takes it; and the sum of the weights of targets that are
+    the likeliest id. The time is cut into `chunks` chunks (0: as few as leave each at most 2^25
+    logits), and only one chunk's logits are in memory."""
     split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     # With a whole head beside a split stream, each device computes all logits of its own time.
     local = is_split(x) and not split_vocab
@@ -420,9 +422,7 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
         n = axis_size("tensor") if is_split(x) and not local else 1
         sums = chunked_sums(sums_of, head, [time_chunks(x, chunks, 1), *(
             time_chunks(a, chunks, n) for a in (targets, weights))])
-    loss, hits = map(sum_if_split, sums)
-    likeliest.note(hits)        # (for --accuracy)
-    return loss
+    return sum_if_split(sums[0]), sum_if_split(sums[1])
 
 
 # -------------------------------------------------------------------------------------------
@@ -816,8 +816,8 @@ def share_time(x: Array) -> Array:
 
 
 def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
-                   batch: Any, specs: Any = None, *given: Any, all_time: bool = False,
-                   **fields: Any) -> tuple:
+                   batch: Any, specs: Any = None, options: Any = Options(), *,
+                   all_time: bool = False) -> tuple:
     """The sum and the count of a loss with a stack of layers in the middle, and other sums, if any:
 
         x = embed(params, batch)
@@ -826,15 +826,14 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 
     `weights` have the layers as their leading dimension, and `specs` are their specs; `batch` is a
     tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
-    dict of other sums to log, which have no gradient. `given` is a record with the fields of
-    pipeline.Options, such as a network's configuration; a field can also be given by name.
+    dict of other sums to log, which have no gradient. `options` is any record with the fields of
+    Options, such as a network's configuration.
 
     Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
     part of the time of x and of the batch, and its sum and count are of that part. A head that
     needs all of the time (whole_time, attend, slots_of, dropout without slots, a mean over tokens)
     says all_time=True: then every stage computes the whole head, and it counts once."""
-    options = pipeline.options_of(given, fields)
-    head = _head_of_stage(likeliest.counted(head) if options.accuracy else head, all_time)
+    options, head = pipeline.options_of(options), _head_of_stage(head, all_time)
     if options.schedule == "1f1b" and axis_size("pipe") > 1:
         stack, options = _stack_of_stage(block, weights, batch, specs, options)
         sums = pipeline.one_forward_one_backward(pipeline.Parts(
@@ -861,17 +860,18 @@ def through_layers(block, weights, x, batch, specs, options):
 def _stack_of_stage(block, weights, batch, specs, options):
     """The layers of this stage as one function, stack(weights, x, numbers, batch); and the options,
     with microbatches that divide the rows."""
-    own, stages, remat = len(jax.tree.leaves(weights)[0]), axis_size("pipe"), options.remat
+    own, stages, of_layers = len(jax.tree.leaves(weights)[0]), axis_size("pipe"), options
     if stages > 1:
         pipeline.check_stages(own * stages, options.chunks, specs)
         rows = len(jax.tree.leaves(batch)[0])
         options = options._replace(microbatches=math.gcd(options.microbatches, rows))
     if options.schedule == "1f1b" and own == 1 < stages:
-        remat = "none"      # 1F1B recomputes the stage itself, right before its backward pass
+        # (1F1B recomputes the stage itself, right before its backward pass.)
+        of_layers = options._replace(remat="none")
 
     def stack(weights, x, numbers, batch):
         x, aux = strips.in_strips(lambda block, x: layers(
-            block, weights, x, numbers, specs, remat, options.sum_dtype), block, x, batch)
+            block, weights, x, numbers, specs, of_layers), block, x, batch)
         return x, jax.tree.map(lambda a: sum_if_split(a.sum(0)), aux)
 
     return stack, options

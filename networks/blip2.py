@@ -222,8 +222,7 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
 
     both = ("cross_layers", "layers")
     x, _ = shard.layers(pair, {name: w[name] for name in both}, x, jnp.arange(c.layers // 2),
-                        specs and {name: specs["qformer"][name] for name in both}, c.remat,
-                        c.sum_dtype)
+                        specs and {name: specs["qformer"][name] for name in both}, c)
     w = cast({name: params[name] for name in ("projection", "projection_bias")}, c.dtype)
     return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
 
@@ -268,14 +267,14 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 
 
 def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
-         ) -> tuple[Array, Array]:
+         ) -> tuple:
     """(sum, count): the weighted cross-entropy of the batch's targets, and the sum of weights."""
     check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
     c, w, batch, x = prepare_batch(params, batch, config, specs)
     x = transformer.stack(w, "layers", x, c, batch, specs and specs["text"])
     x, head = transformer.loss_head(w, x, c)
-    total = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size)
-    return total, jnp.sum(batch["weights"])
+    total, hits = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size)
+    return transformer.with_hits(total, jnp.sum(batch["weights"]), hits, c)
 
 
 # -------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
             return block(w, x, window, config), None
 
         x, _ = shard.layers(layer, params[run.name], x, None, specs and specs[run.name],
-                            config.remat, config.sum_dtype)
+                            config)
     return _neck(params, x, config)
 
 

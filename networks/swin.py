@@ -203,7 +203,7 @@ def _trunk(params, pictures, c, specs=None):
 
         w, own = params[stage.name], specs and specs[stage.name]
         x, _ = shard.layers(layer, w["layers"], x, shift * (jnp.arange(stage.layers) % 2),
-                            own and own["layers"], c.remat, c.sum_dtype)
+                            own and own["layers"], c)
         if "merge" in w:
             x, size = _merge(w, x, size, c)
     return shard.whole_time(norm(params, "norm", x, c))
@@ -225,7 +225,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     out = forward(params, batch["source"], config, specs)
     if config.head == "none":       # (from which the rule finds where weights lie)
         return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
-    return class_loss(out, batch["labels"])
+    return class_loss(out, batch["labels"], config)
 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -47,7 +47,7 @@ from zigzag.core.flags import change, is_derived
 from zigzag.core.mesh import axis_size, cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.hub.llama import FAMILIES, as_llama
-from zigzag.parallel import attention, likeliest, remat
+from zigzag.parallel import attention, remat
 from zigzag.parallel.pipeline import options_of
 from zigzag.parallel.products import lookup, matmul, merged
 from zigzag.weights import lora
@@ -403,7 +403,7 @@ def stack(params, name, x, c, batch, specs=None):
     stacked, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
         _layers(params, specs))
     numbers = jnp.arange(first, first + (c.layer_groups or count))
-    return shard.layers(layer, stacked, x, numbers, specs, c.remat, c.sum_dtype)[0]
+    return shard.layers(layer, stacked, x, numbers, specs, c)[0]
 
 
 def trunk(params, c, batch, specs=None):
@@ -481,12 +481,13 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
 
     def head(params, x, batch):
         if c.head == "classes":
-            return class_loss(_class_logits(params, x, c, batch), batch["labels"])
+            return class_loss(_class_logits(params, x, c, batch), batch["labels"], c)
         if c.head == "none":        # (traced by the rule, which needs some loss)
             return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
         x, table = loss_head(params, x, c)
-        return shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
-                                softcap=c.logit_softcap), jnp.sum(batch["weights"])
+        total, hits = shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
+                                       softcap=c.logit_softcap)
+        return with_hits(total, jnp.sum(batch["weights"]), hits, c)
 
     others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
     stacked, specs_of_layers = _layers(params, specs)
@@ -567,9 +568,9 @@ def _through_encoder(layer, weights, specs, x, batch, c):
     if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
         numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
         return shard.layers(lambda w, x, i: layer(w, x, i, batch), weights, x, numbers, specs,
-                            c.remat, c.sum_dtype)[0]
-    x, _ = shard.through_layers(layer, weights, x, batch, specs, options_of((c,), {
-        "schedule": "gpipe"}))
+                            c)[0]
+    x, _ = shard.through_layers(layer, weights, x, batch, specs,
+                                options_of(c)._replace(schedule="gpipe"))
     return jax.lax.psum(x, "pipe")
 
 
@@ -636,14 +637,20 @@ def _class_logits(params, x, c, batch):
     return _plus_bias(params, logits, "classifier")
 
 
-def class_loss(logits, labels):
+def class_loss(logits, labels, c):
     """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. Of
     one label (a regression), the squared error."""
     if logits.shape[1] == 1:
         return jnp.sum((logits[:, 0] - labels) ** 2), jnp.float32(len(logits))
     chosen = jax.nn.one_hot(labels, logits.shape[1])
-    likeliest.note(jnp.sum(jnp.argmax(logits, 1) == labels, dtype=jnp.float32))
-    return -jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits))
+    hits = jnp.sum(jnp.argmax(logits, 1) == labels, dtype=jnp.float32)
+    return with_hits(-jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits)), hits,
+                     c)
+
+
+def with_hits(total, count, hits, c):
+    """(sum, count), and with --accuracy the sum of what was predicted rightly."""
+    return (total, count, {"accuracy": hits}) if c.accuracy else (total, count)
 
 
 def _repeat(w, x, group, c, batch):

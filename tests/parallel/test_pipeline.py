@@ -160,7 +160,8 @@ def own_pipelined(params, batch, specs=None, **how):
         return -picked.sum(), batch["targets"].size
 
     return shard.pipelined_loss(embed, block, head, {k: params[k] for k in ("embed", "head")},
-                                params["layers"], batch, specs and specs["layers"], **how)
+                                params["layers"], batch, specs and specs["layers"],
+                                shard.Options(**how))
 
 
 @pytest.mark.full
@@ -238,8 +239,9 @@ def first_update(change, mesh, all_time=False, timed={}, extra={}, **how):
     def head(p, x, batch):
         given = change(p, x, batch)
         x, weights = given if isinstance(given, tuple) else (given, batch["weights"])
-        return shard.token_loss(*model.norm_and_head(p, x, PIPED), batch["targets"], weights,
-                                PIPED.vocab_size), jnp.sum(batch["weights"])
+        total, _ = shard.token_loss(*model.norm_and_head(p, x, PIPED), batch["targets"], weights,
+                                    PIPED.vocab_size)
+        return total, jnp.sum(batch["weights"])
 
     def loss(p, batch, specs=None):
         others = {name: w for name, w in p.items() if name != "layers"}

@@ -75,7 +75,7 @@ def test_a_share_is_kept_on_any_mesh(mesh):
 def test_the_layers_of_a_share_are_the_first():
     assert [remat_of("full:0.5").count(layers) for layers in (1, 2, 3, 8)] == [1, 1, 2, 4]
     x, out = shard.layers(lambda w, x, e: (x + w, x * e), jnp.arange(5.0), 1.0, jnp.arange(5.0),
-                          remat="full:0.4")
+                          options=shard.Options("full:0.4"))
     want = shard.layers(lambda w, x, e: (x + w, x * e), jnp.arange(5.0), 1.0, jnp.arange(5.0))
     assert x == want[0] and (out == want[1]).all()
 

@@ -76,5 +76,5 @@ def test_a_loss_that_is_not_looked_into_is_refused():
     def loss(params, batch):
         return (params["w"] * batch["tokens"]).sum(), batch["tokens"].size
 
-    with pytest.raises(ConfigError, match="--accuracy true: only the head of a shard.pipelined"):
+    with pytest.raises(ConfigError, match="--accuracy true: this loss returns no sum"):
         learn(make(accuracy=True, steps=1), init=lambda key: {"w": jax.numpy.ones(())}, loss=loss)

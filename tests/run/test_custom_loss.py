@@ -153,7 +153,8 @@ def own_block(causal, mask, head, schedule="gpipe", all_time=False):
     def loss(p, b, specs=None):
         others = {k: w for k, w in p.items() if k != "layers"}
         return shard.pipelined_loss(embed, block, head, others, p["layers"],
-                                    b, specs and specs["layers"], "none", 2, schedule,
+                                    b, specs and specs["layers"],
+                                    shard.Options("none", 2, schedule),
                                     all_time=all_time)
 
     return loss
@@ -164,8 +165,9 @@ def everywhere(query, key):
 
 
 def each_token(p, x, batch):
-    return shard.token_loss(model.norm(x, p["norm"], OWN), p["head"], batch["targets"],
-                            batch["weights"], OWN.vocab_size), jnp.sum(batch["weights"])
+    total, _ = shard.token_loss(model.norm(x, p["norm"], OWN), p["head"], batch["targets"],
+                                batch["weights"], OWN.vocab_size)
+    return total, jnp.sum(batch["weights"])
 
 
 def pooled(p, x, batch):
@@ -192,8 +194,9 @@ def first_token(whole):
     def head(p, x, batch):
         x = (shard.whole_time(x) if whole else x)[:, :1]
         x = model.norm(x, p["norm"], OWN)
-        return shard.token_loss(x, p["head"], batch["targets"][:, :1], batch["weights"][:, :1],
-                                OWN.vocab_size), jnp.sum(batch["weights"][:, :1])
+        total, _ = shard.token_loss(x, p["head"], batch["targets"][:, :1], batch["weights"][:, :1],
+                                    OWN.vocab_size)
+        return total, jnp.sum(batch["weights"][:, :1])
 
     return own_block(True, MASK, head, all_time=whole)
 
@@ -403,7 +406,7 @@ def coupled_in_a_block(p, b, specs=None):
     return shard.pipelined_loss(
         lambda p, batch: p["embed"][batch["tokens"]], block, head,
         {k: p[k] for k in ("embed", "head")}, p["layers"], b, specs and specs["layers"],
-        microbatches=2)
+        shard.Options(microbatches=2))
 
 
 def counted_over_all_time(p, b, specs=None):
@@ -420,7 +423,8 @@ def counted_over_all_time(p, b, specs=None):
     full(neighbours, "data=2", {}, SUM),
     full(coupled_where_held_out, "data=2", {}, r"loss of 16 held-out rows is \S+ / 16 "),
     (drawn_outside, "data=2", {}, "not a function of its weights and its batch: .*np.random"),
-    full(coupled_in_a_block, "pipe=2", dict(microbatches=2), "--microbatches 2 splits the batch: .*a sum over rows"),
+    full(coupled_in_a_block, "pipe=2", dict(microbatches=2),
+         "--microbatches 2 splits the batch: .*a sum over rows"),
     (counted_over_all_time, "seq=2", {}, "or by a sum over all of the time"),
     (lambda p, b: (errors(p, b).reshape(2, 8).sum(), len(b["x"])), "data=2", {},
      "can be computed for 16 rows, and not for 8"),
@@ -476,8 +480,8 @@ def test_a_custom_pipeline_may_have_more_stages_than_model_py_has_layers():
             lambda p, b: b["x"][:, None] @ p["into"],
             lambda w, x, i, b: (x + jnp.tanh(x @ w), None),
             lambda p, x, b: (jnp.sum((x.mean((1, 2)) - b["x"].sum(-1)) ** 2), len(b["x"])),
-            {"into": p["into"]}, p["layers"], b, specs and specs["layers"], microbatches=2,
-            all_time=True)
+            {"into": p["into"]}, p["layers"], b, specs and specs["layers"],
+            shard.Options(microbatches=2), all_time=True)
         return sums[:2]
 
     def init(key):

@@ -290,8 +290,8 @@ def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
     """The refusal of an array of a batch of which nobody said whether it has time."""
     return ConfigError(f"mesh axis {axis}={size}: the second dimension of the batch's {name!r} has "
                        f"{length} entries, as many as the time; say whether it is the time: "
-                       f"timed={{{name!r}: True}} (or False) in train.Task, or an entry of TIMED in "
-                       f"zigzag/core/mesh.py")
+                       f"timed={{{name!r}: True}} (or False) in train.Task, or an entry of TIMED "
+                       f"in zigzag/core/mesh.py")
 
 
 def split_rows(tree: Any, count: int) -> Any:

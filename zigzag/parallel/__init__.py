@@ -8,7 +8,6 @@
     attention       attention in blocks and by a device's kernel
     ring_kernel     the kernel of TPUs, in a ring over seq
     experts         sorting tokens by expert, and grouped products
-    likeliest       how many targets are the likeliest id (--accuracy)
     pipeline        the schedules beside gpipe (interleaved and 1f1b), and all timetables
     storage         weights that are stored differently from how a loss uses them
 

@@ -24,7 +24,7 @@ The parts of a loss, as `pipelined_loss` makes them for one stage:
 """
 
 import functools
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,24 +54,18 @@ from zigzag.parallel.remat import policy_of
 
 
 class Options(NamedTuple):
-    """How a stack of layers is computed. A network's configuration has these fields, too."""
+    """How a stack of layers is computed. The functions that take it take any record that has these
+    fields, such as a network's configuration."""
     remat: str = "none"         # what to recompute in the backward pass: see remat.py
     microbatches: int = 1       # the parts into which a device's rows are cut
     schedule: str = "gpipe"
     chunks: int = 1             # of layers, in each stage
     sum_dtype: str = ""         # in which fsdp sums gradients; '': that of the weights
-    accuracy: bool = False      # the head's other sums get `accuracy` (likeliest.py)
 
 
-def options_of(given: Sequence[Any], fields: dict[str, Any]) -> Options:
-    """The Options from one record that has these fields (None: the defaults), or from values in
-    their order; `fields` are more of them, by name."""
-    if len(given) == 1 and not isinstance(given[0], str):
-        record = () if given[0] is None else [
-            *(getattr(given[0], name) for name in Options._fields[:-1]),
-            getattr(given[0], "accuracy", False)]       # (younger than the others)
-        return Options(*record)._replace(**fields)
-    return Options(*given, **fields)
+def options_of(record: Any) -> Options:
+    """The Options in a record that has their fields."""
+    return Options(*(getattr(record, name) for name in Options._fields))
 
 
 # -------------------------------------------------------------------------------------------

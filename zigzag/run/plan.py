@@ -244,8 +244,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
     jaxpr, sums = _traced(loss, weights, few, batch)
     if getattr(config, "accuracy", False) and "accuracy" not in sums[2]:
-        raise ConfigError("--accuracy true: only the head of a shard.pipelined_loss that is given "
-                          "the configuration is looked at, and this loss has none; leave it out")
+        raise ConfigError("--accuracy true: this loss returns no sum of the name accuracy (return "
+                          "the second result of shard.token_loss in its third); leave it out")
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               tensor_dims=tensor_dims, fsdp_dims=fsdp_dims)
