@@ -30,7 +30,7 @@ from zigzag.hub import folders
 from zigzag.hub.llama import PLAIN, as_llama
 from zigzag.weights import lora
 from zigzag.weights.network import Computed, Layer, Network, Params, Traffic, check_decoder
-from zigzag.weights.positions import rotary_rates
+from zigzag.weights.positions import rotary_rates, rotate
 from zigzag.weights.table import Table, padded
 
 
@@ -110,10 +110,7 @@ def rotary(x, positions, c):
     """Rotates each pair (x[i], x[i + N/2]) of every head in x [B, T, H, N] by the token's position
     times the pair's own rate, so that q.k depends on the distance between two tokens."""
     rates, _ = rotary_rates(c.head_dim, c.rope_theta, c.rope_scaling)
-    angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    return rotate(x, positions, rates)
 
 
 def swiglu(gate, up):
@@ -145,34 +142,19 @@ def mlp(w, h):
 
 @shard.part("mlp")
 def mixture_of_experts(w, h, i, batch, c):
-    """For h [B, T, D], the output of each token's best experts, weighted by their shares; and
-    router_loss (None outside training)."""
+    """For h [B, T, D], the output of each token's best experts, weighted by their shares; and in
+    training what keeps the experts equally busy: see shard.router_terms."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
-    shares, chosen = lax.top_k(jax.nn.softmax(logits), c.experts_per_token)     # [B, T, best] twice
+    probs = jax.nn.softmax(logits)
+    shares, chosen = lax.top_k(probs, c.experts_per_token)                  # [B, T, best] twice
     shares = shares / shares.sum(-1, keepdims=True)
     y = shard.experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"])
-    return y, router_loss(logits, chosen, i, batch, c) if "seeds" in batch else None
-
-
-def router_loss(logits, chosen, i, batch, c):
-    """What a layer's router adds to the loss, and a dict of what to log.
-
-        balance = E * sum over experts of  visits(e) * probability(e)
-        z = sum over tokens of  logsumexp(logits) ** 2
-
-    visits(e) is the number of the row's tokens that chose e, divided by experts_per_token, and
-    probability(e) the router's mean probability for e: if all experts are equally busy, balance is
-    the number of tokens. (Tokens are counted by their weights.) Both are divided by the count."""
-    counted = shard.my_time_slice(batch["weights"], logits)                     # [B, T]
-    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, c.experts), counted)
-    busy = busy / c.experts_per_token
-    mass = jnp.einsum("bte,bt->be", jax.nn.softmax(logits), counted)
-    total = jnp.maximum(shard.sum_over_time(counted.sum(-1, keepdims=True)), 1e-9)
-    balance = c.experts * jnp.sum(shard.sum_over_time(busy) * mass / total)
-    z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * counted)
+    if "seeds" not in batch:
+        return y, None
+    balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers, c.experts)).at[i].set(busy.sum(0))
-    return added, lax.stop_gradient({"router_loss": added, "expert_load": load})
+    load = jnp.zeros((c.layers, c.experts)).at[i].set(busy)
+    return y, (added, lax.stop_gradient({"router_loss": added, "expert_load": load}))
 
 
 # -------------------------------------------------------------------------------------------

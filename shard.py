@@ -750,6 +750,26 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     return into_stream(partial, whole)
 
 
+def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
+                 ) -> tuple[Array, Array, Array]:
+    """Two sums that a router adds to the loss, from its logits and probabilities [B, T, E] and the
+    experts `chosen` [B, T, best]; and how many tokens each expert got, [E].
+
+        balance = E * sum over experts of  visits(e) * probability(e)
+        z = sum over tokens of  logsumexp(logits) ** 2
+
+    visits(e) is the number of the row's tokens that chose e, divided by `best`, and probability(e)
+    the router's mean probability for e: if all experts are equally busy, balance is the number of
+    tokens. Tokens are counted by their weights [B, T]. Both are sums over rows and tokens, so no
+    mesh and no --accumulate changes them."""
+    (*_, E), weights = logits.shape, my_time_slice(weights, logits)             # [B, T]
+    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / chosen.shape[-1]
+    mass = jnp.einsum("bte,bt->be", probs, weights)                             # [B, E] twice
+    total = jnp.maximum(sum_over_time(weights.sum(-1, keepdims=True)), 1e-9)    # [B, 1]
+    balance = E * jnp.sum(sum_over_time(busy) * mass / total)
+    return balance, jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights), busy.sum(0)
+
+
 # -------------------------------------------------------------------------------------------
 # pipe
 #

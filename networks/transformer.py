@@ -38,7 +38,6 @@ from networks.positions import (
     max_positions,
     relative_bias,
     relative_ids,
-    rotate,
     sinusoids,
 )
 from networks.tables import batch_shapes, encoder_config, table
@@ -52,6 +51,7 @@ from zigzag.parallel.pipeline import options_of
 from zigzag.parallel.products import lookup, matmul, merged
 from zigzag.weights import lora
 from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack, expert_share
+from zigzag.weights.positions import rotate
 from zigzag.weights.table import attention_flops, product_flops
 
 # -------------------------------------------------------------------------------------------
@@ -225,11 +225,7 @@ def _out_of_block(w, h, c, i, batch, out, dense):
 
 def _experts(w, h, c, i, batch, beside):
     """h [B, T, D] through each token's best experts, weighted by the router, plus the products
-    `beside`. In training, also two terms of the loss. Balance: for each row, the share of tokens
-    that an expert gets times its share of the probability, summed over experts, times the number of
-    experts (1 if all are equal). Router z: the squared logsumexp of the router's logits. Both are
-    sums over rows and tokens with their weights, so no mesh and no --accumulate changes them."""
-    E, K = c.experts, c.experts_per_token
+    `beside`; and in training the terms of the loss of shard.router_terms."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)
     chosen = _choose(probs, w.get("router_bias"), c)                            # [B, T, K]
@@ -240,14 +236,11 @@ def _experts(w, h, c, i, batch, beside):
                         functools.partial(activate, c), w["e_down"], *beside)
     if "seeds" not in batch:
         return out, None
-    weights = shard.my_time_slice(batch["weights"], h)                          # [B, T]
-    busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / K    # [B, E]
-    given = jnp.einsum("bte,bt->be", probs / probs.sum(-1, keepdims=True), weights)
-    total = shard.sum_over_time(weights.sum(-1, keepdims=True))                 # [B, 1]
-    balance = E * jnp.sum(shard.sum_over_time(busy) * given / jnp.maximum(total, 1e-9))
-    z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
+    if c.router == "sigmoid":
+        probs = probs / probs.sum(-1, keepdims=True)
+    balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers - c.dense_layers, E)).at[i - c.dense_layers].set(busy.sum(0))
+    load = jnp.zeros((c.layers - c.dense_layers, c.experts)).at[i - c.dense_layers].set(busy)
     return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
 
 

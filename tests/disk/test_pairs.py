@@ -450,7 +450,7 @@ def test_a_run_of_arrays_goes_on(tmp_path, capsys):
         train.main([str(word) for word in (*words, "--steps", steps)])
     assert "at step 1" in capsys.readouterr().out
     with opened(train.parse([str(word) for word in words]), tmp_path) as learned:
-        assert learned.task.flops > 0
+        assert learned.make_task().flops > 0
 
 
 # -------------------------------------------------------------------------------------------

@@ -241,7 +241,8 @@ def test_a_forks_option_is_not_the_one_of_that_name_elsewhere(edit, monkeypatch,
     module, config = edit("an option")
     monkeypatch.setattr(networks, "model", module)
     assert networks.lacking({"window": 8}) == ["window"]
-    assert networks.network_of_record({"layers": 2, "window": 8}) is transformer.NETWORK
+    record = {"layers": 2, "window": 8, "network": "transformer"}
+    assert networks.network_of_record(record) is transformer.NETWORK
     for experts in (0, 4):
         mine = dataclasses.replace(config.network, window=8, experts=experts)
         with pytest.raises(ConfigError, match="neither has --window 8"):
@@ -435,3 +436,25 @@ def test_where_a_weight_lives_follows_from_its_row(changes):
         others = [n for n, axis in enumerate(axes) if not axis]
         axes[max(others, key=row.shape.__getitem__)] = "fsdp"
         assert full_spec(decisions[path].spec, len(axes)) == axes, path
+
+
+@pytest.mark.parametrize("name", ["norm", "rotary", "swiglu", "mixture_of_experts"])
+def test_an_edit_of_model_py_changes_no_published_network(name, monkeypatch):
+    """A fork's norm that also changes the general network, whose own the published models have."""
+    fields = dict(layers=1, d_model=32, heads=4, vocab_size=61, seq_len=16,
+                  experts=4 if name == "mixture_of_experts" else 0)
+    config, batch = transformer.Config(**fields), batch_of(make(**fields), seed=3)
+
+    def losses():
+        return [float(network.loss(network.init(c, jax.random.key(0)), batch, c)[0])
+                for network, c in ((transformer.NETWORK, config),
+                                   (model.NETWORK, model.Config(**fields)))]
+
+    before, own = losses(), getattr(model, name)
+
+    def edited(*given):
+        return jax.tree.map(lambda x: 1.5 * x, own(*given))
+
+    monkeypatch.setattr(model, name, edited)
+    after = losses()
+    assert after[0] == before[0] and after[1] != pytest.approx(before[1], rel=1e-6)

@@ -191,11 +191,11 @@ def test_pairs_are_evaluated_on_the_held_out_ones(tmp_path):
     config = run_of(encoder_layers=1, layers=1, d_model=16, heads=2, source_len=8, seq_len=8,
                     data=(str(tmp_path / "a.jsonl"),))
     with opened(config, tmp_path / "run") as alone:
-        whole = alone.task.held_out
-        assert len(alone.task.examples) + len(whole) == 30 and len(whole) > 1
+        whole = alone.make_task().held_out
+        assert len(alone.make_task().examples) + len(whole) == 30 and len(whole) > 1
     with opened(dataclasses.replace(config, held_out=(str(tmp_path / "b.jsonl"),)),
                 tmp_path / "run") as beside:
-        task = beside.task
+        task = beside.make_task()
     assert (len(task.examples), len(task.held_out)) == (30, 7)
     assert Bytes().decode(task.held_out[3][0].tolist()).strip() == "b3"
     assert beside.record["fingerprint"] != alone.record["fingerprint"]
@@ -213,7 +213,7 @@ def test_arrays_are_evaluated_on_the_held_out_ones(tmp_path, capsys):
     config = train.parse([str(w) for w in (*words, "--data", tmp_path / "a.npz", "--held_out",
                                            tmp_path / "b.npz")])
     with opened(config, tmp_path / "run") as learned:
-        task = learned.task
+        task = learned.make_task()
     assert (len(task.examples), len(task.held_out)) == (20, 3)
     assert task.held_out[0]["tokens"][0] == 3
     assert "--held_out" in refused(capsys, *words, "--data", tmp_path / "a.npz", "--held_out",

@@ -220,5 +220,5 @@ def test_epochs_say_how_many_steps(capsys, tmp_path, text):
         capsys, "--epochs", 2, "--steps", 9, "--out", tmp_path / "run")
     config = train.parse(["--epochs", "0.5", "--seq_len", "32", "--data", str(text)])
     with opened(config, tmp_path / "run") as learned:
-        count, found = len(learned.task.examples), learned.config
+        count, found = len(learned.make_task().examples), learned.config
     assert found.steps == -(-count // 16) and found.eval_tokens > 32 and found.epochs == 0

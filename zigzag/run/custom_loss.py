@@ -443,9 +443,10 @@ def _differs(plan, found, rows):
     return ConfigError(
         f"{' and '.join(filter(None, (axes, splits)))}: on this mesh the loss of {rows} {what} is "
         f"{got} (sum / count), on one device {wanted}; these differ: {found.differ}; a loss must "
-        f"be a sum over rows, with noise from batch['seeds'] alone, and what it computes of the "
-        f"time, the layers or the experts must go through shard.py (docs/tasks.md, What is "
-        f"refused, has a line for each cause){_by_hand(plan)}; {instead}")
+        f"be a sum over rows (where rows are compared, get them by shard.all_rows, with "
+        f"--accumulate 1), with noise from batch['seeds'] alone, and what it computes of the time, "
+        f"the layers or the experts must go through shard.py (docs/tasks.md, What is refused, has "
+        f"a line for each cause){_by_hand(plan)}; {instead}")
 
 
 def _by_hand(plan):

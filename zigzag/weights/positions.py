@@ -1,12 +1,14 @@
-"""Rotary positions: the rate of each pair, and the published scalings of these rates. Computed by
-numpy in float64, as constants of a program."""
+"""Rotary positions: the rotation, and the rate of each pair with the published scalings of these
+rates, which are computed by numpy in float64, as constants of a program."""
 
 import functools
 import json
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from zigzag.core.errors import ConfigError, one_line
 
@@ -19,6 +21,18 @@ def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
     known = parse_scaling(scaling)
     rates = _SCALINGS[known["rope_type"]](dim, theta, known, length)
     return rates.astype(np.float32), _attention_factor(known)
+
+
+def rotate(x: Array, positions: Array, rates: Array, factor: Any = 1.0) -> Array:
+    """Rotary positions: x [B, T, H, N] with each pair (x[i], x[i + N/2]) of a head rotated by its
+    rate times the position, so that q.k depends on their distance. If there are rates for only
+    a part of a head, its first numbers are rotated."""
+    half = rates.shape[-1]
+    angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
+    sin, cos = jnp.sin(angle) * factor, jnp.cos(angle) * factor
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:2 * half].astype(jnp.float32)
+    parts = [jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)]
+    return jnp.concatenate([*parts, x[..., 2 * half:]], -1) if x.shape[-1] > 2 * half else parts[0]
 
 
 @functools.cache
