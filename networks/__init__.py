@@ -85,14 +85,8 @@ def _model_type(published):
 
 
 def network_of_record(record: dict[str, Any]) -> Network:
-    """The network of a run, from its config.json. The run of an earlier version names none: it is
-    the plain decoder's if that has all of its options. (A run that trained routers is the general
-    network's, because the plain decoder rounds their loss differently.)"""
+    """The network of a run, from its config.json."""
     name = record.get("network")
-    if name is None and record.get("experts") and not record.get("published"):
-        return transformer.NETWORK
-    if name is None:
-        return network_of_fields(record)
     if name not in NETWORKS:
         raise ConfigError(f"config.json: the network {name!r:.80} is not known; expected one of "
                           f"{', '.join(NETWORKS)}")

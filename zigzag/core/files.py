@@ -159,6 +159,14 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} is damaged: not JSON") from None
 
 
+def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> None:
+    """Refuse a folder (`name` in messages) whose record has another format number than the wanted
+    one; `how` says how to go on."""
+    if record.get("format") != wanted:
+        has = f"format {record['format']!r:.20}" if "format" in record else "no format number"
+        raise ConfigError(f"{name}: {has}; this code reads and writes format {wanted} alone: {how}")
+
+
 def sha256(path: Path) -> str:
     """The hex digest of a file of up to 256 MiB. For a larger file, the digest of its size and of
     256 MiB of it, in evenly spread pieces of 1 MiB."""

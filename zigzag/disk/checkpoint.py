@@ -47,6 +47,7 @@ from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_lin
 from zigzag.core.files import (
     appears,
     check_can_make,
+    check_format,
     check_others,
     lock,
     run_has_begun,
@@ -70,16 +71,13 @@ WAITS_FROM = 2**28
 # -------------------------------------------------------------------------------------------
 # config.json
 
-# Of config.json. Without a number, of an earlier version, 0 stood for "not given" in options that
-# are None there today.
-FORMAT = 2
-# Options that had other names in earlier versions.
-RENAMED = {"parallel": "parallel_block"}
+# Of config.json and of what is beside it. Another one is refused.
+FORMAT = 0
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
     """config.json of the run that `flag` names, with all fields of the dataclass `config`. Fields
-    that did not exist yet when the run began have their default or derived values."""
+    that were added to it since the run began have their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
 
 
@@ -94,8 +92,6 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
     for name, value in known.items():
         if not fits(fields[name], value):
             raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
-    if "format" not in record:
-        known = _of_earlier_version(known, fields)
     if not isinstance(record.get("tokenizer", ""), str):
         raise ConfigError(f"{path} is damaged: tokenizer is {record['tokenizer']!r:.80}")
     try:
@@ -105,21 +101,8 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
 
 
-def _of_earlier_version(known, fields):
-    """Values of a record without a format number, as this version would write them."""
-    known = {name: None if value == 0 and fields[name].is_optional else value
-             for name, value in known.items()}
-    # (These had no effect, and are refused today.)
-    if known.get("decay") == "constant":
-        known["decay_steps"] = None
-    if (known.get("warmup") or 0) < 2:
-        known.pop("first_share", None)
-    return known
-
-
 def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
-    """The content of config.json of the run that `flag` names, with old names of options
-    renamed."""
+    """The content of config.json of the run that `flag` names."""
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
@@ -130,17 +113,9 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
-    found = record.get("format", FORMAT)
-    if not isinstance(found, int) or found > FORMAT:
-        raise ConfigError(f"{flag} {folder}: a run of a later version (format {found} of "
-                          f"config.json; this version reads up to {FORMAT})")
-    record = {RENAMED.get(name, name): value for name, value in record.items()}
-    if isinstance(record.get("weights"), str):      # (of an earlier version: a digest of shapes)
-        record["shapes"] = record.pop("weights")
-    if isinstance(record.get("best"), str):         # (there could be one)
-        record["best"] = record["best"].split()
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
+    check_format(record, FORMAT, f"{flag} {folder}", "train a new run")
     return record
 
 
@@ -495,7 +470,7 @@ def _kinds(tree):
 
 def _differences(saved, item):
     """How the arrays of one item, {name: a tree}, differ from those that a checkpoint's description
-    lists (`saved`, empty in a checkpoint of the first version), as text; '' if they do not."""
+    lists (`saved`), as text; '' if they do not."""
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
 
@@ -506,7 +481,7 @@ def _differences(saved, item):
             f"is gone: it was {before[path]}")
 
     paths = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
-    found = [f"{path.removeprefix('params.')} {change(path)}" for path in paths if before]
+    found = [f"{path.removeprefix('params.')} {change(path)}" for path in paths]
     more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
     return "; ".join(found[:6] + more)
 
@@ -576,9 +551,7 @@ def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run
     ocp = _orbax()
     with _reading(path, "its description cannot be read"), ocp.StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
-    for name in ("item_metadata", "tree"):          # (of some versions of orbax)
-        found = getattr(found, name, found)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.item_metadata.tree)
 
 
 def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
@@ -605,8 +578,7 @@ def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
 def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
     """The step of a run's best checkpoint, `by` smallest:NAME or largest:NAME, or else by the first
     --best with which it was trained."""
-    several = run_record(folder, flag).get("best") or ()
-    best = by or next(iter([several] if isinstance(several, str) else several), "")
+    best = by or next(iter(run_record(folder, flag).get("best") or ()), "")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so none of its "
                           f"checkpoints is the best; the newest has step "
@@ -651,7 +623,7 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
         why = str(e)
     for why in filter(None, process_allgather(why)):
         raise CorruptCheckpoint(why)
-    if verify and "checksums" in meta:
+    if verify:
         for path, found in checksums(items).items():
             if found != meta["checksums"].get(path):
                 raise CorruptCheckpoint(f"the checksum of {path} is not the one that was saved")
@@ -664,7 +636,7 @@ def _read_items(folder, wanted, whose):
                                                barrier_sync_key_prefix=str(me))
     with _reading(folder, "its description cannot be read"):
         meta = json.loads((folder / "meta" / "metadata").read_text())
-        saved, step = dict(meta.get("leaves") or {}), meta["step"]
+        saved, step, _ = dict(meta["leaves"]), meta["step"], dict(meta["checksums"])
     if str(step) != folder.name:
         raise CorruptCheckpoint(f"its description says step {step}")
     for name, tree in wanted.items():

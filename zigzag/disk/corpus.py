@@ -25,7 +25,7 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, printable
-from zigzag.core.files import appears, check_others, sha256, taken_back, write_json
+from zigzag.core.files import appears, check_format, check_others, sha256, taken_back, write_json
 from zigzag.disk.encoding import (
     InterruptedOther,
     about_weights,
@@ -34,7 +34,7 @@ from zigzag.disk.encoding import (
     new_pieces,
     what_was_skipped,
 )
-from zigzag.disk.output import MARKS, SPLITS, Output, is_of_encoding, mapped
+from zigzag.disk.output import FORMAT, MARKS, SPLITS, Output, is_of_encoding, mapped
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, find, form_of_files, has_weights, library_sources
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
@@ -72,8 +72,8 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             name = " ".join([flag, *map(str, paths)]).strip()
             raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
                 message for _, message in output.state["problems"].values()))
-        record = {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size,
-                  "dtype": output.dtype.name, **output.finish(),
+        record = {"format": FORMAT, **tokenizer_record(tokenizer),
+                  "vocab_size": tokenizer.vocab_size, "dtype": output.dtype.name, **output.finish(),
                   "files": len(found.files), "skipped": found.skipped}
         for split in SPLITS:
             record[split]["digest"] = sha256(out / f"{split}.bin")
@@ -97,19 +97,20 @@ class Corpus:
         self.folder, self.weights = Path(folder), {}
         try:
             self.record = json.loads((self.folder / "data.json").read_text())
+            check_format(self.record, FORMAT, f"{self.folder}", "make it again (data.py)")
             for split in SPLITS:
                 file, wanted = self.folder / f"{split}.bin", self.record[split]
                 tokens = mapped(file, np.dtype(self.record["dtype"]))
                 if len(tokens) != wanted["tokens"]:
                     raise ConfigError(f"{file} has {len(tokens)} tokens; data.json says "
                                       f"{wanted['tokens']}")
-                if _changed(file, wanted.get("digest")):
+                if sha256(file) != wanted["digest"]:
                     raise ConfigError(f"{file} is not what data.json says it is: it was changed, "
                                       f"or is damaged; make the folder again")
                 setattr(self, split, tokens)
                 self.weights[split] = self._weights(split)
             self.fingerprint = _fingerprint(self.record)
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as e:
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
         self.tokenizer = tokenizer_of(self.folder, self.record)
 
@@ -127,9 +128,6 @@ class Corpus:
     def documents(self, split: str) -> Documents:
         """The documents of a split, for --pack documents."""
         folder = self.folder
-        if not (folder / f"{split}.docs").exists():
-            raise ConfigError(f"{folder} was made by an earlier version, which did not note where "
-                              f"documents begin; make it again, or give --pack stream")
         starts = mapped(folder / f"{split}.docs", np.dtype("uint64"))
         if len(starts) != self.record[split]["documents"]:
             raise ConfigError(f"{folder}: {split}.docs is not what data.json says; make the folder "
@@ -152,9 +150,8 @@ class Corpus:
 def _fingerprint(record):
     """A digest of a corpus' tokens, and of their weights if it has any."""
     train = record["train"]
-    digest = train.get("digest") or train["sha256"]
-    return hashlib.sha256(f"{digest} {train['weights']}".encode()).hexdigest() if (
-        "weights" in train) else digest
+    return hashlib.sha256(f"{train['digest']} {train['weights']}".encode()).hexdigest() if (
+        "weights" in train) else train["digest"]
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:

@@ -37,7 +37,7 @@ from zigzag.disk.chats import (
     has_template,
     split_preference,
 )
-from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
+from zigzag.disk.output import FORMAT, SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import File, Options, Task, Trouble, counted, place_of, read, tasks
 from zigzag.disk.tokenizers import (
     Pieces,
@@ -232,7 +232,7 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
     # (The standard input is a new file each time.)
     names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
               os.stat(file.path).st_mtime_ns] for file in files]
-    settings = {"files": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
+    settings = {"format": FORMAT, "files": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
                 "vocab_size": vocab_size, "tokenizer": tokenizer.kind if tokenizer else "",
                 "files of the tokenizer": digest_of_files(tokenizer) if tokenizer else "",
                 "field": options.field, "encoding": options.encoding, "form": options.form,
@@ -246,7 +246,7 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
             old = dict(json.loads((out / "progress.json").read_text())["settings"])
         except (ValueError, KeyError, TypeError):
             old = {}
-        if other := [name for name in settings if old.get(name, "") != settings[name]]:
+        if other := [name for name in settings if old.get(name) != settings[name]]:
             raise InterruptedOther(f"--out {out} holds an encoding that was interrupted, and that "
                                    f"had other {', '.join(other)}; give another --out or remove it")
     return settings

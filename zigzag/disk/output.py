@@ -25,6 +25,8 @@ from zigzag.core.files import lock, write_json
 from zigzag.disk.reading import Task, Trouble
 from zigzag.disk.tokenizers import FILES, Tokenizer
 
+# Of data.json and of what is beside it. Another one is refused.
+FORMAT = 0
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
 COUNTS = ("tokens", "bytes", "spelled", "documents", "learned")
@@ -70,7 +72,7 @@ class Output:
         self._lock()
         is_new = not self.path.exists()
         if not is_new:
-            self.state |= json.loads(self.path.read_text())     # (an earlier version had less)
+            self.state = json.loads(self.path.read_text())
         self._cut()
         self.save(at_once=True)
         self.is_new = is_new        # nothing was saved but its beginning

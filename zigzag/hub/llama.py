@@ -63,17 +63,14 @@ def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
     return families[kind]
 
 
-def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, is_checked: bool = True,
-              at: str = "") -> Fields:
+def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, at: str = "") -> Fields:
     """Fields of networks.transformer.Config, from a published config.json or from its part `at`.
-    With `is_checked`, refuses keys that are not read and may matter. (Without it: for a record that
-    an earlier version has accepted.)"""
+    Keys that are not read and may matter are refused."""
     family, kind = family_of(record, families), record["model_type"]
     record = with_usual_names(record, family.aliases)
     try:
         fields, r = read_record(record, family, at)
-        if is_checked:
-            r.refuse_unread(family.neutral)
+        r.refuse_unread(family.neutral)
         older = as_older(record, family.shared)
         published = older if older == record or _is_same(older, fields, family) else record
     except ConfigError:

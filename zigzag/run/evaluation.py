@@ -87,8 +87,7 @@ def _check_best(several, known):
 # -------------------------------------------------------------------------------------------
 # An evaluation
 
-# The most held-out tokens of an evaluation without --eval_tokens, and what runs evaluated before
-# that flag.
+# The most held-out tokens of an evaluation without --eval_tokens.
 MOST_TOKENS = 2**17
 # Generating the text that is shown takes about as long as a forward pass over this many tokens.
 SHOWN_TEXT = 8 * NEW_IDS

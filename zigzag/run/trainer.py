@@ -10,7 +10,6 @@ from zigzag.core.flags import flat
 from zigzag.core.options import changes, options
 from zigzag.disk.checkpoint import FORMAT, OF_DATA, run_config, run_record
 from zigzag.run import command_line
-from zigzag.run.evaluation import MOST_TOKENS
 from zigzag.weights.network import facts_of_network
 
 
@@ -60,14 +59,12 @@ class Trainer(NamedTuple):
         return changes(self.config) | OF_DATA
 
     def old_config(self, folder: str) -> Any:
-        """The configuration of the run in a folder, to continue it. Its evaluations keep their
-        number of tokens, so that their losses can be compared."""
+        """The configuration of the run in a folder, to continue it."""
         own = self.networks.config_of_run(folder, "--out")
-        more = {} if "eval_tokens" in run_record(folder, "--out") else {"eval_tokens": MOST_TOKENS}
-        return run_config(folder, self.config, "--out", network=own, **more)
+        return run_config(folder, self.config, "--out", network=own)
 
     def read_old(self, folder: str) -> dict[str, Any]:
-        """config.json of the run in a folder, as this version would write it."""
+        """config.json of the run in a folder, with all fields of its configuration."""
         return {**run_record(folder, "--out"), **self.record_of(self.old_config(folder))}
 
     def hidden(self) -> set[str]:
