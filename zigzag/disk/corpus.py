@@ -61,13 +61,12 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         tokenizer = new_pieces(out, vocab_size, found.files, options)
     elif tokenizer:
         copy_files(tokenizer, out)
-        tokenizer = tokenizer if tokenizer.kind == "bytes" else KINDS[tokenizer.kind](
-            out / tokenizer.file)
+        tokenizer = KINDS[tokenizer.kind](out / tokenizer.file) if tokenizer.path else tokenizer
     else:
         tokenizer = Bytes()
     with Output(out, tokenizer, settings) as output:
         encode_files(found.files, tokenizer, options, output, cores)
-        if not sum(output.state["documents"]):
+        if not output.state["documents"]:
             output.clean(FILES)     # (nothing was learned: other flags are welcome)
             name = " ".join([flag, *map(str, paths)]).strip()
             raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
@@ -156,10 +155,8 @@ def _fingerprint(record):
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
     """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
-    if tokenizer.kind in ("bytes", "ids"):
-        return {"tokenizer": tokenizer.kind}
-    digest = sha256(tokenizer.path)
-    return {"tokenizer": tokenizer.kind, "tokenizer_sha256": digest}
+    return {"tokenizer": tokenizer.kind} | (
+        {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
 def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
@@ -281,7 +278,7 @@ def _digest(folder):
 def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterator[None]:
     """Copy a tokenizer into the folder of a run, which keeps it if the run begins in the body of
     the `with`. (If ready > 0, process 0 does that.)"""
-    if ready or tokenizer.kind in ("bytes", "ids"):
+    if ready or not tokenizer.path:
         yield
         return
     with taken_back(run) as put:

@@ -141,10 +141,9 @@ def encode_record(record: dict[str, Any], tokenizer: Tokenizer, options: Options
         prompt, chosen, rejected = split_preference(record)
         return [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
                 for text in (chosen, rejected)]
-    folder = getattr(tokenizer, "folder", None)
-    if not has_template(folder):
+    if not has_template(tokenizer.folder):
         raise ConfigError(f"conversations need {WHOSE_TEMPLATE}")
-    return encode_preference(record, template_of(folder), tokenizer)
+    return encode_preference(record, template_of(tokenizer.folder), tokenizer)
 
 
 @functools.cache
@@ -159,7 +158,7 @@ class Workers:
     """Processes that encode tasks."""
 
     def __init__(self, count: int, tokenizer: Tokenizer, options: Options):
-        self.setup = tokenizer.kind, getattr(tokenizer, "path", None), options
+        self.setup = tokenizer.kind, tokenizer.path, options
         self.mine, self.processes = threading.local(), []
         self.lock, self.is_closing = threading.Lock(), False
         self.pool = concurrent.futures.ThreadPoolExecutor(count)
@@ -225,8 +224,8 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
                  tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Make the folder `out`, unless it holds something else. Returns what an encoding that goes on
     there must have in common with the one that was interrupted."""
-    if options.form == "messages" and not has_template(getattr(tokenizer, "folder", None)):
-        folder = getattr(tokenizer, "folder", None)
+    folder = tokenizer.folder if tokenizer else None
+    if options.form == "messages" and not has_template(folder):
         none = f" (no chat_template in {folder})" if folder else ""
         raise ConfigError(f"{files[0].path} has conversations, which need {WHOSE_TEMPLATE}{none}")
     # (The standard input is a new file each time.)

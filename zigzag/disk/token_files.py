@@ -128,8 +128,8 @@ class TokenFiles:
         self.fingerprint = hashlib.sha256("".join(
             file.name + sha256(file) for file in (*files, *weighted)).encode()).hexdigest()
         self.record = {"tokenizer": self.tokenizer.kind, "vocab_size": vocab_size}
-        if tokenizer and hasattr(tokenizer, "path"):
-            self.record["tokenizer_sha256"] = sha256(tokenizer.path)
+        if self.tokenizer.path:
+            self.record["tokenizer_sha256"] = sha256(self.tokenizer.path)
         parts = [part for a in arrays.values() for part in (a[:10**6], a[-10**6:]) if len(part)]
         if not parts:
             raise ConfigError(f"{flag} {path}: no tokens in it")

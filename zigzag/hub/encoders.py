@@ -15,13 +15,13 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.hub.family import (
     Family,
-    columns,
+    attention,
     head,
     is_range,
     keys,
     layer_norm,
+    mlp,
     pair_index,
-    rows,
     under,
 )
 from zigzag.hub.published_config import MOST_LAYERS, activation, count, labels, refuse, sizes
@@ -114,21 +114,11 @@ def _embeddings():
             **layer_norm("LayerNorm", "embed_norm", "W")}
 
 
-def _layer(attention, output):
+def _layer(c, parts):
     """The arrays of a layer of BERT, ViT and their relatives. (BEiT's keys have no bias: `qv`.)"""
-    def arrays(c):
-        has = c.biases.split(",")
-        return {**columns(f"{attention}.query", "H N", "wq", bool({"qkv", "qv"} & {*has})),
-                **columns(f"{attention}.key", "K N", "wk", "qkv" in has),
-                **columns(f"{attention}.value", "K M", "wv", bool({"qkv", "qv"} & {*has})),
-                **rows(output, "H M", "wo"), **columns("intermediate.dense", "F", "w_up"),
-                **rows("output.dense", "F", "w_down")}
-
-    return arrays
-
-
-_text_layer = _layer("attention.self", "attention.output.dense")
-_picture_layer = _layer("attention.attention", "attention.output.dense")
+    has = c.biases.split(",")
+    return attention("attention.{}", parts, bool({"qkv", "qv"} & {*has}), key_bias="qkv" in has
+                     ) | mlp("intermediate.dense", "output.dense")
 
 
 def _masked(c, dense, norm, bias, decoder):
@@ -144,7 +134,7 @@ def _masked(c, dense, norm, bias, decoder):
 
 def _bert_stack(prefix, c):
     return under(f"{prefix}embeddings.", _embeddings()) | under(
-        f"{prefix}encoder.layer.{{l}}.", _text_layer(c),
+        f"{prefix}encoder.layer.{{l}}.", _layer(c, "self.query self.key self.value output.dense"),
         layer_norm("attention.output.LayerNorm", "attn_norm"),
         layer_norm("output.LayerNorm", "mlp_norm"))
 
@@ -218,10 +208,9 @@ def _albert_arrays(c):
         arrays |= _dense("pooler")
     arrays |= under("embeddings.", _embeddings()) | under(
         "encoder.albert_layer_groups.{l}.albert_layers.0.",
-        columns("attention.query", "H N", "wq"), columns("attention.key", "K N", "wk"),
-        columns("attention.value", "K M", "wv"), rows("attention.dense", "H M", "wo"),
-        layer_norm("attention.LayerNorm", "attn_norm"), columns("ffn", "F", "w_up"),
-        rows("ffn_output", "F", "w_down"), layer_norm("full_layer_layer_norm", "mlp_norm"))
+        attention("attention.{}", "query key value dense"),
+        layer_norm("attention.LayerNorm", "attn_norm"), mlp("ffn", "ffn_output"),
+        layer_norm("full_layer_layer_norm", "mlp_norm"))
     arrays = under("albert.", arrays)
     if c.head == "classes":
         arrays |= classifier("classifier")
@@ -275,7 +264,8 @@ def _picture_stack(prefix, c):
     if c.positions == "learned":
         arrays["embeddings.position_embeddings"] = "1 P D -> positions"
     return under(prefix, arrays) | under(
-        f"{prefix}encoder.layer.{{l}}.", _picture_layer(c),
+        f"{prefix}encoder.layer.{{l}}.",
+        _layer(c, "attention.query attention.key attention.value output.dense"),
         layer_norm("layernorm_before", "attn_norm"), layer_norm("layernorm_after", "mlp_norm")) | (
         classifier("classifier") if c.head == "classes" else {})
 

@@ -19,10 +19,12 @@ from zigzag.hub.encoders import ENCODERS
 from zigzag.hub.family import (
     INV_FREQ,
     Family,
+    attention,
     biased,
     columns,
     head,
     keys,
+    mlp,
     neighbours,
     neighbours_apart,
     rows,
@@ -203,14 +205,8 @@ WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 LAYER = "model.layers.{l}."
 ENDS = {"model.embed_tokens.weight": "V W -> embed", "model.norm.weight": "D -> norm"}
-ATTENTION = {"self_attn.q_proj.weight": "(H N) D -> wq", "self_attn.k_proj.weight": "(K N) D -> wk",
-             "self_attn.v_proj.weight": "(K M) D -> wv", "self_attn.o_proj.weight": "D (H M) -> wo"}
-ATTENTION_BIASES = {"self_attn.q_proj.bias": "(H N) -> wq_bias",
-                    "self_attn.k_proj.bias": "(K N) -> wk_bias",
-                    "self_attn.v_proj.bias": "(K M) -> wv_bias"}
+ATTENTION = attention("self_attn.{}_proj", bias=False, out_bias=False)
 QK_NORMS = {"self_attn.q_norm.weight": "N -> q_norm", "self_attn.k_norm.weight": "N -> k_norm"}
-MLP = {"mlp.gate_proj.weight": "F D -> w_gate", "mlp.up_proj.weight": "F D -> w_up",
-       "mlp.down_proj.weight": "D F -> w_down"}
 NORMS = {"input_layernorm.weight": "D -> attn_norm",
          "post_attention_layernorm.weight": "D -> mlp_norm"}
 
@@ -219,14 +215,20 @@ def _ends(c):
     return ENDS | head(c)
 
 
-def _llama_arrays(c):
+def _gated(bias=False):
+    return {**columns("mlp.gate_proj", "F", "w_gate", bias), **mlp("mlp.up_proj", "mlp.down_proj",
+                                                                   bias)}
+
+
+MLP = _gated()
+
+
+def _llama_arrays(c, norms=NORMS, qk_norms=QK_NORMS, of_mlp=None):
+    """The arrays of a LLaMA, or of a relative that has other ones in these places."""
     has = c.biases.split(",")
     return _ends(c) | under(
-        LAYER, NORMS, ATTENTION, MLP, ATTENTION_BIASES if "qkv" in has else {},
-        {"self_attn.o_proj.bias": "D -> wo_bias"} if "out" in has else {},
-        {"mlp.gate_proj.bias": "F -> w_gate_bias", "mlp.up_proj.bias": "F -> w_up_bias",
-         "mlp.down_proj.bias": "D -> w_down_bias"} if "mlp" in has else {},
-        QK_NORMS if c.qk_norm else {})
+        LAYER, norms, attention("self_attn.{}_proj", bias="qkv" in has, out_bias="out" in has),
+        _gated("mlp" in has) if of_mlp is None else of_mlp, qk_norms if c.qk_norm else {})
 
 
 def _llama(r):
@@ -268,12 +270,14 @@ FAMILIES["qwen3"] = Family(
     neutral=NO_WINDOW)
 
 
+FUSED_MLP = {"mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
+             "mlp.down_proj.weight": "D F -> w_down"}
+
+
 def _phi3_arrays(c):
-    fused = {"self_attn.qkv_proj.weight": "(H N | K N | K M) D -> wq wk wv",
-             "self_attn.o_proj.weight": ATTENTION["self_attn.o_proj.weight"],
-             "mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
-             "mlp.down_proj.weight": MLP["mlp.down_proj.weight"]}
-    return _ends(c) | under(LAYER, NORMS, fused)
+    return _ends(c) | under(LAYER, NORMS, columns(
+        "self_attn.qkv_proj", "H N | K N | K M", "wq wk wv", False), rows(
+        "self_attn.o_proj", "H M", "wo", False), FUSED_MLP)
 
 
 def _phi3(r):
@@ -366,8 +370,7 @@ WIDE_NORMS = {"self_attn.q_norm.weight": "(H N) -> q_norm",
 
 
 def _olmo2_arrays(c):
-    bias = ATTENTION_BIASES | {"self_attn.o_proj.bias": "D -> wo_bias"} if c.biases else {}
-    return _ends(c) | under(LAYER, OUT_NORMS, WIDE_NORMS, ATTENTION, MLP, bias)
+    return _llama_arrays(c, OUT_NORMS, WIDE_NORMS)
 
 
 FAMILIES["olmo2"] = Family(
@@ -433,8 +436,7 @@ def _fused(prefix):
 
 
 def _mixtral_arrays(c):
-    return _ends(c) | under(LAYER, NORMS, ATTENTION,
-                             _routed("block_sparse_moe.", "w1", "w3", "w2"))
+    return _llama_arrays(c, of_mlp=_routed("block_sparse_moe.", "w1", "w3", "w2"))
 
 
 FAMILIES["mixtral"] = Family(
@@ -469,17 +471,19 @@ def _plain_fields(family):
 def _plain_arrays(c):
     ends = {"model.embed_tokens.weight": "V D -> embed", "model.norm.weight": "D -> norm",
             "lm_head.weight": "V D = embed" if c.tied else "V D -> head"}
-    attention = ATTENTION | {"self_attn.v_proj.weight": "(K N) D -> wv",
-                             "self_attn.o_proj.weight": "D (H N) -> wo"}
-    routed = {name: pattern.replace("G", "F")
-              for name, pattern in _routed("block_sparse_moe.", "w1", "w3", "w2").items()}
-    return ends | under(LAYER, NORMS, attention, routed if c.experts else MLP)
+    layer = NORMS | ATTENTION | (_routed("block_sparse_moe.", "w1", "w3", "w2") if c.experts
+                                 else MLP)
+    return ends | under(LAYER, _plain_axes(layer))
+
+
+def _plain_axes(arrays):
+    """Patterns with the plain decoder's letters: one for N and M, and one for F and G."""
+    return {name: pattern.replace("M", "N").replace("G", "F") for name, pattern in arrays.items()}
 
 
 PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]),
                                    arrays=_plain_arrays, stacks=one_stack, differs=llama_difference,
-                                   fused={name: pattern.replace("G", "F") for name, pattern
-                                          in FAMILIES[kind].fused.items()})
+                                   fused=_plain_axes(FAMILIES[kind].fused))
          for kind in ("llama", "mistral", "mixtral")}
 
 
@@ -503,9 +507,8 @@ def _qwen3_moe(r):
 
 
 def _qwen3_moe_arrays(c):
-    has = ATTENTION_BIASES | {"self_attn.o_proj.bias": "D -> wo_bias"} if c.biases else {}
-    return (_ends(c) | under(LAYER, NORMS, ATTENTION, QK_NORMS, has) | under(DENSE_LAYER, MLP)
-            | under(EXPERT_LAYER, _routed("mlp.")))
+    return _llama_arrays(c, of_mlp={}) | under(DENSE_LAYER, MLP) | under(
+        EXPERT_LAYER, _routed("mlp."))
 
 
 FAMILIES["qwen3_moe"] = Family(
@@ -619,10 +622,7 @@ FAMILIES["chatglm"] = Family(
 
 
 def _glm_arrays(c):
-    fused = {"mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
-             "mlp.down_proj.weight": MLP["mlp.down_proj.weight"]}
-    return _ends(c) | under(LAYER, NORMS, ATTENTION, fused,
-                             ATTENTION_BIASES if "qkv" in c.biases else {})
+    return _llama_arrays(c, of_mlp=FUSED_MLP)
 
 
 FAMILIES["glm"] = Family(
