@@ -134,17 +134,19 @@ OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dict[str, str],
                      needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
-                     ) -> None:
+                     ) -> dict[str, Any] | None:
     """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
     facts in `needs`. `may` has the word of --change for each fact that may `change`. Called before
-    anything is written. read_old(out) returns the facts of the existing run. If the weights differ
-    (the fact `shapes`), the message says which, for the shapes `params` of now."""
+    anything is written. read_old(out) returns the facts of the existing run; so does this function,
+    or None if there is no run. If the weights differ (the fact `shapes`), the message says which,
+    for the shapes `params` of now."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     check_can_make(out)
     if not (folder / "config.json").exists():
-        return check_others(folder, "--out", "train.py", _is_of_beginning)
+        check_others(folder, "--out", "train.py", _is_of_beginning)
+        return None
     old = json.loads(json.dumps(read_old(out)))
     for name in needs:
         if name not in old:
@@ -156,7 +158,7 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
                and may.get(name) not in change
                and (value or name not in ("vocab_size", "dtype"))}  # (derived later, if empty)
     if not differs:
-        return
+        return old
     was, how, network = [], "continue it with what it was", differs.pop("network", None)
     if differs.pop("shapes", None):
         was.append(f"with other weights ({_other_weights(folder, params)})")
@@ -185,11 +187,9 @@ def _is_of_beginning(path):
 
 def _other_weights(folder, params):
     """Which weights of a run are not those of now, as its newest readable checkpoint says."""
-    for step in _saved_steps(folder):
-        with contextlib.suppress(OSError, ValueError, AttributeError):      # (damaged)
-            meta = json.loads((folder / f"checkpoints/{step}/meta/metadata").read_text())
-            if found := _differences(meta.get("leaves", {}), {"params": params}):
-                return found
+    for meta in _descriptions(folder).values():
+        if found := _differences(meta.get("leaves", {}), {"params": params}):
+            return found
     return "no checkpoint says which"
 
 
@@ -220,12 +220,13 @@ class RunFolder(contextlib.AbstractContextManager):
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
         self.samples = None     # samples.jsonl, opened at the first sample
-        check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
-                         change=change, params=state["params"])
+        old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
+                               change=change, params=state["params"])
         word = secrets.token_hex(8)
         if self.is_process_0:
-            self._take(word, lambda: self._note_changes(read_old, [
-                name for name, of in may.items() if of in change]))
+            if old:
+                self._note_changes(old, [name for name, of in may.items() if of in change])
+            self._take(word)
         word = process_allgather(word)[0]
         sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
                                          self.folder, min(60, patience)))
@@ -234,12 +235,9 @@ class RunFolder(contextlib.AbstractContextManager):
                               f"0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
 
-    def _note_changes(self, read_old, facts):
+    def _note_changes(self, old, facts):
         """Add to the record the changes that earlier runs made by --change, and those of this one.
         """
-        if not (self.folder / "config.json").exists():
-            return
-        old = json.loads(json.dumps(read_old(self.out)))
         now = json.loads(json.dumps(self.record))
         self.changed = {name: [old[name], now[name]] for name in facts
                         if name in old and name in now and old[name] != now[name]}
@@ -249,7 +247,7 @@ class RunFolder(contextlib.AbstractContextManager):
         if changes:
             self.record["changes"] = changes
 
-    def _take(self, word, note_changes):
+    def _take(self, word):
         """Lock the folder, until the process ends, and write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -259,7 +257,6 @@ class RunFolder(contextlib.AbstractContextManager):
             held.write(word)
             held.flush()
             os.fsync(held.fileno())
-            note_changes()
             write_json(self.folder / "config.json", self.record)
             run_has_begun()
         except BlockingIOError:
@@ -556,13 +553,17 @@ def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run
 
 def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
     """{step: the numbers of its evaluation} for the checkpoints of a run."""
+    return {step: meta.get("evaluation", {}) for step, meta in _descriptions(folder).items()}
+
+
+def _descriptions(folder):
+    """{step: its description} for the checkpoints of a run, newest first, without damaged ones."""
     found = {}
-    for path in (Path(folder).resolve() / "checkpoints").glob("*/meta/metadata"):
-        step = path.parts[-3]
-        if step.isdecimal():
-            with contextlib.suppress(OSError, ValueError, AttributeError):      # (damaged)
-                found[int(step)] = json.loads(path.read_text()).get("evaluation", {})
-    return found
+    for step in _saved_steps(folder):
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(folder).resolve() / f"checkpoints/{step}/meta/metadata"
+            found[step] = json.loads(path.read_text())
+    return {step: meta for step, meta in found.items() if isinstance(meta, dict)}
 
 
 def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:

@@ -38,7 +38,15 @@ from zigzag.disk.output import FORMAT, MARKS, SPLITS, Output, is_of_encoding, ma
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, find, form_of_files, has_weights, library_sources
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
-from zigzag.disk.tokenizers import FILES, KINDS, Bytes, Ids, Tokenizer, copy_files
+from zigzag.disk.tokenizers import (
+    FILES,
+    KINDS,
+    Bytes,
+    Ids,
+    Tokenizer,
+    copy_files,
+    tokenizer_record,
+)
 
 
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
@@ -83,11 +91,6 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     return Corpus(out)
 
 
-def _changed(path, digest):
-    """Whether a file differs from the one with this digest ('': nothing to compare with)."""
-    return bool(digest) and sha256(path) != digest
-
-
 class Corpus:
     """A folder that `prepare` made: .train, .held_out, .tokenizer, .record, and .weights, {split:
     the weight of each of its tokens, or None if all are 1}."""
@@ -119,8 +122,8 @@ class Corpus:
             return None
         kind = "weights" if "weights" in wanted else "learned"
         file = self.folder / f"{split}.{kind}"
-        weights = mapped(file, MARKS[kind])
-        if len(weights) != wanted["tokens"] or _changed(file, wanted.get("weights")):
+        weights, digest = mapped(file, MARKS[kind]), wanted.get("weights")
+        if len(weights) != wanted["tokens"] or digest and digest != sha256(file):
             raise ConfigError(f"{file} is not what data.json says; make the folder again")
         return weights
 
@@ -153,12 +156,6 @@ def _fingerprint(record):
         "weights" in train) else train["digest"]
 
 
-def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
-    return {"tokenizer": tokenizer.kind} | (
-        {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
-
-
 def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a prepared folder or a run, checked against its record."""
     if record["tokenizer"] == "bytes":
@@ -172,7 +169,7 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
     # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
     path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
                  if path.exists()), folder / kind.file)
-    if path.exists() and _changed(path, record.get("tokenizer_sha256")):
+    if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
                           f"changed, or is damaged")
     return kind(path)
@@ -193,12 +190,9 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
             Path(given) / "data.json").exists():
         raise ConfigError(f"{flag} {given}: an encoding that was interrupted; give the command of "
                           f"data.py again")
-    if token_files(path):
-        files = TokenFiles(path, vocab_size, tokenizer, flag)
-        with kept_tokenizer(files.tokenizer, run, ready):
-            yield files
-    elif given and (Path(given) / "data.json").exists():
-        corpus = Corpus(given)
+    is_made, is_tokens = given and (Path(given) / "data.json").exists(), token_files(path)
+    if is_made or is_tokens:
+        corpus = TokenFiles(path, vocab_size, tokenizer, flag) if is_tokens else Corpus(given)
         with kept_tokenizer(corpus.tokenizer, run, ready):
             yield corpus
     else:

@@ -28,6 +28,7 @@ from zigzag.disk.tokenizers import FILES, Tokenizer
 FORMAT = 0
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
+PART = 2**20        # tokens that are split at a time
 # {file beside the tokens: what it has for each token}
 MARKS = {"weights": np.dtype("float32"), "learned": np.dtype("uint8")}
 # {file: what it has for each document}
@@ -229,8 +230,8 @@ class Output:
             with contextlib.ExitStack() as stack:
                 files = [stack.enter_context(open(self.folder / f"{split}.{kind}", "wb"))
                          for split in SPLITS]
-                for begin in range(0, total, 2**20):
-                    part = array[begin:begin + 2**20]
+                for begin in range(0, total, PART):
+                    part = array[begin:begin + PART]
                     end = begin + len(part)
                     first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(
                         starts, end)

@@ -20,7 +20,8 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random, sha256
-from zigzag.disk.tokenizers import Ids, Tokenizer
+from zigzag.disk.examples import read_npy
+from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
 
 # llm.c's header: 256 numbers of 32 bits, {magic: (version, type of the tokens)}.
@@ -127,9 +128,7 @@ class TokenFiles:
         self.tokenizer = tokenizer or Ids(vocab_size)
         self.fingerprint = hashlib.sha256("".join(
             file.name + sha256(file) for file in (*files, *weighted)).encode()).hexdigest()
-        self.record = {"tokenizer": self.tokenizer.kind, "vocab_size": vocab_size}
-        if self.tokenizer.path:
-            self.record["tokenizer_sha256"] = sha256(self.tokenizer.path)
+        self.record = {**tokenizer_record(self.tokenizer), "vocab_size": vocab_size}
         parts = [part for a in arrays.values() for part in (a[:10**6], a[-10**6:]) if len(part)]
         if not parts:
             raise ConfigError(f"{flag} {path}: no tokens in it")
@@ -188,10 +187,7 @@ def _weights(arrays, folders):
 
 def _npy(path, dtypes, expected):
     """The array of one dimension in a file, mapped into memory."""
-    try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as e:
-        raise ConfigError(f"{path}: damaged, or not what numpy writes ({e})") from None
+    found = read_npy(path)
     if found.ndim != 1 or not {found.dtype.name, found.dtype.kind} & {*dtypes}:
         raise ConfigError(f"{path}: {found.dtype}{list(found.shape)}; expected one dimension of "
                           f"{expected}")

@@ -374,6 +374,12 @@ def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
     return here
 
 
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
+    return {"tokenizer": tokenizer.kind} | (
+        {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
+
+
 def digest_of_files(tokenizer: Tokenizer) -> str:
     """A digest of a tokenizer's files: its own, and those beside it that are copied with it. ''
     for bytes."""
