@@ -23,18 +23,24 @@ except ImportError:         # (not on every system)
 
 # What does no harm in a folder that a command fills: marks of git, macOS, disks, notebooks and
 # launchers, what check_can_make tries, and logs.
-HARMLESS = re.compile(r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"
-                      r"|\.(nfs|try-)\w+|lost\+found"
-                      r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
+HARMLESS = (r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"
+            r"|\.(nfs|try-)\w+|lost\+found"
+            r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
+
+
+def anyway(path: Path) -> bool:
+    """A condition that a name alone meets."""
+    return True
 
 
 def check_others(folder: Path, flag: str, maker: str,
-                 is_own: Callable[[Path], Any] = lambda path: False) -> None:
-    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor is_own:
-    what `maker`, the command, may have left there."""
+                 own: dict[str, Callable[[Path], Any]] = {}) -> None:
+    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor what
+    `maker`, the command, may have left there: `own` is {regex of names: on which condition}."""
+    known = {HARMLESS: anyway, **own}
     try:
-        others = sorted(path.name for path in folder.iterdir()
-                        if not HARMLESS.fullmatch(path.name) and not is_own(path))
+        others = sorted(path.name for path in folder.iterdir() if not any(
+            re.fullmatch(names, path.name) and is_own(path) for names, is_own in known.items()))
     except FileNotFoundError:
         return
     except OSError as e:

@@ -45,6 +45,7 @@ from jax import Array
 from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.core.files import (
+    anyway,
     appears,
     check_can_make,
     check_format,
@@ -145,7 +146,7 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
         raise ConfigError(f"--out {out} is a file; give a folder")
     check_can_make(out)
     if not (folder / "config.json").exists():
-        check_others(folder, "--out", "train.py", _is_of_beginning)
+        check_others(folder, "--out", "train.py", OF_BEGINNING)
         return None
     old = json.loads(json.dumps(read_old(out)))
     for name in needs:
@@ -175,14 +176,13 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
                       + (f"; --change {words} changes that on purpose" if words else ""))
 
 
-def _is_of_beginning(path):
-    """Whether a run whose beginning was interrupted may have left this file or folder."""
-    name = re.sub(r"\.(part|before)$", "", path.name)
-    if re.fullmatch(r"data\d*|held_out", name):
-        return name != path.name or (path / "data.json").exists()
-    if name == "checkpoints":
-        return not any(path.iterdir())
-    return name in ("lock", "config.json", "tokenizer", *FILES)
+# {what a run whose beginning was interrupted may have left: on which condition}
+OF_BEGINNING = {
+    r"data\d*|held_out": lambda path: (path / "data.json").exists(),
+    r"(data\d*|held_out)\.(part|before)": anyway,
+    "checkpoints": lambda path: not any(path.iterdir()),
+    rf"(lock|tokenizer|{'|'.join(map(re.escape, ('config.json', *FILES)))})(\.part|\.before)?":
+        anyway}
 
 
 def _other_weights(folder, params):

@@ -34,7 +34,7 @@ from zigzag.disk.encoding import (
     new_pieces,
     what_was_skipped,
 )
-from zigzag.disk.output import FORMAT, MARKS, SPLITS, Output, is_of_encoding, mapped
+from zigzag.disk.output import FORMAT, MARKS, OF_ENCODING, SPLITS, Output, mapped
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, find, form_of_files, has_weights, library_sources
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
@@ -59,7 +59,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     out, begun = Path(out), time.monotonic()
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
-    check_others(out, "--out", "data.py", is_of_encoding)
+    check_others(out, "--out", "data.py", OF_ENCODING)
     found = find(paths, flag, out, options) if paths else library_sources()
     options = dataclasses.replace(
         options, form=form_of_files(found.files, options), weight_field=options.weight_field

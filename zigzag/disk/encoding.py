@@ -234,8 +234,7 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
     settings = {"format": FORMAT, "files": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
                 "vocab_size": vocab_size, "tokenizer": tokenizer.kind if tokenizer else "",
                 "files of the tokenizer": digest_of_files(tokenizer) if tokenizer else "",
-                "field": options.field, "encoding": options.encoding, "form": options.form,
-                "weight_field": options.weight_field}
+                **{name: x for name, x in vars(options).items() if name != "strict"}}
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -13,6 +13,7 @@ interrupted, too; `clean` removes them when data.json has been written.
 import contextlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.files import lock, write_json
+from zigzag.core.files import anyway, lock, write_json
 from zigzag.disk.reading import Task, Trouble
 from zigzag.disk.tokenizers import FILES, Tokenizer
 
@@ -253,14 +254,11 @@ class Output:
             (self.folder / name).unlink(missing_ok=True)
 
 
-def is_of_encoding(path: Path) -> bool:
-    """Whether a file may be of an encoding that was interrupted. (Before order.part is there, a
-    file that is not a .part is somebody's own.)"""
-    name = path.name.removesuffix(".part")
-    is_part = name != path.name
-    return name == "stdin" or is_part and name in ("bin", *MARKS, *OF_DOCUMENTS) or (
-        name.split(".")[0] in (*SPLITS, "progress", "data") or name in FILES) and (
-        is_part or (path.parent / "order.part").exists())
+# {files of an encoding that was interrupted: on which condition}. (Before order.part is there, a
+# file that is not a .part is somebody's own.)
+_OWN = "|".join([r"(train|held_out|progress|data)\..*", *map(re.escape, FILES)])
+OF_ENCODING = {rf"stdin(\.part)?|({'|'.join(['bin', *MARKS, *OF_DOCUMENTS])}|{_OWN})\.part": anyway,
+               _OWN: lambda path: (path.parent / "order.part").exists()}
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -337,11 +337,17 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
         experts = f" with {config.experts} experts each" if config.experts else ""
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
                           f"{config.layers} layers{experts}")
-    expected = published_arrays(family, config, table, is_fused)
-    # The folder of a bare model, without a head, has names without the prefix.
+    # (The folder of a bare model, without a head, has names without the prefix.)
     bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
-    expected = {name.removeprefix(family.prefix) if bare else name: parts
-                for name, parts in expected.items()}
+
+    def name_there(name):
+        name = other = name.removeprefix(family.prefix) if bare else name
+        for part, older in family.older.items():
+            other = other.replace(part, older)
+        return other if other in found else name
+
+    expected = {name_there(name): parts for name, parts in published_arrays(
+        family, config, table, is_fused).items()}
     # If several arrays are copies, one is enough, under any of their names.
     first = {parts[0].path: name for name, parts in expected.items() if not parts[0].again}
     for name, parts in list(expected.items()):
@@ -350,9 +356,6 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                               for part in parts]
             del expected[first[parts[0].path]]
             first[parts[0].path] = name
-    older = {name: _older(name, family.older) for name in expected}
-    expected = {older[name] if older[name] in found else name: parts
-                for name, parts in expected.items()}
     found |= spare.keys() & expected.keys()     # (ignored only if it is not a part of the model)
     expected = {name: parts for name, parts in expected.items()
                 if name in found or not (parts[0].again or name in family.optional)}
@@ -397,12 +400,6 @@ def _check_ignored(folder, config, name, why):
     if not re.search(why, str(kinds[0])):
         raise ConfigError(f"{folder.path}: {name} is not a part of a model of architectures "
                           f"{kinds}")
-
-
-def _older(name, parts):
-    for part, other in parts.items():
-        name = name.replace(part, other)
-    return name
 
 
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
@@ -561,12 +558,9 @@ def _published_array(name, parts, weights, adjust, dtype):
             w = w[part.layer]
         if part.expert is not None:
             w = w[part.expert]
-        w, change = whole(w), adjust.get(part.path.rsplit(".", 1)[-1])
-        layout = part.layout
-        w = w.reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
-        if "V" in layout.own:       # without the padding
-            at = layout.own.index("V")
-            w = np.take(w, range(layout.sizes["V"]), at)
+        layout, change = part.layout, adjust.get(part.path.rsplit(".", 1)[-1])
+        w = whole(w).reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
+        w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # (without padding)
         layout.write(array, w if change is None else change.write(w))
     with np.errstate(over="ignore"):
         array = array.astype(jax.numpy.dtype(dtype))
