@@ -61,8 +61,12 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(part, path)
 
 
+def as_json(record: dict) -> bytes:
+    return json.dumps(record, indent=1).encode() + b"\n"
+
+
 def write_json(path: Path, record: dict) -> None:
-    write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
+    write_whole(path, as_json(record))
 
 
 def check_can_make(out: str, flag: str = "--out") -> None:

@@ -96,46 +96,38 @@ class Corpus:
     the weight of each of its tokens, or None if all are 1}."""
 
     def __init__(self, folder: str | Path):
-        self.folder, self.weights = Path(folder), {}
+        self.folder, self.weights, self.starts = Path(folder), {}, {}
         try:
             self.record = json.loads((self.folder / "data.json").read_text())
             check_format(self.record, FORMAT, f"{self.folder}", "make it again (data.py)")
             for split in SPLITS:
-                file, wanted = self.folder / f"{split}.bin", self.record[split]
-                tokens = mapped(file, np.dtype(self.record["dtype"]))
-                if len(tokens) != wanted["tokens"]:
-                    raise ConfigError(f"{file} has {len(tokens)} tokens; data.json says "
-                                      f"{wanted['tokens']}")
-                if sha256(file) != wanted["digest"]:
-                    raise ConfigError(f"{file} is not what data.json says it is: it was changed, "
-                                      f"or is damaged; make the folder again")
-                setattr(self, split, tokens)
-                self.weights[split] = self._weights(split)
+                setattr(self, split, self._numbers(split, "bin", np.dtype(self.record["dtype"])))
+                self.starts[split] = self._numbers(split, "docs", np.dtype("uint64"))
+                kind = next((kind for kind in MARKS if kind in self.record[split]), None)
+                self.weights[split] = kind and self._numbers(split, kind, MARKS[kind])
             self.fingerprint = _fingerprint(self.record)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
         self.tokenizer = tokenizer_of(self.folder, self.record)
 
-    def _weights(self, split):
-        wanted = self.record[split]
-        if "learned" not in wanted:
-            return None
-        kind = "weights" if "weights" in wanted else "learned"
-        file = self.folder / f"{split}.{kind}"
-        weights, digest = mapped(file, MARKS[kind]), wanted.get("weights")
-        if len(weights) != wanted["tokens"] or digest and digest != sha256(file):
-            raise ConfigError(f"{file} is not what data.json says; make the folder again")
-        return weights
+    def _numbers(self, split, kind, dtype):
+        """The numbers in a file of a split, if they are what data.json says."""
+        file, wanted = self.folder / f"{split}.{kind}", self.record[split]
+        found, what = mapped(file, dtype), "documents" if kind == "docs" else "tokens"
+        if len(found) != wanted[what]:
+            raise ConfigError(f"{file} is not what data.json says: it is of {len(found)} {what}; "
+                              f"data.json says {wanted[what]}; make the folder again")
+        digest = wanted.get({"bin": "digest"}.get(kind, kind))
+        if isinstance(digest, str) and sha256(file) != digest:
+            raise ConfigError(f"{file} is not what data.json says it is: it was changed, or is "
+                              f"damaged; make the folder again")
+        return found
 
     def documents(self, split: str) -> Documents:
         """The documents of a split, for --pack documents."""
-        folder = self.folder
-        starts = mapped(folder / f"{split}.docs", np.dtype("uint64"))
-        if len(starts) != self.record[split]["documents"]:
-            raise ConfigError(f"{folder}: {split}.docs is not what data.json says; make the folder "
-                              f"again")
-        return Documents(getattr(self, split), starts, self.tokenizer.ends[0], self.weights[split],
-                         self.tokenizer.vocab_size, not self.is_learned_in_part)
+        return Documents(getattr(self, split), self.starts[split], self.tokenizer.ends[0],
+                         self.weights[split], self.tokenizer.vocab_size,
+                         not self.is_learned_in_part)
 
     @property
     def is_learned_in_part(self) -> bool:
@@ -280,15 +272,13 @@ def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterato
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            copy_files(tokenizer, part)
-            for file in sorted(part.iterdir()):
-                kept = run / file.name
-                is_there = kept.exists()
-                if is_there and kept.read_bytes() == file.read_bytes():
+            for name in copy_files(tokenizer, part):
+                kept = run / name
+                if kept.exists() and kept.read_bytes() == (part / name).read_bytes():
                     continue
-                if is_there and not (run / "config.json").exists():
-                    raise ConfigError(f"--out {run} holds another {file.name}; give a new folder")
-                put(file, file.name)
+                if kept.exists() and not (run / "config.json").exists():
+                    raise ConfigError(f"--out {run} holds another {name}; give a new folder")
+                put(part / name, name)
         except OSError as e:
             raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
         finally:

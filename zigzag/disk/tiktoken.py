@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zigzag.core.errors import ConfigError, one_line
-from zigzag.core.files import read_json, write_json
+from zigzag.core.files import as_json, read_json, write_whole
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -77,11 +77,16 @@ def has_ranks(path: Path) -> bool:
         return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
 
 
+def content_of(encoding: Any) -> bytes:
+    """The content of a tiktoken.json for a tiktoken.Encoding."""
+    ranks = {base64.b64encode(token).decode(): rank
+             for token, rank in encoding._mergeable_ranks.items()}
+    return as_json({"pattern": encoding._pat_str, "special_tokens": encoding._special_tokens,
+                    "ranks": ranks})
+
+
 def save(encoding: Any, folder: str | Path) -> Path:
     """Write a tiktoken.Encoding as tiktoken.json into a folder. Returns its path."""
     path = Path(folder) / FILE
-    ranks = {base64.b64encode(token).decode(): rank
-             for token, rank in encoding._mergeable_ranks.items()}
-    write_json(path, {"pattern": encoding._pat_str, "special_tokens": encoding._special_tokens,
-                      "ranks": ranks})
+    write_whole(path, content_of(encoding))
     return path

@@ -34,7 +34,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.core.files import read_json, sha256, write_json, write_whole
+from zigzag.core.files import as_json, read_json, sha256, write_whole
 from zigzag.disk import tiktoken
 
 # The files of a published tokenizer, which are copied with its model.
@@ -353,25 +353,30 @@ def _of_file(path):
             if path.name == PiecesT5.file else Pieces)(path)
 
 
-def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Copy a tokenizer's files into a model's folder. Returns their names."""
+def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """{name: content} of the files that a tokenizer needs beside a model."""
     if not tokenizer.path:
-        return []
-    is_usual = tokenizer.path.name == tokenizer.file
-    if not is_usual and tokenizer.kind == "tiktoken":
-        tiktoken.save(tokenizer.model, folder)
-    elif not is_usual:
-        write_whole(folder / tokenizer.file, tokenizer.path.read_bytes())
-    others = () if is_usual else {kind.file for kind in KINDS.values()}     # (beside it)
-    here = [name for name in FILES if (tokenizer.folder / name).exists() and name not in others]
-    for name in here:
-        write_whole(folder / name, (tokenizer.folder / name).read_bytes())
+        return {}
+    found = {name: (tokenizer.folder / name).read_bytes() for name in FILES
+             if (tokenizer.folder / name).exists()}
+    if tokenizer.path.name != tokenizer.file:       # (beside it there may be other tokenizers)
+        others = {kind.file for kind in KINDS.values()}
+        found = {name: content for name, content in found.items() if name not in others}
+        found[tokenizer.file] = (tiktoken.content_of(tokenizer.model) if tokenizer.kind == (
+            "tiktoken") else tokenizer.path.read_bytes())
     known = read_record(tokenizer.folder / "config.json")
     ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
-    if ids and "generation_config.json" not in here:    # (config.json has them, and stays)
-        write_json(folder / "generation_config.json", ids)
-        here.append("generation_config.json")
-    return here
+    if ids:             # (config.json has them, and stays)
+        found.setdefault("generation_config.json", as_json(ids))
+    return found
+
+
+def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """Copy a tokenizer's files into a model's folder. Returns their names."""
+    found = files_of(tokenizer)
+    for name, content in found.items():
+        write_whole(folder / name, content)
+    return list(found)
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
@@ -381,13 +386,9 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def digest_of_files(tokenizer: Tokenizer) -> str:
-    """A digest of a tokenizer's files: its own, and those beside it that are copied with it. ''
-    for bytes."""
-    if not tokenizer.path:
-        return ""
-    files = [tokenizer.path, *(tokenizer.folder / name for name in (*FILES, "config.json"))]
-    return hashlib.sha256(" ".join(
-        f"{file.name} {sha256(file)}" for file in files if file.exists()).encode()).hexdigest()
+    """A digest of a tokenizer's files. '' for bytes."""
+    return " ".join(f"{name} {hashlib.sha256(content).hexdigest()[:16]}"
+                    for name, content in files_of(tokenizer).items())
 
 
 def _unicode(text):
