@@ -24,7 +24,15 @@ from zigzag.hub.family import (
     pair_index,
     under,
 )
-from zigzag.hub.published_config import MOST_LAYERS, activation, count, labels, refuse, sizes
+from zigzag.hub.published_config import (
+    MOST_LAYERS,
+    activation,
+    count,
+    labels,
+    refuse,
+    sizes,
+    wrong,
+)
 
 ENCODERS: dict[str, Family] = {}
 
@@ -164,8 +172,8 @@ def _roberta(r):
         refuse(r, hidden_act="gelu")    # (its head uses gelu, whatever the layers use)
     rows, padding = r["max_position_embeddings"], r["pad_token_id"]
     if not isinstance(padding, int) or not 0 <= padding < min(rows - 1, r["vocab_size"]):
-        raise ConfigError(f"config.json: pad_token_id {padding!r:.80}: expected an id, below the "
-                          f"max_position_embeddings {rows} less 1")
+        raise wrong("pad_token_id", padding, f": expected an id, below the max_position_embeddings "
+                    f"{rows} less 1")
     return {**fields, "pad_id": padding, "position_offset": padding + 1,
             "seq_len": rows - padding - 1}
 

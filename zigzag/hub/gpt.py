@@ -5,7 +5,6 @@ family.py explains `Family`.
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
 from zigzag.hub.family import (
     INV_FREQ,
     MASKS,
@@ -29,6 +28,7 @@ from zigzag.hub.published_config import (
     rope,
     sizes,
     window,
+    wrong,
 )
 
 GPT: dict[str, Family] = {}
@@ -106,13 +106,12 @@ def _gpt_neo(r):
     fields = _old(r, layers="num_layers", heads="num_heads")
     types, names = r["attention_types"], {"local": "sliding_attention", "global": "full_attention"}
     if sum(len(kinds) * times for kinds, times in types) != r["num_layers"]:
-        raise ConfigError(f"config.json: attention_types {types!r:.80} are not for num_layers "
-                          f"{r['num_layers']!r:.80}")
+        raise wrong("attention_types", types, f" are not for num_layers {r['num_layers']!r:.80}")
     kinds = [kind for kinds, times in types for _ in range(times) for kind in kinds]
     kinds = r.get("attention_layers", kinds)        # (this key wins if they differ)
     if not isinstance(kinds, list) or len(kinds) != r["num_layers"] or set(kinds) - names.keys():
-        raise ConfigError(f"config.json: attention_layers {kinds!r:.80}: expected local or global "
-                          f"for each of num_layers {r['num_layers']}")
+        raise wrong("attention_layers", kinds, f": expected local or global for each of num_layers "
+                    f"{r['num_layers']}")
     local = window(r.but(sliding_window=r["window_size"], num_hidden_layers=len(kinds)),
                    [names[kind] for kind in kinds])
     return {**fields, **local, "attn_scale": 1.0,

@@ -47,6 +47,7 @@ from zigzag.hub.published_config import (
     sizes,
     window,
     with_usual_names,
+    wrong,
 )
 from zigzag.hub.reference import llama_difference
 from zigzag.weights.positions import mscale, parse_scaling
@@ -110,7 +111,7 @@ def token_ids(c: Any) -> dict[str, Any]:
     ids = {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
     for name, i in ids.items():
         if i is not None and type(i) is not int:
-            raise ConfigError(f"config.json: {name} {i!r:.80}: expected an id")
+            raise wrong(name, i, ": expected an id")
     return ids
 
 
@@ -120,8 +121,8 @@ def start_id(c: Any) -> int:
     start = ids.get("decoder_start_token_id")
     start = start if start is not None else ids.get("pad_token_id") or 0
     if c.vocab_size and not 0 <= start < c.vocab_size:
-        raise ConfigError(f"config.json: decoder_start_token_id {start}: expected an id below the "
-                          f"vocab_size {c.vocab_size}")
+        raise wrong("decoder_start_token_id", start, f": expected an id below the vocab_size "
+                    f"{c.vocab_size}")
     return start
 
 
@@ -201,6 +202,13 @@ MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, ro
 
 
 HEAD_DIM = ("head_dim",)
+
+
+def _relative(fields, arrays, defaults, shared=HEAD_DIM, ignored=INV_FREQ, **more):
+    """A family of LLaMA's relatives. `defaults` are those that differ from MODERN."""
+    return Family(fields, arrays, {**MODERN, **defaults}, "model.", ignored, shared=shared, **more)
+
+
 WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 LAYER = "model.layers.{l}."
@@ -250,23 +258,23 @@ def _qwen_window(r):
     return window(r, r["layer_types"] or kinds)
 
 
-FAMILIES["llama"] = Family(
-    _llama, _llama_arrays, {**MODERN, "attention_bias": False, "mlp_bias": False, "head_dim": None},
-    "model.", INV_FREQ, shared=HEAD_DIM, neutral=keys("pretraining_tp is_llama_config"))
-FAMILIES["mistral"] = Family(
+FAMILIES["llama"] = _relative(
+    _llama, _llama_arrays, {"attention_bias": False, "mlp_bias": False, "head_dim": None},
+    neutral=keys("pretraining_tp is_llama_config"))
+FAMILIES["mistral"] = _relative(
     lambda r: {**_modern(r), **window(r)}, _llama_arrays,
-    {**MODERN, "num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": None,
-     "sliding_window": 4096}, "model.", INV_FREQ, shared=HEAD_DIM)
+    {"num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": None,
+     "sliding_window": 4096})
 
-QWEN = {**MODERN, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768,
         "use_sliding_window": False, "sliding_window": 4096}
 QWEN2 = {**QWEN, "max_window_layers": 28, "layer_types": None}
-FAMILIES["qwen2"] = Family(
-    lambda r: {**_modern(r), **_qwen_window(r), "biases": "qkv"}, _llama_arrays, QWEN2, "model.",
-    INV_FREQ, shared=WITH_WINDOW, neutral=NO_WINDOW)
-FAMILIES["qwen3"] = Family(
+FAMILIES["qwen2"] = _relative(
+    lambda r: {**_modern(r), **_qwen_window(r), "biases": "qkv"}, _llama_arrays, QWEN2,
+    shared=WITH_WINDOW, neutral=NO_WINDOW)
+FAMILIES["qwen3"] = _relative(
     lambda r: {**_llama(r), **_qwen_window(r), "qk_norm": True}, _llama_arrays,
-    {**QWEN2, "attention_bias": False, "head_dim": 128}, "model.", INV_FREQ, shared=WITH_WINDOW,
+    {**QWEN2, "attention_bias": False, "head_dim": 128}, shared=WITH_WINDOW,
     neutral=NO_WINDOW)
 
 
@@ -286,10 +294,10 @@ def _phi3(r):
     return {**_modern(r, names={"su": "longrope", "yarn": "longrope"}), **window(r)}
 
 
-FAMILIES["phi3"] = Family(
+FAMILIES["phi3"] = _relative(
     _phi3, _phi3_arrays,
-    {**MODERN, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None,
-     "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}, "model.", INV_FREQ,
+    {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None,
+     "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     shared=(*HEAD_DIM, "partial_rotary_factor"))
 
 
@@ -349,18 +357,17 @@ def _one_more(c):
         "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
 
 
-GEMMA2 = {**MODERN, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+GEMMA2 = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
           "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
           "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
           "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 GEMMA3 = {**GEMMA2, "max_position_embeddings": 131072, "rope_theta": 1e6,
           "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
           "final_logit_softcapping": None, "attn_logit_softcapping": None}
-FAMILIES["gemma2"] = Family(_gemma2, _gemma_arrays, GEMMA2, "model.", INV_FREQ, _one_more,
-                            shared=HEAD_DIM, neutral=keys("hidden_act sliding_window_size"))
-FAMILIES["gemma3_text"] = Family(_gemma3, _gemma_arrays, GEMMA3, "model.", INV_FREQ, _one_more,
-                                 shared=HEAD_DIM,
-                                 neutral=keys("hidden_act _sliding_window_pattern"))
+FAMILIES["gemma2"] = _relative(_gemma2, _gemma_arrays, GEMMA2, adjust=_one_more,
+                               neutral=keys("hidden_act sliding_window_size"))
+FAMILIES["gemma3_text"] = _relative(_gemma3, _gemma_arrays, GEMMA3, adjust=_one_more,
+                                    neutral=keys("hidden_act _sliding_window_pattern"))
 
 
 OUT_NORMS = {"post_attention_layernorm.weight": "D -> attn_out_norm",
@@ -373,10 +380,9 @@ def _olmo2_arrays(c):
     return _llama_arrays(c, OUT_NORMS, WIDE_NORMS)
 
 
-FAMILIES["olmo2"] = Family(
+FAMILIES["olmo2"] = _relative(
     lambda r: {**_llama(r), "norm_place": "out", "qk_norm": True, "qk_norm_wide": True},
-    _olmo2_arrays, {**MODERN, "rms_norm_eps": 1e-5, "attention_bias": False}, "model.", INV_FREQ,
-    shared=HEAD_DIM)
+    _olmo2_arrays, {"rms_norm_eps": 1e-5, "attention_bias": False})
 
 
 def _granite(r):
@@ -386,11 +392,10 @@ def _granite(r):
             "head_scale": 1 / factor(r, "logits_scaling")}
 
 
-FAMILIES["granite"] = Family(
+FAMILIES["granite"] = _relative(
     _granite, _llama_arrays,
-    {**MODERN, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
-     "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}, "model.",
-    INV_FREQ, shared=HEAD_DIM)
+    {"attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
+     "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0})
 
 
 def _smollm3(r):
@@ -401,8 +406,8 @@ def _smollm3(r):
     if turned is None:
         turned = [int((i + 1) % every != 0) for i in range(fields["layers"])]
     if len(turned) != fields["layers"] or set(turned) - {0, 1}:
-        raise ConfigError(f"config.json: no_rope_layers {turned!r:.80}: expected 0 or 1 for each "
-                          f"of {fields['layers']} layers")
+        raise wrong("no_rope_layers", turned, f": expected 0 or 1 for each of {fields['layers']} "
+                    f"layers")
     kinds = ["full_attention" if turns else "sliding_attention" for turns in turned]
     if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
         refuse(r, use_sliding_window=True)
@@ -410,12 +415,12 @@ def _smollm3(r):
             "rotary_layers": "" if all(turned) else "".join("nr"[turns] for turns in turned)}
 
 
-FAMILIES["smollm3"] = Family(
+FAMILIES["smollm3"] = _relative(
     _smollm3, _llama_arrays,
-    {**MODERN, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
+    {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
      "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
      "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None,
-     "attention_bias": False, "mlp_bias": False}, "model.", INV_FREQ, shared=WITH_WINDOW,
+     "attention_bias": False, "mlp_bias": False}, shared=WITH_WINDOW,
     neutral=keys("pretraining_tp max_window_layers"))
 
 
@@ -439,12 +444,12 @@ def _mixtral_arrays(c):
     return _llama_arrays(c, of_mlp=_routed("block_sparse_moe.", "w1", "w3", "w2"))
 
 
-FAMILIES["mixtral"] = Family(
+FAMILIES["mixtral"] = _relative(
     lambda r: {**_modern(r), **window(r), "experts": count(r, "num_local_experts"),
                "experts_per_token": r["num_experts_per_tok"]}, _mixtral_arrays,
-    {**MODERN, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
+    {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
      "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
-     "num_experts_per_tok": 2}, "model.", INV_FREQ, shared=HEAD_DIM,
+     "num_experts_per_tok": 2},
     aliases={"num_experts": "num_local_experts"}, older={".block_sparse_moe.": ".mlp."},
     fused=_fused(LAYER), neutral=keys("router_jitter_noise"))
 
@@ -496,8 +501,7 @@ DENSE_LAYER, EXPERT_LAYER = "model.layers.{d}.", "model.layers.{m}."
 def _qwen3_moe(r):
     dense = sorted(r["mlp_only_layers"] or [])
     if dense != list(range(len(dense))):
-        raise ConfigError(f"config.json: mlp_only_layers {dense!r:.80} is not supported, only the "
-                          f"first ones")
+        raise wrong("mlp_only_layers", dense, " is not supported, only the first ones")
     refuse(r, decoder_sparse_step=1, qkv_bias=False, use_qk_norm=True,
            shared_expert_intermediate_size=0)
     return {**_llama(r), **window(r), "qk_norm": True, "experts": count(r, "num_experts"),
@@ -511,11 +515,11 @@ def _qwen3_moe_arrays(c):
         EXPERT_LAYER, _routed("mlp."))
 
 
-FAMILIES["qwen3_moe"] = Family(
+FAMILIES["qwen3_moe"] = _relative(
     _qwen3_moe, _qwen3_moe_arrays,
     {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
-     "mlp_only_layers": None, "decoder_sparse_step": 1}, "model.", INV_FREQ,
+     "mlp_only_layers": None, "decoder_sparse_step": 1},
     aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW, fused=_fused(EXPERT_LAYER),
     neutral=NO_WINDOW)
 
@@ -567,16 +571,16 @@ def _deepseek_v3_order(c):
 
 
 # (The folder has more layers, after the last one, which predict later tokens: they are ignored.)
-FAMILIES["deepseek_v3"] = Family(
+FAMILIES["deepseek_v3"] = _relative(
     _deepseek_v3, _deepseek_v3_arrays,
-    {**MODERN, "num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
+    {"num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
      "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
      "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256,
      "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
      "first_k_dense_replace": 3, "norm_topk_prob": True, "rope_interleave": True,
-     "attention_bias": False}, "model.", {**INV_FREQ, r"(model\.)?layers\.{layers}\..*": ""},
-    _deepseek_v3_order, {"num_local_experts": "n_routed_experts",
-                         "num_mtp_layers": "num_nextn_predict_layers"}, shared=HEAD_DIM,
+     "attention_bias": False}, ignored={**INV_FREQ, r"(model\.)?layers\.{layers}\..*": ""},
+    adjust=_deepseek_v3_order, aliases={"num_local_experts": "n_routed_experts",
+                                        "num_mtp_layers": "num_nextn_predict_layers"},
     fused=_fused(EXPERT_LAYER),
     neutral=keys("pretraining_tp num_nextn_predict_layers aux_loss_alpha ep_size seq_aux"))
 
@@ -625,8 +629,8 @@ def _glm_arrays(c):
     return _llama_arrays(c, of_mlp=FUSED_MLP)
 
 
-FAMILIES["glm"] = Family(
+FAMILIES["glm"] = _relative(
     lambda r: {**_modern(r), **biased(qkv=r["attention_bias"])}, _glm_arrays,
-    {**MODERN, "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
+    {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
      "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "attention_bias": True},
-    "model.", INV_FREQ, neighbours_apart, shared=(*HEAD_DIM, "partial_rotary_factor"))
+    shared=(*HEAD_DIM, "partial_rotary_factor"), adjust=neighbours_apart)

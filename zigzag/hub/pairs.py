@@ -6,7 +6,6 @@ In names {s} numbers the encoder's layers (s for source), {m} the decoder's. fam
 
 import json
 
-from zigzag.core.errors import ConfigError
 from zigzag.hub.family import Family, attention, head, keys, layer_norm, mlp, under
 from zigzag.hub.published_config import (
     MOST_LAYERS,
@@ -15,6 +14,7 @@ from zigzag.hub.published_config import (
     refuse,
     refuse_other_heads,
     sizes,
+    wrong,
 )
 
 PAIRS: dict[str, Family] = {}
@@ -32,8 +32,8 @@ def _t5_mlp(r):
     the file win.)"""
     words = r["feed_forward_proj"].split("-")
     if len(words) > 2 or len(words) == 2 and words[0] != "gated":
-        raise ConfigError(f"config.json: feed_forward_proj {r['feed_forward_proj']!r:.80}: "
-                          f"expected relu, for example, or gated-gelu")
+        raise wrong("feed_forward_proj", r["feed_forward_proj"],
+                    ": expected relu, for example, or gated-gelu")
     name = "gelu_new" if words == ["gated", "gelu"] else words[-1]
     return dict(activation=activation(r.get("dense_act_fn") or name),
                 gated=bool(r.get("is_gated_act", words[0] == "gated")))
