@@ -40,20 +40,20 @@ class Joined:
         for array in arrays:
             read_at_random(array)
         self.arrays = [np.asarray(array) for array in arrays]    # (slices of a memmap are slow)
-        self.ends = np.cumsum([len(a) for a in arrays], dtype=np.int64)
+        self.starts = np.cumsum([0, *map(len, arrays)])
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
         self.filename = ""      # (for messages)
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return int(self.starts[-1])
 
     def __getitem__(self, index: int | slice) -> Any:
         if not isinstance(index, slice):
             return self[index:index + 1][0]
         start, stop, _ = index.indices(len(self))
-        parts, at = [], int(np.searchsorted(self.ends, start, "right"))
+        parts, at = [], int(np.searchsorted(self.starts, start, "right")) - 1
         while start < stop:
-            before = int(self.ends[at - 1]) if at else 0
+            before = int(self.starts[at])
             part = self.arrays[at][start - before:stop - before]
             parts.append(np.asarray(part))
             start, at = start + len(part), at + 1
