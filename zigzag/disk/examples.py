@@ -68,11 +68,16 @@ def beside(own: Any, other: Any = None) -> tuple[Part, str, str]:
     return other.train, f"{own}\n         evaluated on {other}", digest
 
 
-def _existing(path):
+def existing(path: str | Path, name: str = "") -> Path:
+    """The path, if something is there; `name` is what a message calls it."""
     path = Path(path)
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as e:        # (a name that is too long)
+        raise ConfigError(f"{name or path!s:.200}: {e.strerror}") from None
+    if not is_there:
         near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"{path}: no such file or folder" + did_you_mean(path.name, near))
+        raise ConfigError(f"{name or path}: no such file or folder" + did_you_mean(path.name, near))
     return path
 
 
@@ -190,7 +195,7 @@ def _open_npy(path, state):
 
 
 def _jsonl_files(path):
-    path = _existing(path)
+    path = existing(path)
     if path.is_file():
         return [path]
     files = [p for p in sorted(path.rglob("*.jsonl")) if p.is_file()
@@ -245,7 +250,7 @@ class Arrays:
 
     def __init__(self, path: str | Path, names: Sequence[str] = (),
                  below: dict[str, int] | None = None, whole: bool = False):
-        path = self.path = _existing(path)
+        path = self.path = existing(path)
         self.below = below or {}
         files = [path] if path.is_file() else sorted(path.glob("*.npy"))
         self.arrays = dict(_npz(path) if path.is_file() else ((p.stem, read_npy(p)) for p in files))

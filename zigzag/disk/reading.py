@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, Iterator, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line, optional_package
 from zigzag.disk.chats import check_record, form_of
-from zigzag.disk.examples import lacks, texts_of
+from zigzag.disk.examples import existing, lacks, texts_of
 from zigzag.disk.weights import weight_in
 
 PIECE = 2**20           # bytes of a task, about: a task ends at the end of a line
@@ -174,13 +174,7 @@ def _under(path, flag, spool):
         how = ("give it alone, or --weights to mix several" if flag == "--data" else
                f"its text is encoded already; train on it by python train.py --data {path}")
         raise ConfigError(f"{name} was made by data.py: {how}")
-    try:
-        is_there = path.exists()
-    except OSError as e:        # (a name that is too long)
-        raise ConfigError(f"{name:.200}: {e.strerror}") from None
-    if is_there:
-        root, found = (path.parent, [path]) if path.is_file() else (path, _walk(path))
-    elif glob.has_magic(text):
+    if glob.has_magic(text) and not os.path.exists(text):
         found = sorted(map(Path, glob.glob(text, recursive=True)))
         if "**" not in text:        # (which matches what is in folders, too)
             found = [p for match in found for p in (_walk(match) if match.is_dir() else [match])]
@@ -189,8 +183,8 @@ def _under(path, flag, spool):
         if not found:
             raise ConfigError(f"{name}: no file matches it")
     else:
-        near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"{name}: no such file or folder" + did_you_mean(path.name, near))
+        existing(path, name)
+        root, found = (path.parent, [path]) if path.is_file() else (path, _walk(path))
     is_hidden = [any(part.startswith(".") for part in p.relative_to(root).parts) for p in found]
     return root, [p for p, hidden in zip(found, is_hidden) if p.is_file() and not (
         hidden and p != path)]
