@@ -134,9 +134,8 @@ class Pieces(Tokenizer):
         texts = map(_unicode, texts)
         parts = [io.StringIO(text, newline="\n").readlines() if self._ends_at_lines else [text]
                  for text in texts]
-        ids = self.model.encode(list(itertools.chain.from_iterable(parts)), num_threads=1)
-        counts = np.fromiter(map(len, ids), int, len(ids))
-        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(counts.sum()))
+        flat, counts = _joined(self.model.encode(list(itertools.chain.from_iterable(parts)),
+                                                 num_threads=1))
         ends = np.cumsum([len(part) for part in parts])
         return flat, np.diff(np.append(0, np.cumsum(counts))[np.append(0, ends).astype(int)])
 
@@ -230,10 +229,8 @@ class TokenizerJson(Tokenizer):
         return np.array(self.model.encode(_unicode(text), add_special_tokens=False).ids, np.int64)
 
     def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [e.ids for e in self.model.encode_batch(list(map(_unicode, texts)),
-                                                      add_special_tokens=False)]
-        counts = np.fromiter(map(len, ids), int, len(ids))
-        return np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(counts.sum())), counts
+        return _joined([e.ids for e in self.model.encode_batch(list(map(_unicode, texts)),
+                                                               add_special_tokens=False)])
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found = self.model.encode(_unicode(text), add_special_tokens=False)
@@ -389,6 +386,12 @@ def digest_of_files(tokenizer: Tokenizer) -> str:
     """A digest of a tokenizer's files. '' for bytes."""
     return " ".join(f"{name} {hashlib.sha256(content).hexdigest()[:16]}"
                     for name, content in files_of(tokenizer).items())
+
+
+def _joined(ids):
+    """Lists of ids in one array, and how many each has."""
+    counts = np.fromiter(map(len, ids), int, len(ids))
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(counts.sum())), counts
 
 
 def _unicode(text):

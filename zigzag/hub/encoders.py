@@ -147,15 +147,17 @@ def _bert_stack(prefix, c):
         layer_norm("output.LayerNorm", "mlp_norm"))
 
 
+def _with_head(c, arrays, pooler, masked, classes="classifier"):
+    """These arrays, and those of the head, which have these names (`masked`: those of _masked)."""
+    return {**arrays, **(_dense(pooler) if c.pool_dense else {}),
+            **(classifier(classes) if c.head == "classes" else {}),
+            **(_masked(c, *masked) if c.head == "masked" else {})}
+
+
 def _bert_arrays(c):
-    arrays = _bert_stack("bert.", c) | (_dense("bert.pooler.dense") if c.pool_dense else {})
-    if c.head == "classes":
-        arrays |= classifier("classifier")
-    if c.head == "masked":
-        part = "cls.predictions."
-        arrays |= _masked(c, f"{part}transform.dense", f"{part}transform.LayerNorm", f"{part}bias",
-                          f"{part}decoder")
-    return arrays
+    part = "cls.predictions."
+    return _with_head(c, _bert_stack("bert.", c), "bert.pooler.dense", (
+        f"{part}transform.dense", f"{part}transform.LayerNorm", f"{part}bias", f"{part}decoder"))
 
 
 ENCODERS["bert"] = Family(_bert, _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OLDER, seen=_pooler,
@@ -179,15 +181,10 @@ def _roberta(r):
 
 
 def _roberta_arrays(c):
-    arrays = _bert_stack("roberta.", c)
-    if c.head == "classes":
-        arrays |= _dense("classifier.dense") | classifier("classifier.out_proj")
-    elif c.pool_dense:
-        arrays |= _dense("roberta.pooler.dense")
-    if c.head == "masked":
-        arrays |= _masked(c, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias",
-                          "lm_head.decoder")
-    return arrays
+    pooler = "classifier.dense" if c.head == "classes" else "roberta.pooler.dense"
+    return _with_head(c, _bert_stack("roberta.", c), pooler, (
+        "lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder"),
+                      "classifier.out_proj")
 
 
 ENCODERS["roberta"] = Family(_roberta, _roberta_arrays, {**TEXT, "pad_token_id": 1}, "roberta.",
@@ -212,20 +209,13 @@ def _albert(r):
 def _albert_arrays(c):
     arrays = {"encoder.embedding_hidden_mapping_in.weight": "D W -> project_in",
               "encoder.embedding_hidden_mapping_in.bias": "D -> project_in_bias"}
-    if c.pool_dense:
-        arrays |= _dense("pooler")
     arrays |= under("embeddings.", _embeddings()) | under(
         "encoder.albert_layer_groups.{l}.albert_layers.0.",
         attention("attention.{}", "query key value dense"),
         layer_norm("attention.LayerNorm", "attn_norm"), mlp("ffn", "ffn_output"),
         layer_norm("full_layer_layer_norm", "mlp_norm"))
-    arrays = under("albert.", arrays)
-    if c.head == "classes":
-        arrays |= classifier("classifier")
-    if c.head == "masked":
-        arrays |= _masked(c, "predictions.dense", "predictions.LayerNorm", "predictions.bias",
-                          "predictions.decoder")
-    return arrays
+    return _with_head(c, under("albert.", arrays), "albert.pooler", (
+        "predictions.dense", "predictions.LayerNorm", "predictions.bias", "predictions.decoder"))
 
 
 ENCODERS["albert"] = Family(

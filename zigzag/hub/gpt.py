@@ -54,11 +54,15 @@ def _gpt2(r):
             "activation": activation(r["activation_function"])}
 
 
+def _ends(c):
+    positions = {"wpe.weight": "P D -> positions"} if c.positions == "learned" else {}
+    return head(c) | under("transformer.", {"wte.weight": "V W -> embed"}, positions,
+                           layer_norm("ln_f", "norm"))
+
+
 def _gpt2_arrays(c):
     # (GPT-2 stores the transposes of torch's Linear weights.)
-    return {"transformer.wte.weight": "V W -> embed", "transformer.wpe.weight": "P D -> positions",
-            **head(c), **under("transformer.", layer_norm("ln_f", "norm"))
-            } | under(
+    return _ends(c) | under(
         "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"), layer_norm("ln_2", "mlp_norm"),
         {"attn.c_attn.weight": "D (H N | K N | K M) -> wq wk wv",
          "attn.c_attn.bias": "(H N | K N | K M) -> wq_bias wk_bias wv_bias",
@@ -80,9 +84,8 @@ def _gptj(r):
 
 
 def _gptj_arrays(c):
-    return {"transformer.wte.weight": "V W -> embed", **head(c),
-            **({"lm_head.bias": "V -> head_bias"} if c.head == "tokens" else {}),
-            **under("transformer.", layer_norm("ln_f", "norm"))} | under(
+    bias = {"lm_head.bias": "V -> head_bias"} if c.head == "tokens" else {}
+    return _ends(c) | bias | under(
         "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"),
         attention("attn.{}_proj", "q k v out", False, False), mlp("mlp.fc_in", "mlp.fc_out"))
 
@@ -121,9 +124,7 @@ def _gpt_neo(r):
 
 
 def _gpt_neo_arrays(c):
-    return {"transformer.wte.weight": "V W -> embed", "transformer.wpe.weight": "P D -> positions",
-            **head(c), **under("transformer.", layer_norm("ln_f", "norm"))
-            } | under(
+    return _ends(c) | under(
         "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"), layer_norm("ln_2", "mlp_norm"),
         attention("attn.attention.{}_proj", "q k v out", False), mlp("mlp.c_fc", "mlp.c_proj"))
 

@@ -253,7 +253,13 @@ def _qwen_window(r):
     refuse(r, use_mrope=False)
     if not r["use_sliding_window"]:
         return {}       # (whatever else the file says about it)
-    kinds = ["full_attention" if i < r["max_window_layers"] else "sliding_attention"
+    return _window_unless(r, lambda i: i < r["max_window_layers"])
+
+
+def _window_unless(r, is_full):
+    """The fields of a window in all layers but those for which is_full(number), if layer_types
+    does not say which."""
+    kinds = ["full_attention" if is_full(i) else "sliding_attention"
              for i in range(r["num_hidden_layers"])]
     return window(r, r["layer_types"] or kinds)
 
@@ -320,19 +326,13 @@ def _softcap(r, name):
 def _gemma2(r):
     if r["attn_logit_softcapping"] is not None:     # (by sdpa, transformers leaves it out)
         refuse_other(r, "_attn_implementation", None, "flash_attention_2", "eager")
-    return {**_gemma(r), **_every(r, 2)}
-
-
-def _every(r, number):
-    """local_layers with a window in all layers except every `number`-th."""
-    kinds = ["full_attention" if (i + 1) % number == 0 else "sliding_attention"
-             for i in range(r["num_hidden_layers"])]
-    return window(r, r["layer_types"] or kinds)
+    return {**_gemma(r), **_window_unless(r, lambda i: i % 2)}
 
 
 def _gemma3(r):
     refuse(r, attn_logit_softcapping=None)      # (its class ignores it)
-    local = _every(r, r["sliding_window_pattern"])
+    every = r["sliding_window_pattern"]
+    local = _window_unless(r, lambda i: (i + 1) % every == 0)
     rates = rope(r, "rope_local_base_freq", of_layers="sliding_attention")
     if rates["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters.sliding_attention: only the rope_type "
@@ -408,10 +408,9 @@ def _smollm3(r):
     if len(turned) != fields["layers"] or set(turned) - {0, 1}:
         raise wrong("no_rope_layers", turned, f": expected 0 or 1 for each of {fields['layers']} "
                     f"layers")
-    kinds = ["full_attention" if turns else "sliding_attention" for turns in turned]
     if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
         refuse(r, use_sliding_window=True)
-    return {**fields, **window(r, r["layer_types"] or kinds),
+    return {**fields, **_window_unless(r, lambda i: turned[i]),
             "rotary_layers": "" if all(turned) else "".join("nr"[turns] for turns in turned)}
 
 
