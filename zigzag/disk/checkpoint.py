@@ -126,8 +126,8 @@ def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
     return tokenizer_of(Path(folder), record) if "tokenizer" in record else None
 
 
-# Facts that follow from a published folder and the version that reads it. They are not compared:
-# the folder's name is.
+# Facts that follow from a published folder and the code that reads it. They are not compared: the
+# folder's name is.
 FOLLOWS = ("published", "pad_id")
 # {a fact that is no option: the word of --change that allows another}
 OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
