@@ -301,16 +301,3 @@ def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):
                     "flags.run_main(main)\n")
     done = command(file=file, env={"PYTHONPATH": str(Path(train.__file__).parent)})
     assert (done.returncode, done.stdout, done.stderr) == (1, "before\n", "error: full disk\n")
-
-
-def test_former_names_of_flags_work_with_a_warning(capsys, tmp_path):
-    """A script for an earlier version that fails because a flag was renamed."""
-    for word in ("--parallel", "--parallel-block"):
-        assert train.parse(["--model", "transformer", word, "true"]).parallel_block
-    assert capsys.readouterr().err == "warning: --parallel is now --parallel_block\n"
-    for word, warning in (("--step=x", "warning: --step is now --checkpoint\n"),
-                          ("--checkpoint=x", "")):
-        (tmp_path / "config.json").write_text('{"layers": 2, "tokenizer": "bytes"}')
-        with pytest.raises(errors.ConfigError, match="--checkpoint x"):
-            sample.main(["--run", str(tmp_path), "--prompt", "a", word])
-        assert capsys.readouterr().err == warning

@@ -18,7 +18,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.files import sha256
 from zigzag.disk import reading
 from zigzag.disk.corpus import Corpus
-from zigzag.disk.output import SPLITS
+from zigzag.disk.output import FORMAT, SPLITS
 from zigzag.disk.tokenizers import Bytes, is_tenth
 
 
@@ -121,6 +121,18 @@ def test_data_that_was_changed_is_refused(tmp_path, text):
         Corpus(folder)
     (folder / "other").rename(folder / "train.bin")
     assert Corpus(folder).record == record
+
+
+@pytest.mark.parametrize("found", [{}, {"format": "0"}, {"format": FORMAT + 1}], ids=str)
+def test_a_prepared_folder_of_another_format_is_refused(tmp_path, text, found):
+    """A folder of other code whose tokens are read as if they were ours."""
+    data.prepare([str(text)], tmp_path)
+    path = tmp_path / "data.json"
+    record = json.loads(path.read_text())
+    assert record.pop("format") == FORMAT
+    path.write_text(json.dumps(record | found))
+    with pytest.raises(ConfigError, match="format .*reads and writes format 0 alone: make it"):
+        Corpus(tmp_path)
 
 
 def test_an_id_that_does_not_exist_is_refused_with_its_place(tmp_path, text, capsys):

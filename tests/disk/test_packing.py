@@ -59,7 +59,7 @@ def test_rows_of_an_epoch_come_once_and_block_after_block(monkeypatch):
     assert all(sorted(e) == list(range(n)) for e in epochs) and (epochs[0] != epochs[1]).any()
     for places in ([0], [n - 1, n, 2 * n + 5], np.arange(40, 50)):
         assert rows.order_at(5, np.array(places)).tolist() == everything[places].tolist()
-    blocks = np.searchsorted(rows.ends, everything[:n], "right")
+    blocks = np.searchsorted(rows.starts[1:], everything[:n], "right")
     assert (np.diff(blocks) >= 0).all()
 
 

@@ -123,8 +123,8 @@ def test_an_interrupted_encoding_goes_on(tmp_path, monkeypatch, small_tasks):
         def failing(self, task, found, stop=stop, count=count):
             count.append(1)
             if len(count) > stop:
-                self.files["bin", 0].write(b"half")
-                self.files["bin", 0].flush()
+                self.files["bin"].write(b"half")
+                self.files["bin"].flush()
                 raise OSError(28, "No space left on device")
             add(self, task, found)
 
@@ -189,8 +189,10 @@ def test_an_interruption_at_the_end_changes_nothing(tmp_path, monkeypatch, texts
     write(tmp_path / "in", "txt", texts)
     data.prepare([str(tmp_path / "in")], tmp_path / "whole")
 
-    def count(name):
-        function, calls = getattr(output, name), []
+    monkeypatch.setattr(output, "PART", 1000)
+
+    def count(where, name):
+        function, calls = getattr(where, name), []
 
         def counted(*args):
             calls.append(1)
@@ -200,14 +202,15 @@ def test_an_interruption_at_the_end_changes_nothing(tmp_path, monkeypatch, texts
 
         return counted
 
-    for name, stop in (("_link", 1), ("_link", 3), ("_parts", 2), ("_parts", 4), ("write_json", 2),
-                       ("shutil", 1)):
+    for name, stop in (("mapped", 1), ("mapped", 3), ("repeat", 2), ("repeat", 3),
+                       ("write_json", 2), ("shutil", 1)):
         out = tmp_path / f"{name}{stop}"
         with monkeypatch.context() as patch:
             if name == "shutil":
                 patch.setattr(corpus_file, "write_json", lambda *_: 1 / 0)
             else:
-                patch.setattr(output, name, count(name))
+                where = np if name == "repeat" else output      # (np.repeat: in the middle)
+                patch.setattr(where, name, count(where, name))
             with contextlib.suppress(KeyboardInterrupt, ZeroDivisionError):
                 data.prepare([str(tmp_path / "in")], out)
         if not (out / "data.json").exists():

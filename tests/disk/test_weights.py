@@ -208,7 +208,7 @@ def test_an_interrupted_encoding_of_weights_goes_on(tmp_path, text, monkeypatch)
         def failing(self, task, found, count=count):
             count.append(1)
             if len(count) == 3:
-                self.files["weights", 0].write(b"half")
+                self.files["weights"].write(b"half")
                 raise OSError(28, "No space left on device")
             add(self, task, found)
 

@@ -246,8 +246,9 @@ def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monk
     peer("safetensors")
     config, run = config_of(**SHAPE), tmp_path / "run"
     run.mkdir()
-    (run / "config.json").write_text(json.dumps({**dataclasses.asdict(config),
-                                                 "tokenizer": "bytes"}))
+    (run / "config.json").write_text(json.dumps({
+        **dataclasses.asdict(config), "format": 0, "network": networks.network_of(config).name,
+        "tokenizer": "bytes"}))
     params = net.init(config, jax.random.key(0))
     monkeypatch.setattr(folders, "load_run", lambda network, folder: (params, config))
     folders.export(networks.network_of_record,

@@ -241,8 +241,7 @@ def test_a_forks_option_is_not_the_one_of_that_name_elsewhere(edit, monkeypatch,
     module, config = edit("an option")
     monkeypatch.setattr(networks, "model", module)
     assert networks.lacking({"window": 8}) == ["window"]
-    record = {"layers": 2, "window": 8, "network": "transformer"}
-    assert networks.network_of_record(record) is transformer.NETWORK
+    assert networks.network_of_fields({"layers": 2, "window": 8}) is transformer.NETWORK
     for experts in (0, 4):
         mine = dataclasses.replace(config.network, window=8, experts=experts)
         with pytest.raises(ConfigError, match="neither has --window 8"):

@@ -15,6 +15,7 @@ from tests.helpers import StopAt, learn, make
 from zigzag.commands import dry_runs
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
+from zigzag.disk.checkpoint import FORMAT
 from zigzag.disk.corpus import opened_sources
 from zigzag.run.record import old_config
 
@@ -197,18 +198,18 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
                                                "--change", "lr")
 
 
-def test_runs_of_earlier_versions_continue_by_their_folder(tmp_path, capsys, monkeypatch):
-    """A refusal because the run's version lacked a field or named no network; a traceback for a
-    damaged record."""
-    record = dict(layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32, dtype="float32",
-                  steps=20, data=[], lr=0.5, tokenizer="bytes")
-    for more, network in (({}, "decoder"), (dict(window=8, parallel=True), "transformer")):
-        (tmp_path / "config.json").write_text(json.dumps({**record, **more}))
+def test_runs_that_lack_a_field_continue_by_their_folder(tmp_path, capsys, monkeypatch):
+    """A refusal because a field was added since the run began; a traceback for a damaged
+    record."""
+    record = dict(format=FORMAT, layers=2, d_model=32, heads=4, vocab_size=257, seq_len=32,
+                  dtype="float32", steps=20, data=[], lr=0.5, tokenizer="bytes")
+    for network, more in (("decoder", {}), ("transformer", dict(window=8))):
+        (tmp_path / "config.json").write_text(json.dumps({**record, **more, "network": network}))
         config = continued("--out", tmp_path)
         assert networks.network_of(config).name == network
         assert (config.layers, config.lr, config.steps, config.warmup) == (2, 0.5, 20, 1)
         assert "of another task" not in refused(capsys, "--out", tmp_path, "--layers", 3)
-    assert config.window == 8 and config.parallel_block
+    assert config.window == 8
     (tmp_path / "config.json").write_text("{")
     assert "is damaged" in refused(capsys, "--out", tmp_path)
     monkeypatch.chdir(tmp_path)         # (a config.json that no --out names)

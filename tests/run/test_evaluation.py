@@ -21,7 +21,6 @@ import model
 import networks
 import sample
 import tasks
-import train
 from tests.common import (
     SMALL,
     command,
@@ -39,7 +38,7 @@ from tests.common import (
 from tests.helpers import ROOT, TINY, learn, make, program_of, run_of, tokens_of, without_times
 from zigzag.commands import continued as continued_run
 from zigzag.core.errors import ConfigError, RunError
-from zigzag.disk.checkpoint import best_step, run_config, run_steps
+from zigzag.disk.checkpoint import best_step, run_steps
 from zigzag.disk.corpus import opened_sources
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
@@ -506,23 +505,6 @@ def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
     assert step_of(str(run), "best") == step_of(str(run), "largest:right") == 2
     with pytest.raises(ConfigError, match="with a number for smallest:right_"):
         step_of(str(run), "smallest:right_")
-
-
-@pytest.mark.full
-def test_a_run_of_an_earlier_version_keeps_its_best(tmp_path):
-    """A record with one --best, as text, or none: a run that no longer continues."""
-    for was, best in (("largest:right", ("largest:right",)), ("", ())):
-        run = tmp_path / f"run {was}"
-        config = dict(eval_every=1, save_every=1, out=str(run), best=best)
-        given = dict(metric=lambda outputs, examples: {"right": 1.0})
-        learn(make(steps=2, **config), **OWN, **given)
-        record = json.loads((run / "config.json").read_text())
-        assert record["best"] == list(best)
-        (run / "config.json").write_text(json.dumps({**record, "best": was}))
-        assert run_config(str(run), train.Config, network=make().network).best == best
-        assert learn(make(steps=3, **config), **OWN, **given)[1].step == 3
-        if was:
-            assert best_step(run) == 1
     assert make(best=("none",)).best == make(best="").best == ()
 
 

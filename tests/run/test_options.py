@@ -2,7 +2,6 @@
 is 0, not "not given"."""
 
 import ast
-import dataclasses
 import json
 import re
 
@@ -17,9 +16,10 @@ from tests.run.test_schedules import rates
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError
 from zigzag.core.options import comments, options
+from zigzag.disk import checkpoint
 from zigzag.disk.checkpoint import FORMAT
 from zigzag.run import schedules
-from zigzag.run.record import old_config, record_of
+from zigzag.run.record import record_of
 
 KNOWN = options(train.Config)
 # A value for each option that is not its default, as words of a command line.
@@ -156,27 +156,20 @@ def test_sizes_keep_zero_for_derived():
     assert (config.kv_heads, config.head_dim, config.d_ff) == (8, 16, 384)
 
 
-def test_a_record_without_a_format_has_zeros_for_what_was_not_given(tmp_path):
-    """A run of an earlier version that is refused, or has no warmup from now on, because 0 stood
-    for "not given" in its record."""
-    (tmp_path / "run").mkdir()
-    old = run_of(steps=40, warmup=4)
-    record = record_of(old) | {"tokenizer": "bytes"}
-    assert record["format"] == FORMAT and record["decay_steps"] is None
-    before = {**record, "decay_steps": 0, "first_share": 0.0, "cooldown": 0.0}
-    del before["format"]
-    for name, changes in (("run", {}), ("constant", dict(decay="constant", decay_steps=7)),
-                          ("warmup", dict(warmup=1, first_share=0.5))):
-        path = tmp_path / name / "config.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(before | changes))
-        found = old_config(train.Config, str(path.parent))
-        wanted = {name: value for name, value in changes.items() if value not in (7, 0.5)}
-        assert found == dataclasses.replace(old, **wanted)
-    assert continued("--out", tmp_path / "run").warmup == 4
-    (tmp_path / "run/config.json").write_text(json.dumps(record | {"format": FORMAT + 1}))
-    with pytest.raises(ConfigError, match="a run of a later version"):
-        continued("--out", tmp_path / "run")
+@pytest.mark.parametrize("found", [None, "0", FORMAT + 1])
+def test_a_run_folder_of_another_format_is_refused(tmp_path, found):
+    """A run of other code whose values are read as if they were ours."""
+    record = record_of(run_of(steps=40)) | {"tokenizer": "bytes"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(record))
+    assert continued("--out", tmp_path).steps == 40
+    if found is None:
+        del record["format"]
+    path.write_text(json.dumps(record if found is None else record | {"format": found}))
+    for read in (lambda: continued("--out", tmp_path), lambda: networks.load_run(tmp_path),
+                 lambda: checkpoint.best_step(tmp_path)):
+        with pytest.raises(ConfigError, match="format .*reads and writes format 0 alone"):
+            read()
 
 
 def test_an_option_of_a_fork_needs_one_line(tmp_path, text):

@@ -135,12 +135,6 @@ def test_another_schedule_for_fit_is_noticed(tmp_path):
         with pytest.raises(ConfigError, match="or fit was given another"):
             learn(longer, schedule=schedule)
     assert learn(longer, schedule=optax.constant_schedule(0.01))[1].step == 6
-    # (A run of an earlier version has no rates to compare with.)
-    path = tmp_path / "run/config.json"
-    record = json.loads(path.read_text())
-    del record["rates"]
-    path.write_text(json.dumps(record))
-    assert learn(change(config, steps=8), schedule=optax.constant_schedule(0.02))[1].step == 8
 
 
 @pytest.mark.full

@@ -77,8 +77,8 @@ def test_every_page_is_linked_from_readme():
         assert f"](docs/{page.name})" in README.read_text(), page.name
 
 
-# Files that a reader makes, and former places in docs/upgrading.md.
-NOT_HERE = {"networks/alibi.py", "zigzag/NAME.py", "families/"}
+# Files that a reader makes.
+NOT_HERE = {"networks/alibi.py"}
 
 
 @PAGE
@@ -121,8 +121,7 @@ FOLDERS = {"smollm2": model.Config(vocab_size=64, heads=9, d_model=576),
            "t5-folder": networks.PRESETS["t5-small"], "vit-folder": networks.PRESETS["vit-base"]}
 PARSERS = {
     "train": train.parse, "shard": train.parse,
-    "sample": lambda words: sample.Flags(**parse_flags(
-        sample.Flags, words, renamed={"step": "checkpoint"}, groups=GROUPS)[0]),
+    "sample": lambda words: sample.Flags(**parse_flags(sample.Flags, words, groups=GROUPS)[0]),
     "data": lambda words: from_flags(data.Flags(), words, "PATH"),
     "model": lambda words: from_flags(Export(), words),
 }
@@ -143,8 +142,8 @@ SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
 
 
 @pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
-def test_commands_parse(page, tmp_path, monkeypatch, capsys):
-    """A flag that was renamed, or a value that is refused by now."""
+def test_commands_parse(page, tmp_path, monkeypatch):
+    """A flag that is no longer there, or a value that is refused by now."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(networks, "hf_config", FOLDERS.get)
     for name in FOLDERS:
@@ -159,7 +158,6 @@ def test_commands_parse(page, tmp_path, monkeypatch, capsys):
             pytest.fail(f"{page.name}: python {file}.py {shlex.join(words)}\n{e}")
         except SystemExit as e:
             assert e.code == 0 and "--help" in words, words
-    assert "warning" not in capsys.readouterr().err, "a former name of a flag"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -178,13 +176,12 @@ def known_flags():
 
 @PAGE
 def test_flags_exist(page):
-    """A flag between backticks that was renamed or removed."""
-    former = {"parallel"} if page.name == "upgrading.md" else set()
+    """A flag between backticks that was removed."""
     for code in inline_code(page):
         if code.startswith(("python -m", "pytest")):
             continue
         for flag in re.findall(r"(?<![\w-])--(\w+)", code):
-            assert flag in known_flags() | former, f"{page.name}: `{code}`"
+            assert flag in known_flags(), f"{page.name}: `{code}`"
 
 
 # -------------------------------------------------------------------------------------------

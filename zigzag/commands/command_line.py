@@ -58,7 +58,7 @@ def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[st
     if asks_help is not None:
         words[asks_help:asks_help + 1 + is_all] = []
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), train.Config
-    given, _ = parse_flags(classes, words, renamed={"parallel": "parallel_block"})
+    given, _ = parse_flags(classes, words)
     check_shards(given)
     if given.get("plot") and asks_help is None:
         _refuse([name for name in given if name not in ("plot", "save")], given, "with --plot")

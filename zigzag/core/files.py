@@ -23,18 +23,24 @@ except ImportError:         # (not on every system)
 
 # What does no harm in a folder that a command fills: marks of git, macOS, disks, notebooks and
 # launchers, what check_can_make tries, and logs.
-HARMLESS = re.compile(r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"
-                      r"|\.(nfs|try-)\w+|lost\+found"
-                      r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
+HARMLESS = (r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"
+            r"|\.(nfs|try-)\w+|lost\+found"
+            r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
+
+
+def anyway(path: Path) -> bool:
+    """A condition that a name alone meets."""
+    return True
 
 
 def check_others(folder: Path, flag: str, maker: str,
-                 is_own: Callable[[Path], Any] = lambda path: False) -> None:
-    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor is_own:
-    what `maker`, the command, may have left there."""
+                 own: dict[str, Callable[[Path], Any]] = {}) -> None:
+    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor what
+    `maker`, the command, may have left there: `own` is {regex of names: on which condition}."""
+    known = {HARMLESS: anyway, **own}
     try:
-        others = sorted(path.name for path in folder.iterdir()
-                        if not HARMLESS.fullmatch(path.name) and not is_own(path))
+        others = sorted(path.name for path in folder.iterdir() if not any(
+            re.fullmatch(names, path.name) and is_own(path) for names, is_own in known.items()))
     except FileNotFoundError:
         return
     except OSError as e:
@@ -55,8 +61,12 @@ def write_whole(path: Path, content: bytes) -> None:
     os.replace(part, path)
 
 
+def as_json(record: dict) -> bytes:
+    return json.dumps(record, indent=1).encode() + b"\n"
+
+
 def write_json(path: Path, record: dict) -> None:
-    write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
+    write_whole(path, as_json(record))
 
 
 def check_can_make(out: str, flag: str = "--out") -> None:
@@ -157,6 +167,14 @@ def read_json(path: Path) -> Any:
                           f"(config.json and model.safetensors)") from None
     except (ValueError, RecursionError):
         raise ConfigError(f"{path} is damaged: not JSON") from None
+
+
+def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> None:
+    """Refuse a folder (`name` in messages) whose record has another format number than the wanted
+    one; `how` says how to go on."""
+    if record.get("format") != wanted:
+        has = f"format {record['format']!r:.20}" if "format" in record else "no format number"
+        raise ConfigError(f"{name}: {has}; this code reads and writes format {wanted} alone: {how}")
 
 
 def sha256(path: Path) -> str:

@@ -77,12 +77,11 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
 
 
 def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
-                renamed: dict[str, str] = {}, groups: dict[str, Sequence[str]] | None = None
-                ) -> tuple[dict[str, Any], list[str]]:
+                groups: dict[str, Sequence[str]] | None = None) -> tuple[dict[str, Any], list[str]]:
     """({field: value} of the flags given, the words without a flag) of a command line. `cls` is a
-    dataclass, or a tuple of dataclasses whose fields are all flags. `renamed` maps former names of
-    flags to their names. If a flag is given twice, the last value counts; if it takes several
-    values, all of them. --help prints the flags in `groups` ({heading: names})."""
+    dataclass, or a tuple of dataclasses whose fields are all flags. If a flag is given twice, the
+    last value counts; if it takes several values, all of them. --help prints the flags in `groups`
+    ({heading: names})."""
     argv = list(sys.argv[1:] if argv is None else argv)
     classes = cls if isinstance(cls, tuple) else (cls,)
     types = {option.name: option.kind for c in classes for option in options(c).values()}
@@ -94,9 +93,6 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            if name not in types and renamed.get(name) in types:
-                print(f"warning: --{name} is now --{renamed[name]}", file=sys.stderr)
-                name = renamed[name]
             if name not in types:
                 unknown.append(f"--{name} is not an option{_instead(name, types, positional)}")
                 while argv and not argv[0].startswith("--"):

@@ -45,8 +45,10 @@ from jax import Array
 from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.core.files import (
+    anyway,
     appears,
     check_can_make,
+    check_format,
     check_others,
     lock,
     run_has_begun,
@@ -70,16 +72,13 @@ WAITS_FROM = 2**28
 # -------------------------------------------------------------------------------------------
 # config.json
 
-# Of config.json. Without a number, of an earlier version, 0 stood for "not given" in options that
-# are None there today.
-FORMAT = 2
-# Options that had other names in earlier versions.
-RENAMED = {"parallel": "parallel_block"}
+# Of config.json and of what is beside it. Another one is refused.
+FORMAT = 0
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
     """config.json of the run that `flag` names, with all fields of the dataclass `config`. Fields
-    that did not exist yet when the run began have their default or derived values."""
+    that were added to it since the run began have their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
 
 
@@ -94,8 +93,6 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
     for name, value in known.items():
         if not fits(fields[name], value):
             raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
-    if "format" not in record:
-        known = _of_earlier_version(known, fields)
     if not isinstance(record.get("tokenizer", ""), str):
         raise ConfigError(f"{path} is damaged: tokenizer is {record['tokenizer']!r:.80}")
     try:
@@ -105,21 +102,8 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
 
 
-def _of_earlier_version(known, fields):
-    """Values of a record without a format number, as this version would write them."""
-    known = {name: None if value == 0 and fields[name].is_optional else value
-             for name, value in known.items()}
-    # (These had no effect, and are refused today.)
-    if known.get("decay") == "constant":
-        known["decay_steps"] = None
-    if (known.get("warmup") or 0) < 2:
-        known.pop("first_share", None)
-    return known
-
-
 def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
-    """The content of config.json of the run that `flag` names, with old names of options
-    renamed."""
+    """The content of config.json of the run that `flag` names."""
     path = Path(folder) / "config.json"
     try:
         record = json.loads(path.read_text())
@@ -130,17 +114,9 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
-    found = record.get("format", FORMAT)
-    if not isinstance(found, int) or found > FORMAT:
-        raise ConfigError(f"{flag} {folder}: a run of a later version (format {found} of "
-                          f"config.json; this version reads up to {FORMAT})")
-    record = {RENAMED.get(name, name): value for name, value in record.items()}
-    if isinstance(record.get("weights"), str):      # (of an earlier version: a digest of shapes)
-        record["shapes"] = record.pop("weights")
-    if isinstance(record.get("best"), str):         # (there could be one)
-        record["best"] = record["best"].split()
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
+    check_format(record, FORMAT, f"{flag} {folder}", "train a new run")
     return record
 
 
@@ -150,8 +126,8 @@ def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
     return tokenizer_of(Path(folder), record) if "tokenizer" in record else None
 
 
-# Facts that follow from a published folder and the version that reads it. They are not compared:
-# the folder's name is.
+# Facts that follow from a published folder and the code that reads it. They are not compared: the
+# folder's name is.
 FOLLOWS = ("published", "pad_id")
 # {a fact that is no option: the word of --change that allows another}
 OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
@@ -159,17 +135,19 @@ OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dict[str, str],
                      needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
-                     ) -> None:
+                     ) -> dict[str, Any] | None:
     """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
     facts in `needs`. `may` has the word of --change for each fact that may `change`. Called before
-    anything is written. read_old(out) returns the facts of the existing run. If the weights differ
-    (the fact `shapes`), the message says which, for the shapes `params` of now."""
+    anything is written. read_old(out) returns the facts of the existing run; so does this function,
+    or None if there is no run. If the weights differ (the fact `shapes`), the message says which,
+    for the shapes `params` of now."""
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     check_can_make(out)
     if not (folder / "config.json").exists():
-        return check_others(folder, "--out", "train.py", _is_of_beginning)
+        check_others(folder, "--out", "train.py", OF_BEGINNING)
+        return None
     old = json.loads(json.dumps(read_old(out)))
     for name in needs:
         if name not in old:
@@ -181,7 +159,7 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
                and may.get(name) not in change
                and (value or name not in ("vocab_size", "dtype"))}  # (derived later, if empty)
     if not differs:
-        return
+        return old
     was, how, network = [], "continue it with what it was", differs.pop("network", None)
     if differs.pop("shapes", None):
         was.append(f"with other weights ({_other_weights(folder, params)})")
@@ -198,23 +176,20 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
                       + (f"; --change {words} changes that on purpose" if words else ""))
 
 
-def _is_of_beginning(path):
-    """Whether a run whose beginning was interrupted may have left this file or folder."""
-    name = re.sub(r"\.(part|before)$", "", path.name)
-    if re.fullmatch(r"data\d*|held_out", name):
-        return name != path.name or (path / "data.json").exists()
-    if name == "checkpoints":
-        return not any(path.iterdir())
-    return name in ("lock", "config.json", "tokenizer", *FILES)
+# {what a run whose beginning was interrupted may have left: on which condition}
+OF_BEGINNING = {
+    r"data\d*|held_out": lambda path: (path / "data.json").exists(),
+    r"(data\d*|held_out)\.(part|before)": anyway,
+    "checkpoints": lambda path: not any(path.iterdir()),
+    rf"(lock|tokenizer|{'|'.join(map(re.escape, ('config.json', *FILES)))})(\.part|\.before)?":
+        anyway}
 
 
 def _other_weights(folder, params):
     """Which weights of a run are not those of now, as its newest readable checkpoint says."""
-    for step in _saved_steps(folder):
-        with contextlib.suppress(OSError, ValueError, AttributeError):      # (damaged)
-            meta = json.loads((folder / f"checkpoints/{step}/meta/metadata").read_text())
-            if found := _differences(meta.get("leaves", {}), {"params": params}):
-                return found
+    for meta in _descriptions(folder).values():
+        if found := _differences(meta.get("leaves", {}), {"params": params}):
+            return found
     return "no checkpoint says which"
 
 
@@ -245,12 +220,13 @@ class RunFolder(contextlib.AbstractContextManager):
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
         self.samples = None     # samples.jsonl, opened at the first sample
-        check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
-                         change=change, params=state["params"])
+        old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
+                               change=change, params=state["params"])
         word = secrets.token_hex(8)
         if self.is_process_0:
-            self._take(word, lambda: self._note_changes(read_old, [
-                name for name, of in may.items() if of in change]))
+            if old:
+                self._note_changes(old, [name for name, of in may.items() if of in change])
+            self._take(word)
         word = process_allgather(word)[0]
         sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
                                          self.folder, min(60, patience)))
@@ -259,12 +235,9 @@ class RunFolder(contextlib.AbstractContextManager):
                               f"0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
 
-    def _note_changes(self, read_old, facts):
+    def _note_changes(self, old, facts):
         """Add to the record the changes that earlier runs made by --change, and those of this one.
         """
-        if not (self.folder / "config.json").exists():
-            return
-        old = json.loads(json.dumps(read_old(self.out)))
         now = json.loads(json.dumps(self.record))
         self.changed = {name: [old[name], now[name]] for name in facts
                         if name in old and name in now and old[name] != now[name]}
@@ -274,7 +247,7 @@ class RunFolder(contextlib.AbstractContextManager):
         if changes:
             self.record["changes"] = changes
 
-    def _take(self, word, note_changes):
+    def _take(self, word):
         """Lock the folder, until the process ends, and write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -284,7 +257,6 @@ class RunFolder(contextlib.AbstractContextManager):
             held.write(word)
             held.flush()
             os.fsync(held.fileno())
-            note_changes()
             write_json(self.folder / "config.json", self.record)
             run_has_begun()
         except BlockingIOError:
@@ -495,7 +467,7 @@ def _kinds(tree):
 
 def _differences(saved, item):
     """How the arrays of one item, {name: a tree}, differ from those that a checkpoint's description
-    lists (`saved`, empty in a checkpoint of the first version), as text; '' if they do not."""
+    lists (`saved`), as text; '' if they do not."""
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
 
@@ -506,7 +478,7 @@ def _differences(saved, item):
             f"is gone: it was {before[path]}")
 
     paths = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
-    found = [f"{path.removeprefix('params.')} {change(path)}" for path in paths if before]
+    found = [f"{path.removeprefix('params.')} {change(path)}" for path in paths]
     more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
     return "; ".join(found[:6] + more)
 
@@ -576,20 +548,22 @@ def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run
     ocp = _orbax()
     with _reading(path, "its description cannot be read"), ocp.StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
-    for name in ("item_metadata", "tree"):          # (of some versions of orbax)
-        found = getattr(found, name, found)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.item_metadata.tree)
 
 
 def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
     """{step: the numbers of its evaluation} for the checkpoints of a run."""
+    return {step: meta.get("evaluation", {}) for step, meta in _descriptions(folder).items()}
+
+
+def _descriptions(folder):
+    """{step: its description} for the checkpoints of a run, newest first, without damaged ones."""
     found = {}
-    for path in (Path(folder).resolve() / "checkpoints").glob("*/meta/metadata"):
-        step = path.parts[-3]
-        if step.isdecimal():
-            with contextlib.suppress(OSError, ValueError, AttributeError):      # (damaged)
-                found[int(step)] = json.loads(path.read_text()).get("evaluation", {})
-    return found
+    for step in _saved_steps(folder):
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(folder).resolve() / f"checkpoints/{step}/meta/metadata"
+            found[step] = json.loads(path.read_text())
+    return {step: meta for step, meta in found.items() if isinstance(meta, dict)}
 
 
 def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
@@ -605,8 +579,7 @@ def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
 def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
     """The step of a run's best checkpoint, `by` smallest:NAME or largest:NAME, or else by the first
     --best with which it was trained."""
-    several = run_record(folder, flag).get("best") or ()
-    best = by or next(iter([several] if isinstance(several, str) else several), "")
+    best = by or next(iter(run_record(folder, flag).get("best") or ()), "")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so none of its "
                           f"checkpoints is the best; the newest has step "
@@ -651,7 +624,7 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
         why = str(e)
     for why in filter(None, process_allgather(why)):
         raise CorruptCheckpoint(why)
-    if verify and "checksums" in meta:
+    if verify:
         for path, found in checksums(items).items():
             if found != meta["checksums"].get(path):
                 raise CorruptCheckpoint(f"the checksum of {path} is not the one that was saved")
@@ -664,7 +637,7 @@ def _read_items(folder, wanted, whose):
                                                barrier_sync_key_prefix=str(me))
     with _reading(folder, "its description cannot be read"):
         meta = json.loads((folder / "meta" / "metadata").read_text())
-        saved, step = dict(meta.get("leaves") or {}), meta["step"]
+        saved, step, _ = dict(meta["leaves"]), meta["step"], dict(meta["checksums"])
     if str(step) != folder.name:
         raise CorruptCheckpoint(f"its description says step {step}")
     for name, tree in wanted.items():

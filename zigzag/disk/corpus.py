@@ -25,7 +25,7 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, printable
-from zigzag.core.files import appears, check_others, sha256, taken_back, write_json
+from zigzag.core.files import appears, check_format, check_others, sha256, taken_back, write_json
 from zigzag.disk.encoding import (
     InterruptedOther,
     about_weights,
@@ -34,11 +34,19 @@ from zigzag.disk.encoding import (
     new_pieces,
     what_was_skipped,
 )
-from zigzag.disk.output import MARKS, SPLITS, Output, is_of_encoding, mapped
+from zigzag.disk.output import FORMAT, MARKS, OF_ENCODING, SPLITS, Output, mapped
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, find, form_of_files, has_weights, library_sources
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
-from zigzag.disk.tokenizers import FILES, KINDS, Bytes, Ids, Tokenizer, copy_files
+from zigzag.disk.tokenizers import (
+    FILES,
+    KINDS,
+    Bytes,
+    Ids,
+    Tokenizer,
+    copy_files,
+    tokenizer_record,
+)
 
 
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
@@ -51,7 +59,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     out, begun = Path(out), time.monotonic()
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
-    check_others(out, "--out", "data.py", is_of_encoding)
+    check_others(out, "--out", "data.py", OF_ENCODING)
     found = find(paths, flag, out, options) if paths else library_sources()
     options = dataclasses.replace(
         options, form=form_of_files(found.files, options), weight_field=options.weight_field
@@ -61,19 +69,18 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         tokenizer = new_pieces(out, vocab_size, found.files, options)
     elif tokenizer:
         copy_files(tokenizer, out)
-        tokenizer = tokenizer if tokenizer.kind == "bytes" else KINDS[tokenizer.kind](
-            out / tokenizer.file)
+        tokenizer = KINDS[tokenizer.kind](out / tokenizer.file) if tokenizer.path else tokenizer
     else:
         tokenizer = Bytes()
     with Output(out, tokenizer, settings) as output:
         encode_files(found.files, tokenizer, options, output, cores)
-        if not sum(output.state["documents"]):
+        if not output.state["documents"]:
             output.clean(FILES)     # (nothing was learned: other flags are welcome)
             name = " ".join([flag, *map(str, paths)]).strip()
             raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
                 message for _, message in output.state["problems"].values()))
-        record = {**tokenizer_record(tokenizer), "vocab_size": tokenizer.vocab_size,
-                  "dtype": output.dtype.name, **output.finish(),
+        record = {"format": FORMAT, **tokenizer_record(tokenizer),
+                  "vocab_size": tokenizer.vocab_size, "dtype": output.dtype.name, **output.finish(),
                   "files": len(found.files), "skipped": found.skipped}
         for split in SPLITS:
             record[split]["digest"] = sha256(out / f"{split}.bin")
@@ -84,58 +91,43 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     return Corpus(out)
 
 
-def _changed(path, digest):
-    """Whether a file differs from the one with this digest ('': nothing to compare with)."""
-    return bool(digest) and sha256(path) != digest
-
-
 class Corpus:
     """A folder that `prepare` made: .train, .held_out, .tokenizer, .record, and .weights, {split:
     the weight of each of its tokens, or None if all are 1}."""
 
     def __init__(self, folder: str | Path):
-        self.folder, self.weights = Path(folder), {}
+        self.folder, self.weights, self.starts = Path(folder), {}, {}
         try:
             self.record = json.loads((self.folder / "data.json").read_text())
+            check_format(self.record, FORMAT, f"{self.folder}", "make it again (data.py)")
             for split in SPLITS:
-                file, wanted = self.folder / f"{split}.bin", self.record[split]
-                tokens = mapped(file, np.dtype(self.record["dtype"]))
-                if len(tokens) != wanted["tokens"]:
-                    raise ConfigError(f"{file} has {len(tokens)} tokens; data.json says "
-                                      f"{wanted['tokens']}")
-                if _changed(file, wanted.get("digest")):
-                    raise ConfigError(f"{file} is not what data.json says it is: it was changed, "
-                                      f"or is damaged; make the folder again")
-                setattr(self, split, tokens)
-                self.weights[split] = self._weights(split)
+                setattr(self, split, self._numbers(split, "bin", np.dtype(self.record["dtype"])))
+                self.starts[split] = self._numbers(split, "docs", np.dtype("uint64"))
+                kind = next((kind for kind in MARKS if kind in self.record[split]), None)
+                self.weights[split] = kind and self._numbers(split, kind, MARKS[kind])
             self.fingerprint = _fingerprint(self.record)
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as e:
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
         self.tokenizer = tokenizer_of(self.folder, self.record)
 
-    def _weights(self, split):
-        wanted = self.record[split]
-        if "learned" not in wanted:
-            return None
-        kind = "weights" if "weights" in wanted else "learned"
-        file = self.folder / f"{split}.{kind}"
-        weights = mapped(file, MARKS[kind])
-        if len(weights) != wanted["tokens"] or _changed(file, wanted.get("weights")):
-            raise ConfigError(f"{file} is not what data.json says; make the folder again")
-        return weights
+    def _numbers(self, split, kind, dtype):
+        """The numbers in a file of a split, if they are what data.json says."""
+        file, wanted = self.folder / f"{split}.{kind}", self.record[split]
+        found, what = mapped(file, dtype), "documents" if kind == "docs" else "tokens"
+        if len(found) != wanted[what]:
+            raise ConfigError(f"{file} is not what data.json says: it is of {len(found)} {what}; "
+                              f"data.json says {wanted[what]}; make the folder again")
+        digest = wanted.get({"bin": "digest"}.get(kind, kind))
+        if isinstance(digest, str) and sha256(file) != digest:
+            raise ConfigError(f"{file} is not what data.json says it is: it was changed, or is "
+                              f"damaged; make the folder again")
+        return found
 
     def documents(self, split: str) -> Documents:
         """The documents of a split, for --pack documents."""
-        folder = self.folder
-        if not (folder / f"{split}.docs").exists():
-            raise ConfigError(f"{folder} was made by an earlier version, which did not note where "
-                              f"documents begin; make it again, or give --pack stream")
-        starts = mapped(folder / f"{split}.docs", np.dtype("uint64"))
-        if len(starts) != self.record[split]["documents"]:
-            raise ConfigError(f"{folder}: {split}.docs is not what data.json says; make the folder "
-                              f"again")
-        return Documents(getattr(self, split), starts, self.tokenizer.ends[0], self.weights[split],
-                         self.tokenizer.vocab_size, not self.is_learned_in_part)
+        return Documents(getattr(self, split), self.starts[split], self.tokenizer.ends[0],
+                         self.weights[split], self.tokenizer.vocab_size,
+                         not self.is_learned_in_part)
 
     @property
     def is_learned_in_part(self) -> bool:
@@ -152,17 +144,8 @@ class Corpus:
 def _fingerprint(record):
     """A digest of a corpus' tokens, and of their weights if it has any."""
     train = record["train"]
-    digest = train.get("digest") or train["sha256"]
-    return hashlib.sha256(f"{digest} {train['weights']}".encode()).hexdigest() if (
-        "weights" in train) else digest
-
-
-def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
-    if tokenizer.kind in ("bytes", "ids"):
-        return {"tokenizer": tokenizer.kind}
-    digest = sha256(tokenizer.path)
-    return {"tokenizer": tokenizer.kind, "tokenizer_sha256": digest}
+    return hashlib.sha256(f"{train['digest']} {train['weights']}".encode()).hexdigest() if (
+        "weights" in train) else train["digest"]
 
 
 def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
@@ -178,7 +161,7 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
     # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
     path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
                  if path.exists()), folder / kind.file)
-    if path.exists() and _changed(path, record.get("tokenizer_sha256")):
+    if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
                           f"changed, or is damaged")
     return kind(path)
@@ -199,12 +182,9 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
             Path(given) / "data.json").exists():
         raise ConfigError(f"{flag} {given}: an encoding that was interrupted; give the command of "
                           f"data.py again")
-    if token_files(path):
-        files = TokenFiles(path, vocab_size, tokenizer, flag)
-        with kept_tokenizer(files.tokenizer, run, ready):
-            yield files
-    elif given and (Path(given) / "data.json").exists():
-        corpus = Corpus(given)
+    is_made, is_tokens = given and (Path(given) / "data.json").exists(), token_files(path)
+    if is_made or is_tokens:
+        corpus = TokenFiles(path, vocab_size, tokenizer, flag) if is_tokens else Corpus(given)
         with kept_tokenizer(corpus.tokenizer, run, ready):
             yield corpus
     else:
@@ -284,7 +264,7 @@ def _digest(folder):
 def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterator[None]:
     """Copy a tokenizer into the folder of a run, which keeps it if the run begins in the body of
     the `with`. (If ready > 0, process 0 does that.)"""
-    if ready or tokenizer.kind in ("bytes", "ids"):
+    if ready or not tokenizer.path:
         yield
         return
     with taken_back(run) as put:
@@ -292,15 +272,13 @@ def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterato
         try:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            copy_files(tokenizer, part)
-            for file in sorted(part.iterdir()):
-                kept = run / file.name
-                is_there = kept.exists()
-                if is_there and kept.read_bytes() == file.read_bytes():
+            for name in copy_files(tokenizer, part):
+                kept = run / name
+                if kept.exists() and kept.read_bytes() == (part / name).read_bytes():
                     continue
-                if is_there and not (run / "config.json").exists():
-                    raise ConfigError(f"--out {run} holds another {file.name}; give a new folder")
-                put(file, file.name)
+                if kept.exists() and not (run / "config.json").exists():
+                    raise ConfigError(f"--out {run} holds another {name}; give a new folder")
+                put(part / name, name)
         except OSError as e:
             raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
         finally:

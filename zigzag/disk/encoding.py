@@ -37,7 +37,7 @@ from zigzag.disk.chats import (
     has_template,
     split_preference,
 )
-from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
+from zigzag.disk.output import FORMAT, SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import File, Options, Task, Trouble, counted, place_of, read, tasks
 from zigzag.disk.tokenizers import (
     Pieces,
@@ -141,10 +141,9 @@ def encode_record(record: dict[str, Any], tokenizer: Tokenizer, options: Options
         prompt, chosen, rejected = split_preference(record)
         return [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
                 for text in (chosen, rejected)]
-    folder = getattr(tokenizer, "folder", None)
-    if not has_template(folder):
+    if not has_template(tokenizer.folder):
         raise ConfigError(f"conversations need {WHOSE_TEMPLATE}")
-    return encode_preference(record, template_of(folder), tokenizer)
+    return encode_preference(record, template_of(tokenizer.folder), tokenizer)
 
 
 @functools.cache
@@ -159,7 +158,7 @@ class Workers:
     """Processes that encode tasks."""
 
     def __init__(self, count: int, tokenizer: Tokenizer, options: Options):
-        self.setup = tokenizer.kind, getattr(tokenizer, "path", None), options
+        self.setup = tokenizer.kind, tokenizer.path, options
         self.mine, self.processes = threading.local(), []
         self.lock, self.is_closing = threading.Lock(), False
         self.pool = concurrent.futures.ThreadPoolExecutor(count)
@@ -225,18 +224,17 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
                  tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Make the folder `out`, unless it holds something else. Returns what an encoding that goes on
     there must have in common with the one that was interrupted."""
-    if options.form == "messages" and not has_template(getattr(tokenizer, "folder", None)):
-        folder = getattr(tokenizer, "folder", None)
+    folder = tokenizer.folder if tokenizer else None
+    if options.form == "messages" and not has_template(folder):
         none = f" (no chat_template in {folder})" if folder else ""
         raise ConfigError(f"{files[0].path} has conversations, which need {WHOSE_TEMPLATE}{none}")
     # (The standard input is a new file each time.)
     names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
               os.stat(file.path).st_mtime_ns] for file in files]
-    settings = {"files": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
+    settings = {"format": FORMAT, "files": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
                 "vocab_size": vocab_size, "tokenizer": tokenizer.kind if tokenizer else "",
                 "files of the tokenizer": digest_of_files(tokenizer) if tokenizer else "",
-                "field": options.field, "encoding": options.encoding, "form": options.form,
-                "weight_field": options.weight_field}
+                **{name: x for name, x in vars(options).items() if name != "strict"}}
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -246,7 +244,7 @@ def begin_folder(out: Path, files: list[File], options: Options, vocab_size: int
             old = dict(json.loads((out / "progress.json").read_text())["settings"])
         except (ValueError, KeyError, TypeError):
             old = {}
-        if other := [name for name in settings if old.get(name, "") != settings[name]]:
+        if other := [name for name in settings if old.get(name) != settings[name]]:
             raise InterruptedOther(f"--out {out} holds an encoding that was interrupted, and that "
                                    f"had other {', '.join(other)}; give another --out or remove it")
     return settings

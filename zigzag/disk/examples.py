@@ -68,11 +68,16 @@ def beside(own: Any, other: Any = None) -> tuple[Part, str, str]:
     return other.train, f"{own}\n         evaluated on {other}", digest
 
 
-def _existing(path):
+def existing(path: str | Path, name: str = "") -> Path:
+    """The path, if something is there; `name` is what a message calls it."""
     path = Path(path)
-    if not path.exists():
+    try:
+        is_there = path.exists()
+    except OSError as e:        # (a name that is too long)
+        raise ConfigError(f"{name or path!s:.200}: {e.strerror}") from None
+    if not is_there:
         near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"{path}: no such file or folder" + did_you_mean(path.name, near))
+        raise ConfigError(f"{name or path}: no such file or folder" + did_you_mean(path.name, near))
     return path
 
 
@@ -95,13 +100,13 @@ class Pairs:
         self.files = [file for path in paths for file in _jsonl_files(path)]
         # For each pair, its file, the offset of its first byte, and its line number.
         self.file, self.start, self.line = array.array("q"), array.array("q"), array.array("q")
-        self.states = []
+        self.states = {}    # of each file, and of those of arrays that lines name
         is_held_out, digest = bytearray(), hashlib.sha256(json.dumps(self.fields).encode())
-        arrays = set()      # the files of arrays that lines name
+        arrays = set()
         for number, file in enumerate(self.files):
             start = 0
+            self.states[file] = _state(file)
             with open(file, "rb") as f:
-                self.states.append(_state(f))
                 for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
                     if raw.strip():
                         source, _ = texts_of(raw, f"{file} line {line}", self.fields)
@@ -119,7 +124,7 @@ class Pairs:
                               f"{_expected(self.fields)}, one a line")
         for path in sorted(arrays):
             digest.update(sha256(path).encode())
-        self.array_states = {path: _state_of(path) for path in arrays}
+        self.states |= {path: _state(path) for path in arrays}
         self.fingerprint = digest.hexdigest()
         self.train, self.held_out = _split(self._pair, is_held_out, self.name, whole)
 
@@ -127,19 +132,20 @@ class Pairs:
         """(source ids or array, target ids), with the tokenizer's own ends."""
         file = self.files[self.file[i]]
         where = f"{file} line {self.line[i]}"
+        self._check(file)
         with open(file, "rb") as f:
-            if _state(f) != self.states[self.file[i]]:
-                raise ConfigError(f"{file} has changed since it was first read; start again")
             f.seek(self.start[i])
             texts = texts_of(f.readline(), where, self.fields)
         source = (self._array(texts[0], where, file) if self.shape else
                   self._ids(texts[0], where, self.fields[0]))
         return source, self._ids(texts[1], where, self.fields[1])
 
-    def _array(self, name, where, file):
-        path, _ = array_file(name, file)
-        if _state_of(path) != self.array_states[path]:
+    def _check(self, path):
+        if _state(path) != self.states[path]:
             raise ConfigError(f"{path} has changed since it was first read; start again")
+
+    def _array(self, name, where, file):
+        self._check(array_file(name, file)[0])
         return np.asarray(named_array(name, where, file, self.shape), np.float32)
 
     def _ids(self, text, where, field):
@@ -155,9 +161,9 @@ class Pairs:
                 f"held out, {self.tokenizer.kind} of {self.tokenizer.vocab_size}")
 
 
-def _state(f):
+def _state(path):
     """A value that changes when the file is written to."""
-    status = os.fstat(f.fileno())
+    status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
 
@@ -168,7 +174,7 @@ def named_array(name: str, where: str, beside: str | Path, shape: tuple[int, ...
     expected = (f"{where}: {name!r}: expected a .npy file with an array of {list(shape)}, or "
                 f"one of its rows, as in pictures.npy:3")
     try:
-        x = _open_npy(path, _state_of(path))
+        x = _open_npy(path, _state(path))
         x = x[int(row)] if row.isdecimal() else x
     except (OSError, ConfigError, IndexError, ValueError) as e:
         raise ConfigError(f"{expected} ({one_line(e)})") from None
@@ -183,18 +189,13 @@ def array_file(name: str, beside: str | Path) -> tuple[Path, str]:
     return Path(beside).parent / (f"{path}.npy" if row else path), row
 
 
-def _state_of(path):
-    with open(path, "rb") as f:
-        return _state(f)
-
-
 @functools.lru_cache(maxsize=64)
 def _open_npy(path, state):
-    return _npy(path)
+    return read_npy(path)
 
 
 def _jsonl_files(path):
-    path = _existing(path)
+    path = existing(path)
     if path.is_file():
         return [path]
     files = [p for p in sorted(path.rglob("*.jsonl")) if p.is_file()
@@ -249,10 +250,10 @@ class Arrays:
 
     def __init__(self, path: str | Path, names: Sequence[str] = (),
                  below: dict[str, int] | None = None, whole: bool = False):
-        path = self.path = _existing(path)
+        path = self.path = existing(path)
         self.below = below or {}
         files = [path] if path.is_file() else sorted(path.glob("*.npy"))
-        self.arrays = dict(_npz(path) if path.is_file() else ((p.stem, _npy(p)) for p in files))
+        self.arrays = dict(_npz(path) if path.is_file() else ((p.stem, read_npy(p)) for p in files))
         if not self.arrays:
             raise ConfigError(f"{path}: no arrays in it; expected a .npz, or a folder of .npy "
                               f"files")
@@ -336,7 +337,7 @@ def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.nd
     return batch
 
 
-def _npy(path):
+def read_npy(path: Path) -> np.ndarray:
     """The array of a file, mapped into memory."""
     with _read_whole(path):
         with open(path, "rb") as f:

@@ -42,32 +42,28 @@ class Mixture:
 
     def __init__(self, sources: Sequence[Sequence], weights: Sequence[float]):
         self.sources, self.shares = sources, rounded(weights)
-        self.ends = np.cumsum([len(source) for source in sources])
+        self.starts = np.cumsum([0, *map(len, sources)])
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.starts[-1])
 
     def __getitem__(self, i: int) -> Any:
         if not 0 <= i < len(self):
             raise IndexError(i)
-        source = int(np.searchsorted(self.ends, i, "right"))
-        return self.sources[source][i - self._before(source)]
-
-    def _before(self, source):
-        return int(self.ends[source - 1]) if source else 0
+        source = int(np.searchsorted(self.starts, i, "right")) - 1
+        return self.sources[source][int(i - self.starts[source])]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
         """The numbers of the examples at these places of the endless sequence."""
         turn, _ = np.divmod(np.asarray(places, np.int64), ROUND)
         drawn = order_at(ROUND, seed, places)       # a shuffle of each thousand
-        ends = np.cumsum(self.shares)
-        chosen = np.searchsorted(ends, drawn, "right")
+        begins = np.cumsum([0, *self.shares])
+        chosen = np.searchsorted(begins, drawn, "right") - 1
         numbers = np.empty(len(drawn), np.int64)
         for source in np.unique(chosen).tolist():
             here = chosen == source
-            place = turn[here] * self.shares[source] + drawn[here] - (
-                ends[source] - self.shares[source])
-            numbers[here] = self._before(source) + numbers_at(
+            place = turn[here] * self.shares[source] + drawn[here] - begins[source]
+            numbers[here] = self.starts[source] + numbers_at(
                 self.sources[source], seed + source, place)
         return numbers
 

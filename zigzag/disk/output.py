@@ -1,35 +1,39 @@
 """The files of a corpus while it is made.
 
-    train.bin.part   tokens              train.docs.part      where each document begins
-    *.learned.part   which are targets   order.part           the split of each document
-    *.weights.part   or their weights
+    bin.part         tokens of all documents       docs.part    where each document begins
+    learned.part     which of them are targets     order.part   the split of each document
+    weights.part     or their weights
     progress.json    up to which task all of this is on disk
 
 The .part files only grow, or are cut back to an earlier size after progress.json says so. `finish`
-makes the final files of them and leaves them as they are, so that it can be interrupted, too;
-`clean` removes them when data.json has been written.
+writes the files of both splits from them, and leaves them as they are, so that it can be
+interrupted, too; `clean` removes them when data.json has been written.
 """
 
-import itertools
+import contextlib
 import json
 import os
-import shutil
+import re
 import time
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.files import lock, write_json
+from zigzag.core.files import anyway, lock, write_json
 from zigzag.disk.reading import Task, Trouble
 from zigzag.disk.tokenizers import FILES, Tokenizer
 
+# Of data.json and of what is beside it. Another one is refused.
+FORMAT = 0
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
-COUNTS = ("tokens", "bytes", "spelled", "documents", "learned")
+PART = 2**20        # tokens that are split at a time
 # {file beside the tokens: what it has for each token}
 MARKS = {"weights": np.dtype("float32"), "learned": np.dtype("uint8")}
+# {file: what it has for each document}
+OF_DOCUMENTS = {"docs": np.dtype("uint64"), "order": np.dtype("uint8")}
 
 
 class Encoded(NamedTuple):
@@ -56,24 +60,25 @@ class Output:
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]):
         self.folder, self.path = folder, folder / "progress.json"
         self.dtype, self.lengths = dtype_of(tokenizer), tokenizer.lengths().astype(np.int32)
-        # (For each split a count. `open`: split, tokens and bytes of the document that goes on.)
-        self.state = {"settings": settings, "tasks": 0, "problems": {}, "longest": [],
-                      "open": None, "noted": [0, 0], **{name: [0, 0] for name in COUNTS}}
-        self.kinds = {"bin": self.dtype, "docs": np.dtype("uint64")}
+        # (`bytes`: of each split. `open`: split, tokens and bytes of the document that goes on.)
+        self.state = {"settings": settings, "tasks": 0, "tokens": 0, "documents": 0,
+                      "bytes": [0, 0], "problems": {}, "longest": [], "open": None,
+                      "noted": [0, 0]}
         self.is_text = settings["form"] == "text"
         # (The file of marks: weights, or which tokens are answers. Of text without weights: none.)
         self.marks = ("weights" if settings.get("weight_field") else
                       "" if self.is_text else "learned")
-        if self.marks:
-            self.kinds[self.marks] = MARKS[self.marks]
-        self.files = {name: open(self.part(*name), "ab") for name in self._sizes()}
+        self.of_tokens = {"bin": self.dtype} | (
+            {self.marks: MARKS[self.marks]} if self.marks else {})
+        self.files = {kind: open(self.part(kind), "ab") for kind in self.of_tokens | OF_DOCUMENTS}
         self._lock()
-        is_new = not self.path.exists()
+        self.is_new = not self.path.exists()        # nothing was saved but its beginning
+        is_new = self.is_new
         if not is_new:
-            self.state |= json.loads(self.path.read_text())     # (an earlier version had less)
+            self.state = json.loads(self.path.read_text())
         self._cut()
         self.save(at_once=True)
-        self.is_new = is_new        # nothing was saved but its beginning
+        self.is_new = is_new
 
     def __enter__(self) -> "Output":
         return self
@@ -87,28 +92,22 @@ class Output:
     def _lock(self):
         """Refuse a folder into which another process encodes."""
         try:
-            lock(self.files["order",])
+            lock(self.files["order"])
         except BlockingIOError:
             raise ConfigError(f"--out {self.folder}: another process encodes into this "
                               f"folder") from None
         except OSError:             # (a disk without locks)
             pass
 
-    def part(self, kind: str, split: int | None = None) -> Path:
-        name = kind if split is None else f"{SPLITS[split]}.{kind}"
-        return self.folder / f"{name}.part"
-
-    def _sizes(self):
-        """The size of each file, {(kind, split): bytes}."""
-        sizes = {(kind, split): dtype.itemsize * self.state[
-            "documents" if kind == "docs" else "tokens"][split]
-                 for kind, dtype in self.kinds.items() for split in range(2)}
-        return {**sizes, ("order",): sum(self.state["documents"])}
+    def part(self, kind: str) -> Path:
+        return self.folder / f"{kind}.part"
 
     def _cut(self):
-        for name, size in self._sizes().items():
-            self.files[name].flush()
-            self.files[name].truncate(size)
+        """Cut the files back to what the state counts."""
+        for kinds, count in ((self.of_tokens, "tokens"), (OF_DOCUMENTS, "documents")):
+            for kind, dtype in kinds.items():
+                self.files[kind].flush()
+                self.files[kind].truncate(self.state[count] * dtype.itemsize)
 
     def add(self, task: Task, found: Encoded) -> None:
         """Write the documents of a task."""
@@ -123,10 +122,7 @@ class Output:
             state["problems"][problem.kind] = count + 1, first
         # (What goes on here may be the rest of a document that was dropped.)
         if len(found.counts) and (found.begins[0] or state["open"]):
-            for split in range(2):
-                if (is_here := found.held_out == split).any():
-                    self._write(found, split, is_here)
-            found.held_out[found.begins].astype(np.uint8).tofile(self.files["order",])
+            self._write(found)
             self._note(task, found)
             state["noted"] = [a + int(b) for a, b in zip(state["noted"], found.noted)]
         state["tasks"] += 1
@@ -134,24 +130,17 @@ class Output:
             self.save(at_once=True)
             self._cut()
 
-    def _write(self, found, split, is_here):
-        """Write the documents of this split."""
-        counts, begins = found.counts[is_here], found.begins[is_here]
-        chosen = slice(None) if is_here.all() else np.repeat(is_here, found.counts)
-        tokens, starts = found.tokens[chosen], np.cumsum(counts) - counts
-        tokens.tofile(self.files["bin", split])
-        (starts[begins] + self.state["tokens"][split]).astype(np.uint64).tofile(
-            self.files["docs", split])
-        new = {"tokens": len(tokens), "bytes": found.sizes[is_here].sum(),
-               "spelled": self.lengths[tokens].sum(dtype=int), "documents": begins.sum()}
-        if self.marks:
-            marks = found.marks[chosen]
-            marks.astype(MARKS[self.marks]).tofile(self.files[self.marks, split])
-            new["learned"] = (marks > 0).sum()
-        if not self.is_text:
-            new["bytes"] = new["spelled"]
-        for name, more in new.items():
-            self.state[name][split] += int(more)
+    def _write(self, found):
+        starts = np.cumsum(found.counts) - found.counts + self.state["tokens"]
+        for kind, values in (("bin", found.tokens), ("docs", starts[found.begins]),
+                             ("order", found.held_out[found.begins]), (self.marks, found.marks)):
+            if kind:
+                dtype = (self.of_tokens | OF_DOCUMENTS)[kind]
+                values.astype(dtype, copy=False).tofile(self.files[kind])
+        self.state["tokens"] += len(found.tokens)
+        self.state["documents"] += int(found.begins.sum())
+        for split in range(2):
+            self.state["bytes"][split] += int(found.sizes[found.held_out == split].sum())
 
     def _note(self, task, found):
         """Remember the last document, which may go on, and the longest ones."""
@@ -167,17 +156,14 @@ class Output:
 
     def _drop(self, task, is_written):
         """Leave out a document: no longer count what is written of it, and skip the rest."""
-        going_on, self.state["open"] = self.state["open"], None
-        if not (is_written and going_on):
-            return
-        split, length, size = going_on
-        self.state["longest"] = [x for x in self.state["longest"] if x[1] != task.file.name]
-        self.files["bin", split].flush()
-        last = mapped(self.part("bin", split), self.dtype)[-length:]
-        spelled = sum(int(self.lengths[part].sum()) for part in _parts(last))
-        for name, less in (("tokens", length), ("bytes", size), ("documents", 1),
-                           ("spelled", spelled), ("learned", length if self.marks else 0)):
-            self.state[name][split] -= less     # (weights of a text file are 1)
+        state, going_on = self.state, self.state["open"]
+        state["open"] = None
+        if is_written and going_on:
+            split, length, size = going_on
+            state["longest"] = [x for x in state["longest"] if x[1] != task.file.name]
+            state["tokens"] -= length
+            state["documents"] -= 1
+            state["bytes"][split] -= size
 
     def save(self, at_once: bool = False) -> None:
         """Make what is written safe, if the last time was a while ago."""
@@ -189,104 +175,90 @@ class Output:
             self.saved, self.is_new = time.monotonic(), False
 
     def finish(self) -> dict[str, Any]:
-        """Make the final files, and return what data.json says of them. If hashes hold out almost
-        none of the tokens, or too many (there are few documents), the last tenth is held out."""
+        """Write the files of the splits, and return what data.json says of them. If hashes hold out
+        almost none of the tokens, or too many (there are few documents), the last tenth is held
+        out."""
         self.save(at_once=True)
-        counts = {name: list(self.state[name]) for name in COUNTS}
-        if 0.03 < counts["tokens"][1] / max(sum(counts["tokens"]), 1) < 0.3:
-            for kind, split in itertools.product(self.kinds, range(2)):
-                _link(self.part(kind, split), self.folder / f"{SPLITS[split]}.{kind}")
-        else:
-            counts = self._hold_out_the_end()
-        names, settings = COUNTS if self.marks else COUNTS[:-1], self.state["settings"]
+        state, size = self.state, self.state["bytes"]
+        starts, is_held_out, is_by_hash = self._split()
+        counts = self._write_splits(starts, is_held_out)
+        spelled = counts["spelled"]
+        if not self.is_text:
+            size = spelled
+        elif not is_by_hash:
+            held_out = round(sum(size) * spelled[1] / max(sum(spelled), 1))
+            size = [sum(size) - held_out, held_out]
+        names = ("tokens", "bytes", "spelled", "documents", *(["learned"] if self.marks else []))
+        counts["bytes"] = size
         record = {**{split: {name: counts[name][i] for name in names}
                      for i, split in enumerate(SPLITS)},
-                  "form": settings["form"], "documents": sum(self.state["documents"]),
-                  **{name: self.state[name] for name in ("problems", "longest")}}
+                  "form": state["settings"]["form"], "documents": state["documents"],
+                  "problems": state["problems"], "longest": state["longest"]}
         if self.marks == "weights":
-            record["weights"] = {"field": settings["weight_field"], "noted": self.state["noted"]}
+            record["weights"] = {"field": state["settings"]["weight_field"],
+                                 "noted": state["noted"]}
         return record
 
-    def _hold_out_the_end(self):
-        """Write all documents in their order, and hold out the last tenth of their tokens (of
-        conversations, those that begin there). Returns the counts."""
-        arrays = {(kind, split): mapped(self.part(kind, split), dtype)
-                  for kind, dtype in self.kinds.items() for split in range(2)}
-        ranges, starts = self._in_order(arrays)
-        total = sum(self.state["tokens"])
+    def _split(self):
+        """(where documents begin, which of them are held out, whether by hashes). If the end is
+        held out, a document of which only a part is held out is two."""
+        total, form = self.state["tokens"], self.state["settings"]["form"]
+        starts, order = (mapped(self.part(kind), dtype) for kind, dtype in OF_DOCUMENTS.items())
+        starts = starts.astype(np.int64)
+        held_out = np.diff(np.append(starts, total))[order == 1].sum()
+        if 0.03 < held_out / max(total, 1) < 0.3:
+            return starts, order == 1, True
         keep = total - total // 10
-        if not self.is_text and len(starts) > 1:
+        if not self.is_text and len(starts) > 1:        # (whole conversations)
             # (The two documents of a preference stay together.)
-            firsts = starts[::2 if self.state["settings"]["form"] == "preference" else 1]
+            firsts = starts[::2 if form == "preference" else 1]
             keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)]) or total
-        counts = {"tokens": [keep, total - keep], "spelled": [0, 0], "learned": [0, 0]}
-        for kind in self.kinds.keys() - {"docs"}:
-            name = "spelled" if kind == "bin" else "learned"
-            with (open(self.folder / f"train.{kind}", "wb") as train,
-                  open(self.folder / f"held_out.{kind}", "wb") as held_out):
-                at = 0
-                for split, begin, end in ranges:
-                    cut = begin + min(max(keep - at, 0), end - begin)
-                    at += end - begin
-                    for i, (file, a, b) in enumerate(((train, begin, cut), (held_out, cut, end))):
-                        for part in _parts(arrays[kind, split][a:b]):
-                            part.tofile(file)
-                            counts[name][i] += int((self.lengths[part] if kind == "bin" else
-                                                    part > 0).sum())
-        begun = int(np.searchsorted(starts, keep))          # documents that begin before the cut
-        after = np.unique(np.append(0, starts[begun:] - keep)) if keep < total else starts[:0]
-        starts[:begun].astype(np.uint64).tofile(self.folder / "train.docs")
-        after.astype(np.uint64).tofile(self.folder / "held_out.docs")
-        size = sum(self.state["bytes"])
-        held_out = round(size * counts["spelled"][1] / max(sum(counts["spelled"]), 1))
-        return {**counts, "bytes": [size - held_out, held_out], "documents": [begun, len(after)]}
+        if keep < total:
+            starts = np.unique(np.append(starts, keep))
+        return starts, starts >= keep, False
 
-    def _in_order(self, arrays):
-        """(where the documents are, in their order: (split, first token, end); where each begins if
-        they stand in that order)."""
-        order = mapped(self.part("order"), np.dtype("uint8"))
-        begins = [arrays["docs", split].astype(np.int64) for split in range(2)]
-        ends = [np.append(b[1:], n) for b, n in zip(begins, self.state["tokens"])]
-        at, ranges, starts, written = [0, 0], [], [np.zeros(0, np.int64)], 0
-        for split, run in itertools.groupby(order.tolist()):
-            first, at[split] = at[split], at[split] + len(list(run))
-            begin, end = int(begins[split][first]), int(ends[split][at[split] - 1])
-            ranges.append((split, begin, end))
-            starts.append(begins[split][first:at[split]] - begin + written)
-            written += end - begin
-        return ranges, np.concatenate(starts)
+    def _write_splits(self, starts, is_held_out):
+        """Write the files of the splits. Returns the counts, {name: [of train, of held_out]}."""
+        total = self.state["tokens"]
+        counts = {name: [0, 0] for name in ("tokens", "documents", "spelled", "learned")}
+        lengths = np.diff(np.append(starts, total))
+        for i, split in enumerate(SPLITS):
+            own = lengths[is_held_out == i]
+            (np.cumsum(own) - own).astype(np.uint64).tofile(self.folder / f"{split}.docs")
+            counts["tokens"][i], counts["documents"][i] = int(own.sum()), len(own)
+        for kind, dtype in self.of_tokens.items():
+            array, name = mapped(self.part(kind), dtype), "spelled" if kind == "bin" else "learned"
+            with contextlib.ExitStack() as stack:
+                files = [stack.enter_context(open(self.folder / f"{split}.{kind}", "wb"))
+                         for split in SPLITS]
+                for begin in range(0, total, PART):
+                    part = array[begin:begin + PART]
+                    end = begin + len(part)
+                    first, last = np.searchsorted(starts, begin, "right") - 1, np.searchsorted(
+                        starts, end)
+                    bounds = np.append(np.maximum(starts[first:last], begin), end)
+                    is_of = np.repeat(is_held_out[first:last], np.diff(bounds))
+                    for i, file in enumerate(files):
+                        own = part[is_of == i]
+                        own.tofile(file)
+                        counts[name][i] += int((self.lengths[own] if kind == "bin" else
+                                                own > 0).sum(dtype=int))
+        return counts
 
     def clean(self, more: Sequence[str] = ()) -> None:
         """Remove the .part files and what else only an encoding that goes on needs; `more`: these
         files, too."""
-        for name in self.files:
-            self.part(*name).unlink(missing_ok=True)
+        for kind in self.files:
+            self.part(kind).unlink(missing_ok=True)
         for name in ("progress.json", "stdin", *more):
             (self.folder / name).unlink(missing_ok=True)
 
 
-def is_of_encoding(path: Path) -> bool:
-    """Whether a file may be of an encoding that was interrupted. (Before order.part is there, a
-    file that is not a .part is somebody's own.)"""
-    name = path.name.removesuffix(".part")
-    return name == "stdin" or (name.split(".")[0] in (*SPLITS, "order", "progress", "data")
-                               or name in FILES) and (
-        name != path.name or (path.parent / "order.part").exists())
-
-
-def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array in parts of up to a million."""
-    for i in range(0, len(array), 2**20):
-        yield array[i:i + 2**20]
-
-
-def _link(source, target):
-    """Give a file a second name; where disks cannot do that, copy it."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+# {files of an encoding that was interrupted: on which condition}. (Before order.part is there, a
+# file that is not a .part is somebody's own.)
+_OWN = "|".join([r"(train|held_out|progress|data)\..*", *map(re.escape, FILES)])
+OF_ENCODING = {rf"stdin(\.part)?|({'|'.join(['bin', *MARKS, *OF_DOCUMENTS])}|{_OWN})\.part": anyway,
+               _OWN: lambda path: (path.parent / "order.part").exists()}
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -101,10 +101,10 @@ class Packed:
         self.documents, self.length, self.seed, self.cut = documents, length, seed, cut
         self.block = functools.lru_cache(8)(self._block)
         self.blocks = -(-len(documents) // BLOCK)
-        self.ends = np.cumsum([len(self.block(b)) for b in range(self.blocks)])
+        self.starts = np.cumsum([0, *(len(self.block(b)) for b in range(self.blocks))])
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if self.blocks else 0
+        return int(self.starts[-1])
 
     def _block(self, number: int) -> list[list[tuple[int, int, int]]]:
         """The rows of a block: for each, (document, first token, length) of its parts."""
@@ -122,19 +122,18 @@ class Packed:
     def __getitem__(self, i: int) -> list[Part]:
         if not 0 <= i < len(self):
             raise IndexError(i)
-        block = int(np.searchsorted(self.ends, i, "right"))
-        before = int(self.ends[block - 1]) if block else 0
-        return [self.documents.part(*part) for part in self.block(block)[i - before]]
+        block = int(np.searchsorted(self.starts, i, "right")) - 1
+        return [self.documents.part(*part) for part in self.block(block)[i - self.starts[block]]]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
         """The numbers of the rows at these places of an endless sequence: block after block, and
         within a block in another order in each epoch."""
         epoch, place = np.divmod(np.asarray(places, np.int64), len(self))
-        blocks = np.searchsorted(self.ends, place, "right")
+        blocks = np.searchsorted(self.starts, place, "right") - 1
         found = np.empty(len(place), np.int64)
         for block in np.unique(blocks).tolist():
-            before = int(self.ends[block - 1]) if block else 0
-            count = int(self.ends[block]) - before
+            before, end = self.starts[block:block + 2].tolist()
+            count = end - before
             here = blocks == block
             # (order_at shuffles each run of `count` places by itself: one run for each epoch.)
             found[here] = before + order_at(count, seed + block,

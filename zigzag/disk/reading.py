@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, Iterator, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes, one_line, optional_package
 from zigzag.disk.chats import check_record, form_of
-from zigzag.disk.examples import lacks, texts_of
+from zigzag.disk.examples import existing, lacks, texts_of
 from zigzag.disk.weights import weight_in
 
 PIECE = 2**20           # bytes of a task, about: a task ends at the end of a line
@@ -142,13 +142,10 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None,
     if not any(file.size for file in files):
         made = ", or one folder made by data.py" if flag == "--data" else ""
         name = " ".join([flag, *map(str, paths)]).strip()
-        raise ConfigError(f"{name}: no text in it{_skipped_text(skipped)}; expected text files or "
-                          f"folders of them{made}")
+        others = f" (skipped {counted(skipped)})" if skipped else ""
+        raise ConfigError(f"{name}: no text in it{others}; expected text files or folders of "
+                          f"them{made}")
     return Found(files, skipped)
-
-
-def _skipped_text(skipped):
-    return f" (skipped {counted(skipped)})" if skipped else ""
 
 
 def counted(counts: dict[str, int]) -> str:
@@ -177,9 +174,7 @@ def _under(path, flag, spool):
         how = ("give it alone, or --weights to mix several" if flag == "--data" else
                f"its text is encoded already; train on it by python train.py --data {path}")
         raise ConfigError(f"{name} was made by data.py: {how}")
-    if _exists(path, name):
-        root, found = (path.parent, [path]) if path.is_file() else (path, _walk(path))
-    elif glob.has_magic(text):
+    if glob.has_magic(text) and not os.path.exists(text):
         found = sorted(map(Path, glob.glob(text, recursive=True)))
         if "**" not in text:        # (which matches what is in folders, too)
             found = [p for match in found for p in (_walk(match) if match.is_dir() else [match])]
@@ -188,18 +183,11 @@ def _under(path, flag, spool):
         if not found:
             raise ConfigError(f"{name}: no file matches it")
     else:
-        near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"{name}: no such file or folder" + did_you_mean(path.name, near))
+        existing(path, name)
+        root, found = (path.parent, [path]) if path.is_file() else (path, _walk(path))
     is_hidden = [any(part.startswith(".") for part in p.relative_to(root).parts) for p in found]
     return root, [p for p, hidden in zip(found, is_hidden) if p.is_file() and not (
         hidden and p != path)]
-
-
-def _exists(path, name):
-    try:
-        return path.exists()
-    except OSError as e:        # (a name that is too long)
-        raise ConfigError(f"{name:.200}: {e.strerror}") from None
 
 
 def _walk(folder):
@@ -409,9 +397,8 @@ def _streamed(file, options):
                 yield Task(file, start, start + len(rest), rest, raw.tell())
         except UnicodeDecodeError as e:
             kind = f"not {options.encoding}"
-            yield Task(file, start, start, position=file.size, problem=Trouble(
-                kind, f"{file.path}: {kind} after {start:,} bytes of text ({e.reason})",
-                drops=file.kind == "text"))
+            yield _broken(file, start, f"{kind} after {start:,} bytes of text ({e.reason})", kind,
+                          drops=file.kind == "text")
         except BROKEN as e:
             if isinstance(e, ConfigError):
                 raise
@@ -419,9 +406,14 @@ def _streamed(file, options):
             if file.kind == "text" and rest:        # (half a line of JSON is nothing)
                 yield Task(file, start, start + len(rest), rest, file.size)
                 start += len(rest)
-            yield Task(file, start, start, position=file.size, problem=Trouble(
-                "cut short or damaged", f"{file.path}: cut short or damaged after {start:,} bytes "
-                f"of text, which are kept ({one_line(e)})"))
+            yield _broken(file, start, f"cut short or damaged after {start:,} bytes of text, which "
+                          f"are kept ({one_line(e)})")
+
+
+def _broken(file, at, why, kind="cut short or damaged", drops=False):
+    """The last task of a file that cannot be read from `at` on."""
+    return Task(file, at, at, position=file.size, problem=Trouble(
+        kind, f"{file.path}: {why}", drops))
 
 
 def _blocks(file, options, raw):
@@ -450,16 +442,13 @@ def _rows(file, options):
     try:
         table = package.ParquetFile(file.path)
     except Exception as e:      # (pyarrow raises errors of its own)
-        yield Task(file, 0, 0, position=file.size,
-                   problem=Trouble("cut short or damaged", f"{file.path}: damaged, or no "
-                                   f"parquet ({one_line(e)})"))
+        yield _broken(file, 0, f"damaged, or no parquet ({one_line(e)})")
         return
     names = table.schema_arrow.names
     if options.field not in names:
-        yield Task(file, 0, 0, position=file.size, problem=Trouble(
-            f"without the column {options.field!r}",
-            f"{file.path}: no column {options.field!r}, it has {', '.join(names)[:80]}; --field "
-            f"names it{did_you_mean(options.field, names)}"))
+        yield _broken(file, 0, f"no column {options.field!r}, it has {', '.join(names)[:80]}; "
+                      f"--field names it{did_you_mean(options.field, names)}",
+                      f"without the column {options.field!r}")
         return
     row, count = 0, max(table.metadata.num_rows, 1)
     columns = [name for name in names if name in (options.field, options.weight_field)]
@@ -477,9 +466,7 @@ def _rows(file, options):
                     texts, size, row = [], 0, end
         yield Task(file, row, row + len(texts), texts, file.size)
     except Exception as e:
-        yield Task(file, row, row, position=file.size,
-                   problem=Trouble("cut short or damaged", f"{file.path}: damaged after row "
-                                   f"{row:,} ({one_line(e)})"))
+        yield _broken(file, row, f"damaged after row {row:,} ({one_line(e)})")
 
 
 def _text_of(value):
@@ -506,18 +493,29 @@ def read(task: Task, options: Options) -> Iterator[Document]:
                 yield Document(True, text, f"{file.name}:{row}", weight=weight, at=row)
             else:
                 what = "no text in" if text is None else f"{text.decode()}, which is not text, in"
-                yield Document(True, "", file.name, Trouble(
-                    "rows without a text", f"{file.path} row {row:,}: {what} {options.field!r}"))
+                yield _unread(task, "rows without a text",
+                              f"{file.path} row {row:,}: {what} {options.field!r}")
     elif file.kind == "lines":
         yield from _lines(task, options)
     else:
-        raw = task.content if task.content is not None else _bytes_of(task)
+        raw, problem = task.content, None
+        if raw is None:
+            with open(file.path, "rb") as f:
+                f.seek(task.start)
+                raw = f.read(task.stop - task.start)
+            if len(raw) != task.stop - task.start:
+                raise ConfigError(f"{file.path} has changed while it was read; start again")
         try:
-            text, problem = raw.decode(), None
+            text = raw.decode()
         except UnicodeDecodeError as e:
             text, problem = "", _not_utf8(task, raw, e.start)
         begins = task.start == 0
         yield Document(begins, text.removeprefix("\ufeff") if begins else text, file.name, problem)
+
+
+def _unread(task, kind, message):
+    """A line or a row that cannot be read."""
+    return Document(True, "", task.file.name, Trouble(kind, message))
 
 
 def _not_utf8(task, raw, at):
@@ -531,15 +529,6 @@ def _not_utf8(task, raw, at):
                    drops=True)
 
 
-def _bytes_of(task):
-    with open(task.file.path, "rb") as f:
-        f.seek(task.start)
-        raw = f.read(task.stop - task.start)
-    if len(raw) != task.stop - task.start:
-        raise ConfigError(f"{task.file.path} has changed while it was read; start again")
-    return raw
-
-
 def _lines(task, options):
     """The documents of a piece of lines of JSON."""
     start = task.start
@@ -547,31 +536,29 @@ def _lines(task, options):
         where, at = f"{task.file.path} at byte {start:,}", start
         start += len(raw) if isinstance(raw, bytes) else raw
         if isinstance(raw, int):
-            yield Document(True, "", task.file.name, _too_long(task.file, start - raw))
-        elif raw.strip() and options.form != "text":
-            yield _record(task, raw, where, options)._replace(at=at)
+            yield _unread(task, *_too_long(task.file, at)[:2])
         elif raw.strip():
-            try:
-                text, = texts_of(raw, where, (options.field,))
-            except ConfigError as e:
-                yield Document(True, "", task.file.name, Trouble("lines without a text", str(e)))
-            else:
-                weight = options.weight_field and weight_in(json.loads(raw), options.weight_field)
-                yield Document(True, text, text, weight=weight, at=at)
+            yield _line(task, raw, where, options)._replace(at=at)
 
 
-def _record(task, raw, where, options):
-    """The document of a line that is a conversation, or a prompt and its completion."""
-    try:
-        record = json.loads(raw)
-        wrong = check_record(record, options.form) if isinstance(record, dict) else "no object"
-    except (ValueError, RecursionError):
-        wrong = "not JSON"
-    if wrong:
-        return Document(True, "", task.file.name,
-                        Trouble(f"lines without {options.form}", f"{where}: {wrong}"))
-    return Document(True, record, raw.decode(errors="replace").strip(),
-                    weight=weight_in(record, options.weight_field))
+def _line(task, raw, where, options):
+    """The document of a line: a text, a conversation, or a prompt and its completion."""
+    if options.form == "text":
+        try:
+            text, = texts_of(raw, where, (options.field,))
+        except ConfigError as e:
+            return _unread(task, "lines without a text", str(e))
+        record, name = json.loads(raw) if options.weight_field else {}, text
+    else:
+        try:
+            text = record = json.loads(raw)
+            wrong = check_record(record, options.form) if isinstance(record, dict) else "no object"
+        except (ValueError, RecursionError):
+            wrong = "not JSON"
+        if wrong:
+            return _unread(task, f"lines without {options.form}", f"{where}: {wrong}")
+        name = raw.decode(errors="replace").strip()
+    return Document(True, text, name, weight=weight_in(record, options.weight_field))
 
 
 def form_of_files(files: Sequence[File], options: Options) -> str:

@@ -13,12 +13,10 @@
 import base64
 import re
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
-import numpy as np
-
-from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.core.files import read_json, write_json
+from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.files import as_json, read_json, write_whole
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,72 +30,10 @@ PUBLISHED = {128_000: (rf"{WORDS}\p{{N}}{{1,3}}{REST}", LLAMA_3),
              151_643: (rf"{WORDS}\p{{N}}{REST}", QWEN)}
 # Blanks that are encoded by themselves: a pattern's backtracking overflows in a million of them.
 BLANK = re.compile(r"(\s{25000})")
+FILE = "tiktoken.json"
 # The names of the tokens that begin and end a text, the usual one first.
 BEGINS = ("<|begin_of_text|>", "<|startoftext|>")
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>")
-
-
-class Tiktoken:
-    """A vocabulary of tiktoken. Special tokens that a text spells out are encoded as such, and are
-    left out of what is decoded, as with a tokenizer.json."""
-    kind, file = "tiktoken", "tiktoken.json"
-
-    def __init__(self, path: Path):
-        package = optional_package("tiktoken", path.name)
-        self.path, self.folder, record = path, path.parent, read_encoding(path)
-        try:
-            self.model = package.Encoding(path.name, **record)
-        except Exception as e:      # (a Rust library, which raises plain Exceptions)
-            raise ConfigError(f"{path} is not a vocabulary of tiktoken ({one_line(e)})") from None
-        special = record["special_tokens"]
-        self.special, self.vocab_size = set(special.values()), self.model.n_vocab
-        self.begins = [special[name] for name in BEGINS if name in special][:1]
-        ends = [special[name] for name in ENDS if name in special]
-        if not ends and not self.begins:
-            raise ConfigError(f"{path}: no special token stands between documents; expected one of "
-                              f"{', '.join(BEGINS + ENDS)}")
-        self.separator = (self.begins or ends)[0]
-        self.ends = tuple(dict.fromkeys([*ends, self.separator]))
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        text.encode()       # (tiktoken would replace half a character)
-        return np.array([i for part in BLANK.split(text)
-                         for i in self.model.encode(part, allowed_special="all")], np.int64)
-
-    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [self.encode(text) for text in texts]
-        return np.concatenate([np.zeros(0, int), *ids]), np.array(list(map(len, ids)), int)
-
-    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids = self.encode(text)
-        size = [len(self.model.decode_single_token_bytes(int(i))) for i in ids]
-        # The character of each byte; a token goes from the character of its first byte on.
-        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-        ends = np.cumsum(size)
-        return ids, characters[ends - size], characters[ends - 1] + 1
-
-    def prompt(self, text: str) -> list[int]:
-        return [*self.begins, *self.encode(text).tolist()] or [self.separator]
-
-    def with_ends(self, text: str) -> list[int]:
-        return [*self.begins, *self.encode(text).tolist(), self.ends[0]]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self._bytes(int(i)) for i in ids).decode(errors="replace")
-
-    def spelled(self, ids: Sequence[int]) -> str:
-        return self.model.decode(list(ids))
-
-    def lengths(self) -> np.ndarray:
-        return np.array([len(self._bytes(i)) for i in range(self.vocab_size)])
-
-    def _bytes(self, i):
-        """The bytes of an id; none for a special token, or an id without a token."""
-        try:
-            return b"" if i in self.special else self.model.decode_single_token_bytes(i)
-        except KeyError:
-            return b""
 
 
 def read_encoding(path: Path) -> dict[str, Any]:
@@ -135,11 +71,22 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def save(encoding: Any, folder: str | Path) -> Path:
-    """Write a tiktoken.Encoding as tiktoken.json into a folder. Returns its path."""
-    path = Path(folder) / Tiktoken.file
+def has_ranks(path: Path) -> bool:
+    """Whether a file begins like one of ranks."""
+    with open(path, "rb") as f:
+        return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
+
+
+def content_of(encoding: Any) -> bytes:
+    """The content of a tiktoken.json for a tiktoken.Encoding."""
     ranks = {base64.b64encode(token).decode(): rank
              for token, rank in encoding._mergeable_ranks.items()}
-    write_json(path, {"pattern": encoding._pat_str, "special_tokens": encoding._special_tokens,
-                      "ranks": ranks})
+    return as_json({"pattern": encoding._pat_str, "special_tokens": encoding._special_tokens,
+                    "ranks": ranks})
+
+
+def save(encoding: Any, folder: str | Path) -> Path:
+    """Write a tiktoken.Encoding as tiktoken.json into a folder. Returns its path."""
+    path = Path(folder) / FILE
+    write_whole(path, content_of(encoding))
     return path

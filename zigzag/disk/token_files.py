@@ -20,7 +20,8 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random, sha256
-from zigzag.disk.tokenizers import Ids, Tokenizer
+from zigzag.disk.examples import read_npy
+from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
 
 # llm.c's header: 256 numbers of 32 bits, {magic: (version, type of the tokens)}.
@@ -39,20 +40,20 @@ class Joined:
         for array in arrays:
             read_at_random(array)
         self.arrays = [np.asarray(array) for array in arrays]    # (slices of a memmap are slow)
-        self.ends = np.cumsum([len(a) for a in arrays], dtype=np.int64)
+        self.starts = np.cumsum([0, *map(len, arrays)])
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
         self.filename = ""      # (for messages)
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return int(self.starts[-1])
 
     def __getitem__(self, index: int | slice) -> Any:
         if not isinstance(index, slice):
             return self[index:index + 1][0]
         start, stop, _ = index.indices(len(self))
-        parts, at = [], int(np.searchsorted(self.ends, start, "right"))
+        parts, at = [], int(np.searchsorted(self.starts, start, "right")) - 1
         while start < stop:
-            before = int(self.ends[at - 1]) if at else 0
+            before = int(self.starts[at])
             part = self.arrays[at][start - before:stop - before]
             parts.append(np.asarray(part))
             start, at = start + len(part), at + 1
@@ -127,9 +128,7 @@ class TokenFiles:
         self.tokenizer = tokenizer or Ids(vocab_size)
         self.fingerprint = hashlib.sha256("".join(
             file.name + sha256(file) for file in (*files, *weighted)).encode()).hexdigest()
-        self.record = {"tokenizer": self.tokenizer.kind, "vocab_size": vocab_size}
-        if tokenizer and hasattr(tokenizer, "path"):
-            self.record["tokenizer_sha256"] = sha256(tokenizer.path)
+        self.record = {**tokenizer_record(self.tokenizer), "vocab_size": vocab_size}
         parts = [part for a in arrays.values() for part in (a[:10**6], a[-10**6:]) if len(part)]
         if not parts:
             raise ConfigError(f"{flag} {path}: no tokens in it")
@@ -188,10 +187,7 @@ def _weights(arrays, folders):
 
 def _npy(path, dtypes, expected):
     """The array of one dimension in a file, mapped into memory."""
-    try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as e:
-        raise ConfigError(f"{path}: damaged, or not what numpy writes ({e})") from None
+    found = read_npy(path)
     if found.ndim != 1 or not {found.dtype.name, found.dtype.kind} & {*dtypes}:
         raise ConfigError(f"{path}: {found.dtype}{list(found.shape)}; expected one dimension of "
                           f"{expected}")

@@ -34,9 +34,8 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.core.files import read_json, sha256, write_json, write_whole
-from zigzag.disk.tiktoken import Tiktoken
-from zigzag.disk.tiktoken import save as save_tiktoken
+from zigzag.core.files import as_json, read_json, sha256, write_whole
+from zigzag.disk import tiktoken
 
 # The files of a published tokenizer, which are copied with its model.
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tiktoken.json",
@@ -44,35 +43,38 @@ FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tiktoken.json",
          "chat_template.jinja")
 
 
-class Spelled:
-    """Text with its special tokens spelled out, for tokenizers whose `decode` leaves out none."""
-
-    def spelled(self, ids: Sequence[int]) -> str:
-        return self.decode(ids)
-
-
-class Bytes(Spelled):
-    """The 256 bytes, and one separator."""
-    kind, file, vocab_size, separator, ends = "bytes", "", 257, 256, (256,)
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        raw = text if isinstance(text, bytes) else text.encode()
-        return np.frombuffer(raw, np.uint8)
+class Tokenizer:
+    """What tokenizers have in common: those below change what is different in them."""
+    path: Path | None = None        # its file, and the folder with what is beside it, if it has one
+    folder: Path | None = None
+    begins: Sequence[int] = ()      # the ids that the model expects first
 
     def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
         ids = [self.encode(text) for text in texts]
         return np.concatenate([np.zeros(0, np.uint8), *ids]), np.array(list(map(len, ids)), int)
 
+    def prompt(self, text: str) -> list[int]:
+        return [*self.begins, *self.encode(text).tolist()] or [self.separator]
+
+    def with_ends(self, text: str) -> list[int]:
+        return [*self.encode(text).tolist(), self.ends[0]]
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
+
+
+class Bytes(Tokenizer):
+    """The 256 bytes, and one separator."""
+    kind, file, vocab_size, separator, ends, begins = "bytes", "", 257, 256, (256,), (256,)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        raw = text if isinstance(text, bytes) else text.encode()
+        return np.frombuffer(raw, np.uint8)
+
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids, sizes = self.encode(text), [len(character.encode()) for character in text]
         places = np.repeat(np.arange(len(text)), sizes)
         return ids, places, places + 1
-
-    def prompt(self, text: str) -> list[int]:
-        return [self.separator, *self.encode(text).tolist()]
-
-    def with_ends(self, text: str) -> list[int]:
-        return [*self.encode(text).tolist(), *self.ends]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -81,7 +83,7 @@ class Bytes(Spelled):
         return np.array([1] * 256 + [0])
 
 
-class Ids(Spelled):
+class Ids(Tokenizer):
     """No tokenizer: a text is the ids themselves, as numbers."""
     kind, file, separator, ends = "ids", "", 0, ()
 
@@ -95,9 +97,6 @@ class Ids(Spelled):
                               f"below {self.vocab_size}, such as 12 5 7")
         return np.array([int(word) for word in words], np.int64)
 
-    def prompt(self, text: str) -> list[int]:
-        return self.encode(text).tolist() or [self.separator]
-
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
@@ -105,7 +104,7 @@ class Ids(Spelled):
         return np.zeros(self.vocab_size, np.int64)
 
 
-class Pieces(Spelled):
+class Pieces(Tokenizer):
     """A sentencepiece model: byte-pair pieces, and bytes for text that has no piece."""
     kind, file = "sentencepiece", "tokenizer.model"
 
@@ -135,9 +134,8 @@ class Pieces(Spelled):
         texts = map(_unicode, texts)
         parts = [io.StringIO(text, newline="\n").readlines() if self._ends_at_lines else [text]
                  for text in texts]
-        ids = self.model.encode(list(itertools.chain.from_iterable(parts)), num_threads=1)
-        counts = np.fromiter(map(len, ids), int, len(ids))
-        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(counts.sum()))
+        flat, counts = _joined(self.model.encode(list(itertools.chain.from_iterable(parts)),
+                                                 num_threads=1))
         ends = np.cumsum([len(part) for part in parts])
         return flat, np.diff(np.append(0, np.cumsum(counts))[np.append(0, ends).astype(int)])
 
@@ -170,12 +168,6 @@ class Pieces(Spelled):
             return False
         lines = [" a  b \n", "\n", "  c\n", "d"]
         return [i for line in lines for i in m.encode(line)] == m.encode("".join(lines))
-
-    def prompt(self, text: str) -> list[int]:
-        return [*self.begins, *self.encode(text).tolist()] or [self.separator]
-
-    def with_ends(self, text: str) -> list[int]:
-        return [*self.encode(text).tolist(), self.ends[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids if i < self.model.vocab_size()])
@@ -213,12 +205,10 @@ class PiecesT5(Pieces):
                for part in self.between.split(_unicode(text)))
         return np.array([i for part in ids for i in part], np.int64)
 
-    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [self.encode(text) for text in texts]
-        return np.concatenate([np.zeros(0, int), *ids]), np.array(list(map(len, ids)), int)
+    encode_all = Tokenizer.encode_all       # (not Pieces')
 
 
-class TokenizerJson:
+class TokenizerJson(Tokenizer):
     """A tokenizer.json. Special tokens that a text spells out are encoded as such, and are left out
     of what is decoded, as in transformers."""
     kind = file = "tokenizer.json"
@@ -239,10 +229,8 @@ class TokenizerJson:
         return np.array(self.model.encode(_unicode(text), add_special_tokens=False).ids, np.int64)
 
     def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [e.ids for e in self.model.encode_batch(list(map(_unicode, texts)),
-                                                      add_special_tokens=False)]
-        counts = np.fromiter(map(len, ids), int, len(ids))
-        return np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(counts.sum())), counts
+        return _joined([e.ids for e in self.model.encode_batch(list(map(_unicode, texts)),
+                                                               add_special_tokens=False)])
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found = self.model.encode(_unicode(text), add_special_tokens=False)
@@ -279,8 +267,61 @@ class TokenizerJson:
         return lengths
 
 
+class Tiktoken(Tokenizer):
+    """A vocabulary of tiktoken. Special tokens that a text spells out are encoded as such, and are
+    left out of what is decoded, as with a tokenizer.json."""
+    kind, file = "tiktoken", tiktoken.FILE
+
+    def __init__(self, path: Path):
+        package = optional_package("tiktoken", path.name)
+        self.path, self.folder, record = path, path.parent, tiktoken.read_encoding(path)
+        try:
+            self.model = package.Encoding(path.name, **record)
+        except Exception as e:      # (a Rust library, which raises plain Exceptions)
+            raise ConfigError(f"{path} is not a vocabulary of tiktoken ({one_line(e)})") from None
+        special = record["special_tokens"]
+        self.special, self.vocab_size = set(special.values()), self.model.n_vocab
+        self.begins = [special[name] for name in tiktoken.BEGINS if name in special][:1]
+        ends = [special[name] for name in tiktoken.ENDS if name in special]
+        if not ends and not self.begins:
+            raise ConfigError(f"{path}: no special token stands between documents; expected one of "
+                              f"{', '.join(tiktoken.BEGINS + tiktoken.ENDS)}")
+        self.separator = (self.begins or ends)[0]
+        self.ends = tuple(dict.fromkeys([*ends, self.separator]))
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return np.array([i for part in tiktoken.BLANK.split(_unicode(text))
+                         for i in self.model.encode(part, allowed_special="all")], np.int64)
+
+    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        size = [len(self.model.decode_single_token_bytes(int(i))) for i in ids]
+        # The character of each byte; a token goes from the character of its first byte on.
+        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
+        ends = np.cumsum(size)
+        return ids, characters[ends - size], characters[ends - 1] + 1
+
+    def with_ends(self, text: str) -> list[int]:
+        return [*self.begins, *super().with_ends(text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self._bytes(int(i)) for i in ids).decode(errors="replace")
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        return self.model.decode(list(ids))
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(self._bytes(i)) for i in range(self.vocab_size)])
+
+    def _bytes(self, i):
+        """The bytes of an id; none for a special token, or an id without a token."""
+        try:
+            return b"" if i in self.special else self.model.decode_single_token_bytes(i)
+        except KeyError:
+            return b""
+
+
 KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5, Tiktoken)}
-Tokenizer = Bytes | Pieces | PiecesT5 | TokenizerJson | Tiktoken | Ids
 
 
 def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> Tokenizer | None:
@@ -293,9 +334,7 @@ def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> T
     if not kinds:
         raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
                           f"(of a T5: spiece.model)")
-    path = Path(folder) / kinds[0].file
-    # (LLaMA 3's tokenizer.model is a file of tiktoken.)
-    tokenizer = Tiktoken(path) if kinds[0] is Pieces and _has_ranks(path) else kinds[0](path)
+    tokenizer = _of_file(Path(folder) / kinds[0].file)
     if tokenizer.vocab_size > rows:
         raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "
                           f"its embedding only {rows} rows (a T5's spiece.model has 100 ids more "
@@ -303,40 +342,56 @@ def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> T
     return tokenizer
 
 
-def _has_ranks(path):
-    with open(path, "rb") as f:
-        return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
+def _of_file(path):
+    """The tokenizer of a file. (LLaMA 3's tokenizer.model is a file of tiktoken.)"""
+    if path.name == tiktoken.FILE or tiktoken.has_ranks(path):
+        return Tiktoken(path)
+    return (TokenizerJson if path.suffix == ".json" else PiecesT5
+            if path.name == PiecesT5.file else Pieces)(path)
+
+
+def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """{name: content} of the files that a tokenizer needs beside a model."""
+    if not tokenizer.path:
+        return {}
+    found = {name: (tokenizer.folder / name).read_bytes() for name in FILES
+             if (tokenizer.folder / name).exists()}
+    if tokenizer.path.name != tokenizer.file:       # (beside it there may be other tokenizers)
+        others = {kind.file for kind in KINDS.values()}
+        found = {name: content for name, content in found.items() if name not in others}
+        found[tokenizer.file] = (tiktoken.content_of(tokenizer.model) if tokenizer.kind == (
+            "tiktoken") else tokenizer.path.read_bytes())
+    known = read_record(tokenizer.folder / "config.json")
+    ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
+    if ids:             # (config.json has them, and stays)
+        found.setdefault("generation_config.json", as_json(ids))
+    return found
 
 
 def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Copy a tokenizer's files into a model's folder. Returns their names."""
-    if tokenizer.kind in ("bytes", "ids"):
-        return []
-    if tokenizer.path.name != tokenizer.file and tokenizer.kind == "tiktoken":
-        save_tiktoken(tokenizer.model, folder)
-    elif tokenizer.path.name != tokenizer.file:
-        write_whole(folder / tokenizer.file, tokenizer.path.read_bytes())
-    here = [name for name in FILES if (tokenizer.folder / name).exists()]
-    if tokenizer.path.name != tokenizer.file:       # (other tokenizers beside it)
-        here = [name for name in here if name not in {kind.file for kind in KINDS.values()}]
-    for name in here:
-        write_whole(folder / name, (tokenizer.folder / name).read_bytes())
-    known = read_record(tokenizer.folder / "config.json")
-    ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
-    if ids and "generation_config.json" not in here:    # (config.json has them, and stays)
-        write_json(folder / "generation_config.json", ids)
-        here.append("generation_config.json")
-    return here
+    found = files_of(tokenizer)
+    for name, content in found.items():
+        write_whole(folder / name, content)
+    return list(found)
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
+    return {"tokenizer": tokenizer.kind} | (
+        {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
 def digest_of_files(tokenizer: Tokenizer) -> str:
-    """A digest of a tokenizer's files: its own, and those beside it that are copied with it. ''
-    for bytes."""
-    if tokenizer.kind in ("bytes", "ids"):
-        return ""
-    files = [tokenizer.path, *(tokenizer.folder / name for name in (*FILES, "config.json"))]
-    return hashlib.sha256(" ".join(
-        f"{file.name} {sha256(file)}" for file in files if file.exists()).encode()).hexdigest()
+    """A digest of a tokenizer's files. '' for bytes."""
+    return " ".join(f"{name} {hashlib.sha256(content).hexdigest()[:16]}"
+                    for name, content in files_of(tokenizer).items())
+
+
+def _joined(ids):
+    """Lists of ids in one array, and how many each has."""
+    counts = np.fromiter(map(len, ids), int, len(ids))
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(counts.sum())), counts
 
 
 def _unicode(text):
@@ -393,10 +448,7 @@ def tokenizer_at(path: str) -> Tokenizer:
     if not place.exists():
         raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
                           f"tokenizer.json, a folder with one of them, or bytes")
-    if place.name == Tiktoken.file or _has_ranks(place):
-        return Tiktoken(place)
-    return (TokenizerJson if place.suffix == ".json" else PiecesT5
-            if place.name == PiecesT5.file else Pieces)(place)
+    return _of_file(place)
 
 
 def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:

@@ -68,7 +68,7 @@ def conversation(network: Network, tokenizer: Any, c: Any, system: str = "", is_
                  ) -> Conversation | None:
     """A new conversation, if the model has a chat template, or None. With a system message, or if
     one is asked for, a model without a template is refused."""
-    folder = getattr(tokenizer, "folder", None)     # (bytes have no files)
+    folder = tokenizer.folder if tokenizer else None        # (bytes have no files)
     if folder and network.source_shape(c) is None and has_template(folder):
         return Conversation(network, tokenizer, c, system)
     if system or is_asked:

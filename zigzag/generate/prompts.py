@@ -375,10 +375,7 @@ def whole_context(c: Any, families: Mapping[str, Any] = FAMILIES) -> Any:
     """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
     been trained on shorter rows."""
     record = json.loads(c.published or "{}")
-    try:
-        context = fields_of(record, families, False)["seq_len"] if record else 0
-    except ConfigError:     # (a config.json that only an earlier version accepted)
-        context = 0
+    context = fields_of(record, families)["seq_len"] if record else 0
     return change(c, seq_len=max(c.seq_len, context))
 
 

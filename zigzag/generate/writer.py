@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 
 def parse(argv: Sequence[str] | None) -> Asked:
     """What a command line asks for. It reads the files that the flags name."""
-    given, _ = parse_flags(Flags, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
+    given, _ = parse_flags(Flags, argv, groups=GROUPS)
     check_shards(given)
     flags = Flags(**given)
     check_used(given)

@@ -15,16 +15,24 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.hub.family import (
     Family,
-    columns,
+    attention,
     head,
     is_range,
     keys,
     layer_norm,
+    mlp,
     pair_index,
-    rows,
     under,
 )
-from zigzag.hub.published_config import MOST_LAYERS, activation, count, labels, refuse, sizes
+from zigzag.hub.published_config import (
+    MOST_LAYERS,
+    activation,
+    count,
+    labels,
+    refuse,
+    sizes,
+    wrong,
+)
 
 ENCODERS: dict[str, Family] = {}
 
@@ -114,21 +122,11 @@ def _embeddings():
             **layer_norm("LayerNorm", "embed_norm", "W")}
 
 
-def _layer(attention, output):
+def _layer(c, parts):
     """The arrays of a layer of BERT, ViT and their relatives. (BEiT's keys have no bias: `qv`.)"""
-    def arrays(c):
-        has = c.biases.split(",")
-        return {**columns(f"{attention}.query", "H N", "wq", bool({"qkv", "qv"} & {*has})),
-                **columns(f"{attention}.key", "K N", "wk", "qkv" in has),
-                **columns(f"{attention}.value", "K M", "wv", bool({"qkv", "qv"} & {*has})),
-                **rows(output, "H M", "wo"), **columns("intermediate.dense", "F", "w_up"),
-                **rows("output.dense", "F", "w_down")}
-
-    return arrays
-
-
-_text_layer = _layer("attention.self", "attention.output.dense")
-_picture_layer = _layer("attention.attention", "attention.output.dense")
+    has = c.biases.split(",")
+    return attention("attention.{}", parts, bool({"qkv", "qv"} & {*has}), key_bias="qkv" in has
+                     ) | mlp("intermediate.dense", "output.dense")
 
 
 def _masked(c, dense, norm, bias, decoder):
@@ -144,20 +142,22 @@ def _masked(c, dense, norm, bias, decoder):
 
 def _bert_stack(prefix, c):
     return under(f"{prefix}embeddings.", _embeddings()) | under(
-        f"{prefix}encoder.layer.{{l}}.", _text_layer(c),
+        f"{prefix}encoder.layer.{{l}}.", _layer(c, "self.query self.key self.value output.dense"),
         layer_norm("attention.output.LayerNorm", "attn_norm"),
         layer_norm("output.LayerNorm", "mlp_norm"))
 
 
+def _with_head(c, arrays, pooler, masked, classes="classifier"):
+    """These arrays, and those of the head, which have these names (`masked`: those of _masked)."""
+    return {**arrays, **(_dense(pooler) if c.pool_dense else {}),
+            **(classifier(classes) if c.head == "classes" else {}),
+            **(_masked(c, *masked) if c.head == "masked" else {})}
+
+
 def _bert_arrays(c):
-    arrays = _bert_stack("bert.", c) | (_dense("bert.pooler.dense") if c.pool_dense else {})
-    if c.head == "classes":
-        arrays |= classifier("classifier")
-    if c.head == "masked":
-        part = "cls.predictions."
-        arrays |= _masked(c, f"{part}transform.dense", f"{part}transform.LayerNorm", f"{part}bias",
-                          f"{part}decoder")
-    return arrays
+    part = "cls.predictions."
+    return _with_head(c, _bert_stack("bert.", c), "bert.pooler.dense", (
+        f"{part}transform.dense", f"{part}transform.LayerNorm", f"{part}bias", f"{part}decoder"))
 
 
 ENCODERS["bert"] = Family(_bert, _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OLDER, seen=_pooler,
@@ -174,22 +174,17 @@ def _roberta(r):
         refuse(r, hidden_act="gelu")    # (its head uses gelu, whatever the layers use)
     rows, padding = r["max_position_embeddings"], r["pad_token_id"]
     if not isinstance(padding, int) or not 0 <= padding < min(rows - 1, r["vocab_size"]):
-        raise ConfigError(f"config.json: pad_token_id {padding!r:.80}: expected an id, below the "
-                          f"max_position_embeddings {rows} less 1")
+        raise wrong("pad_token_id", padding, f": expected an id, below the max_position_embeddings "
+                    f"{rows} less 1")
     return {**fields, "pad_id": padding, "position_offset": padding + 1,
             "seq_len": rows - padding - 1}
 
 
 def _roberta_arrays(c):
-    arrays = _bert_stack("roberta.", c)
-    if c.head == "classes":
-        arrays |= _dense("classifier.dense") | classifier("classifier.out_proj")
-    elif c.pool_dense:
-        arrays |= _dense("roberta.pooler.dense")
-    if c.head == "masked":
-        arrays |= _masked(c, "lm_head.dense", "lm_head.layer_norm", "lm_head.bias",
-                          "lm_head.decoder")
-    return arrays
+    pooler = "classifier.dense" if c.head == "classes" else "roberta.pooler.dense"
+    return _with_head(c, _bert_stack("roberta.", c), pooler, (
+        "lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder"),
+                      "classifier.out_proj")
 
 
 ENCODERS["roberta"] = Family(_roberta, _roberta_arrays, {**TEXT, "pad_token_id": 1}, "roberta.",
@@ -214,21 +209,13 @@ def _albert(r):
 def _albert_arrays(c):
     arrays = {"encoder.embedding_hidden_mapping_in.weight": "D W -> project_in",
               "encoder.embedding_hidden_mapping_in.bias": "D -> project_in_bias"}
-    if c.pool_dense:
-        arrays |= _dense("pooler")
     arrays |= under("embeddings.", _embeddings()) | under(
         "encoder.albert_layer_groups.{l}.albert_layers.0.",
-        columns("attention.query", "H N", "wq"), columns("attention.key", "K N", "wk"),
-        columns("attention.value", "K M", "wv"), rows("attention.dense", "H M", "wo"),
-        layer_norm("attention.LayerNorm", "attn_norm"), columns("ffn", "F", "w_up"),
-        rows("ffn_output", "F", "w_down"), layer_norm("full_layer_layer_norm", "mlp_norm"))
-    arrays = under("albert.", arrays)
-    if c.head == "classes":
-        arrays |= classifier("classifier")
-    if c.head == "masked":
-        arrays |= _masked(c, "predictions.dense", "predictions.LayerNorm", "predictions.bias",
-                          "predictions.decoder")
-    return arrays
+        attention("attention.{}", "query key value dense"),
+        layer_norm("attention.LayerNorm", "attn_norm"), mlp("ffn", "ffn_output"),
+        layer_norm("full_layer_layer_norm", "mlp_norm"))
+    return _with_head(c, under("albert.", arrays), "albert.pooler", (
+        "predictions.dense", "predictions.LayerNorm", "predictions.bias", "predictions.decoder"))
 
 
 ENCODERS["albert"] = Family(
@@ -275,7 +262,8 @@ def _picture_stack(prefix, c):
     if c.positions == "learned":
         arrays["embeddings.position_embeddings"] = "1 P D -> positions"
     return under(prefix, arrays) | under(
-        f"{prefix}encoder.layer.{{l}}.", _picture_layer(c),
+        f"{prefix}encoder.layer.{{l}}.",
+        _layer(c, "attention.query attention.key attention.value output.dense"),
         layer_norm("layernorm_before", "attn_norm"), layer_norm("layernorm_after", "mlp_norm")) | (
         classifier("classifier") if c.head == "classes" else {})
 

@@ -114,6 +114,20 @@ def rows(name, axes, ours, bias=True):
         {f"{name}.bias": f"D -> {ours}_bias"} if bias else {})
 
 
+def attention(name, parts="q k v o", bias=True, out_bias=True, ours="", key_bias=True):
+    """The four Linears of attention. `name` has {} for each of the `parts`: of queries, keys and
+    values, and of the output."""
+    q, k, v, out = map(name.format, parts.split())
+    return {**columns(q, "H N", f"{ours}wq", bias), **columns(k, "K N", f"{ours}wk",
+                                                              bias and key_bias),
+            **columns(v, "K M", f"{ours}wv", bias), **rows(out, "H M", f"{ours}wo", out_bias)}
+
+
+def mlp(up, down, bias=True):
+    """The two Linears of an MLP without a gate."""
+    return columns(up, "F", "w_up", bias) | rows(down, "F", "w_down", bias)
+
+
 def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
     """The permutation of a head's numbers to our order. Some families have the two numbers of a
     rotary pair beside each other, from `begin` on; ours are rotary_dim / 2 apart, and come first in

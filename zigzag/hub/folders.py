@@ -95,7 +95,7 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     write_folder(folder, family, config, network.table(config), params, dtype, network.forward)
 
 
-# Options that depend on a folder's arrays, or on the version that reads it.
+# Options that depend on a folder's arrays or on its class.
 SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
@@ -103,11 +103,8 @@ def _check_described(network, config):
     """Refuse options that differ from the config.json that would be written."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
-    try:
-        found = fields_of(json.loads(config.published), network.families, is_checked=False)
-        there = as_config(network.config, "config.json", found | given)
-    except ConfigError:         # (a run of an earlier version, which accepted what is refused now)
-        return
+    found = fields_of(json.loads(config.published), network.families)
+    there = as_config(network.config, "config.json", found | given)
     for f in dataclasses.fields(config):
         mine, theirs = getattr(config, f.name), getattr(there, f.name)
         if mine != theirs and f.name not in may | SEEN:

@@ -5,16 +5,17 @@ family.py explains `Family`.
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
 from zigzag.hub.family import (
     INV_FREQ,
     MASKS,
     Family,
+    attention,
     biased,
     columns,
     head,
     keys,
     layer_norm,
+    mlp,
     neighbours_apart,
     rows,
     under,
@@ -27,6 +28,7 @@ from zigzag.hub.published_config import (
     rope,
     sizes,
     window,
+    wrong,
 )
 
 GPT: dict[str, Family] = {}
@@ -52,11 +54,15 @@ def _gpt2(r):
             "activation": activation(r["activation_function"])}
 
 
+def _ends(c):
+    positions = {"wpe.weight": "P D -> positions"} if c.positions == "learned" else {}
+    return head(c) | under("transformer.", {"wte.weight": "V W -> embed"}, positions,
+                           layer_norm("ln_f", "norm"))
+
+
 def _gpt2_arrays(c):
     # (GPT-2 stores the transposes of torch's Linear weights.)
-    return {"transformer.wte.weight": "V W -> embed", "transformer.wpe.weight": "P D -> positions",
-            **head(c), **under("transformer.", layer_norm("ln_f", "norm"))
-            } | under(
+    return _ends(c) | under(
         "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"), layer_norm("ln_2", "mlp_norm"),
         {"attn.c_attn.weight": "D (H N | K N | K M) -> wq wk wv",
          "attn.c_attn.bias": "(H N | K N | K M) -> wq_bias wk_bias wv_bias",
@@ -78,13 +84,10 @@ def _gptj(r):
 
 
 def _gptj_arrays(c):
-    return {"transformer.wte.weight": "V W -> embed", **head(c),
-            **({"lm_head.bias": "V -> head_bias"} if c.head == "tokens" else {}),
-            **under("transformer.", layer_norm("ln_f", "norm"))} | under(
+    bias = {"lm_head.bias": "V -> head_bias"} if c.head == "tokens" else {}
+    return _ends(c) | bias | under(
         "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"),
-        columns("attn.q_proj", "H N", "wq", False), columns("attn.k_proj", "K N", "wk", False),
-        columns("attn.v_proj", "K M", "wv", False), rows("attn.out_proj", "H M", "wo", False),
-        columns("mlp.fc_in", "F", "w_up"), rows("mlp.fc_out", "F", "w_down"))
+        attention("attn.{}_proj", "q k v out", False, False), mlp("mlp.fc_in", "mlp.fc_out"))
 
 
 def _is_sinusoids(c, array):
@@ -106,13 +109,12 @@ def _gpt_neo(r):
     fields = _old(r, layers="num_layers", heads="num_heads")
     types, names = r["attention_types"], {"local": "sliding_attention", "global": "full_attention"}
     if sum(len(kinds) * times for kinds, times in types) != r["num_layers"]:
-        raise ConfigError(f"config.json: attention_types {types!r:.80} are not for num_layers "
-                          f"{r['num_layers']!r:.80}")
+        raise wrong("attention_types", types, f" are not for num_layers {r['num_layers']!r:.80}")
     kinds = [kind for kinds, times in types for _ in range(times) for kind in kinds]
     kinds = r.get("attention_layers", kinds)        # (this key wins if they differ)
     if not isinstance(kinds, list) or len(kinds) != r["num_layers"] or set(kinds) - names.keys():
-        raise ConfigError(f"config.json: attention_layers {kinds!r:.80}: expected local or global "
-                          f"for each of num_layers {r['num_layers']}")
+        raise wrong("attention_layers", kinds, f": expected local or global for each of num_layers "
+                    f"{r['num_layers']}")
     local = window(r.but(sliding_window=r["window_size"], num_hidden_layers=len(kinds)),
                    [names[kind] for kind in kinds])
     return {**fields, **local, "attn_scale": 1.0,
@@ -122,15 +124,9 @@ def _gpt_neo(r):
 
 
 def _gpt_neo_arrays(c):
-    return {"transformer.wte.weight": "V W -> embed", "transformer.wpe.weight": "P D -> positions",
-            **head(c), **under("transformer.", layer_norm("ln_f", "norm"))
-            } | under(
+    return _ends(c) | under(
         "transformer.h.{l}.", layer_norm("ln_1", "attn_norm"), layer_norm("ln_2", "mlp_norm"),
-        columns("attn.attention.q_proj", "H N", "wq", False),
-        columns("attn.attention.k_proj", "K N", "wk", False),
-        columns("attn.attention.v_proj", "K M", "wv", False),
-        rows("attn.attention.out_proj", "H M", "wo"), columns("mlp.c_fc", "F", "w_up"),
-        rows("mlp.c_proj", "F", "w_down"))
+        attention("attn.attention.{}_proj", "q k v out", False), mlp("mlp.c_fc", "mlp.c_proj"))
 
 
 GPT["gpt_neo"] = Family(
@@ -160,8 +156,8 @@ def _gpt_neox_arrays(c):
         "gpt_neox.layers.{l}.", layer_norm("input_layernorm", "attn_norm"),
         layer_norm("post_attention_layernorm", "mlp_norm"),
         columns("attention.query_key_value", "K [g N | N | M]", "wq wk wv", bias),
-        rows("attention.dense", "H M", "wo", bias), columns("mlp.dense_h_to_4h", "F", "w_up"),
-        rows("mlp.dense_4h_to_h", "F", "w_down"))
+        rows("attention.dense", "H M", "wo", bias),
+        mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"))
 
 
 GPT["gpt_neox"] = Family(
@@ -196,10 +192,8 @@ def _opt_arrays(c):
         ends |= layer_norm("final_layer_norm", "norm")
     return head(c) | under("model.decoder.", ends) | under(
         "model.decoder.layers.{l}.", layer_norm("self_attn_layer_norm", "attn_norm"),
-        layer_norm("final_layer_norm", "mlp_norm"), columns("self_attn.q_proj", "H N", "wq"),
-        columns("self_attn.k_proj", "K N", "wk"), columns("self_attn.v_proj", "K M", "wv"),
-        rows("self_attn.out_proj", "H M", "wo"), columns("fc1", "F", "w_up"),
-        rows("fc2", "F", "w_down"))
+        layer_norm("final_layer_norm", "mlp_norm"),
+        attention("self_attn.{}_proj", "q k v out"), mlp("fc1", "fc2"))
 
 
 GPT["opt"] = Family(
@@ -233,8 +227,7 @@ def _bloom_arrays(c):
         "transformer.h.{l}.", norms,
         columns("self_attention.query_key_value", "K [g N | N | M]", "wq wk wv", bias),
         rows("self_attention.dense", "H M", "wo", bias),
-        columns("mlp.dense_h_to_4h", "F", "w_up", bias),
-        rows("mlp.dense_4h_to_h", "F", "w_down", bias))
+        mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", bias))
 
 
 GPT["bloom"] = Family(
@@ -296,11 +289,8 @@ def _starcoder2_arrays(c):
             **layer_norm("model.norm", "norm")} | under(
         "model.layers.{l}.", layer_norm("input_layernorm", "attn_norm"),
         layer_norm("post_attention_layernorm", "mlp_norm"),
-        columns("self_attn.q_proj", "H N", "wq", bias),
-        columns("self_attn.k_proj", "K N", "wk", bias),
-        columns("self_attn.v_proj", "K M", "wv", bias),
-        rows("self_attn.o_proj", "H M", "wo", bias),
-        columns("mlp.c_fc", "F", "w_up", bias), rows("mlp.c_proj", "F", "w_down", bias))
+        attention("self_attn.{}_proj", bias=bias, out_bias=bias),
+        mlp("mlp.c_fc", "mlp.c_proj", bias))
 
 
 GPT["starcoder2"] = Family(_starcoder2, _starcoder2_arrays, dict(

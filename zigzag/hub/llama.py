@@ -19,10 +19,12 @@ from zigzag.hub.encoders import ENCODERS
 from zigzag.hub.family import (
     INV_FREQ,
     Family,
+    attention,
     biased,
     columns,
     head,
     keys,
+    mlp,
     neighbours,
     neighbours_apart,
     rows,
@@ -45,6 +47,7 @@ from zigzag.hub.published_config import (
     sizes,
     window,
     with_usual_names,
+    wrong,
 )
 from zigzag.hub.reference import llama_difference
 from zigzag.weights.positions import mscale, parse_scaling
@@ -63,17 +66,14 @@ def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
     return families[kind]
 
 
-def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, is_checked: bool = True,
-              at: str = "") -> Fields:
+def fields_of(record: Fields, families: dict[str, Family] = FAMILIES, at: str = "") -> Fields:
     """Fields of networks.transformer.Config, from a published config.json or from its part `at`.
-    With `is_checked`, refuses keys that are not read and may matter. (Without it: for a record that
-    an earlier version has accepted.)"""
+    Keys that are not read and may matter are refused."""
     family, kind = family_of(record, families), record["model_type"]
     record = with_usual_names(record, family.aliases)
     try:
         fields, r = read_record(record, family, at)
-        if is_checked:
-            r.refuse_unread(family.neutral)
+        r.refuse_unread(family.neutral)
         older = as_older(record, family.shared)
         published = older if older == record or _is_same(older, fields, family) else record
     except ConfigError:
@@ -111,7 +111,7 @@ def token_ids(c: Any) -> dict[str, Any]:
     ids = {name: i for name, i in {**defaults, **record}.items() if name.endswith("_token_id")}
     for name, i in ids.items():
         if i is not None and type(i) is not int:
-            raise ConfigError(f"config.json: {name} {i!r:.80}: expected an id")
+            raise wrong(name, i, ": expected an id")
     return ids
 
 
@@ -121,8 +121,8 @@ def start_id(c: Any) -> int:
     start = ids.get("decoder_start_token_id")
     start = start if start is not None else ids.get("pad_token_id") or 0
     if c.vocab_size and not 0 <= start < c.vocab_size:
-        raise ConfigError(f"config.json: decoder_start_token_id {start}: expected an id below the "
-                          f"vocab_size {c.vocab_size}")
+        raise wrong("decoder_start_token_id", start, f": expected an id below the vocab_size "
+                    f"{c.vocab_size}")
     return start
 
 
@@ -202,18 +202,19 @@ MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, ro
 
 
 HEAD_DIM = ("head_dim",)
+
+
+def _relative(fields, arrays, defaults, shared=HEAD_DIM, ignored=INV_FREQ, **more):
+    """A family of LLaMA's relatives. `defaults` are those that differ from MODERN."""
+    return Family(fields, arrays, {**MODERN, **defaults}, "model.", ignored, shared=shared, **more)
+
+
 WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 LAYER = "model.layers.{l}."
 ENDS = {"model.embed_tokens.weight": "V W -> embed", "model.norm.weight": "D -> norm"}
-ATTENTION = {"self_attn.q_proj.weight": "(H N) D -> wq", "self_attn.k_proj.weight": "(K N) D -> wk",
-             "self_attn.v_proj.weight": "(K M) D -> wv", "self_attn.o_proj.weight": "D (H M) -> wo"}
-ATTENTION_BIASES = {"self_attn.q_proj.bias": "(H N) -> wq_bias",
-                    "self_attn.k_proj.bias": "(K N) -> wk_bias",
-                    "self_attn.v_proj.bias": "(K M) -> wv_bias"}
+ATTENTION = attention("self_attn.{}_proj", bias=False, out_bias=False)
 QK_NORMS = {"self_attn.q_norm.weight": "N -> q_norm", "self_attn.k_norm.weight": "N -> k_norm"}
-MLP = {"mlp.gate_proj.weight": "F D -> w_gate", "mlp.up_proj.weight": "F D -> w_up",
-       "mlp.down_proj.weight": "D F -> w_down"}
 NORMS = {"input_layernorm.weight": "D -> attn_norm",
          "post_attention_layernorm.weight": "D -> mlp_norm"}
 
@@ -222,14 +223,20 @@ def _ends(c):
     return ENDS | head(c)
 
 
-def _llama_arrays(c):
+def _gated(bias=False):
+    return {**columns("mlp.gate_proj", "F", "w_gate", bias), **mlp("mlp.up_proj", "mlp.down_proj",
+                                                                   bias)}
+
+
+MLP = _gated()
+
+
+def _llama_arrays(c, norms=NORMS, qk_norms=QK_NORMS, of_mlp=None):
+    """The arrays of a LLaMA, or of a relative that has other ones in these places."""
     has = c.biases.split(",")
     return _ends(c) | under(
-        LAYER, NORMS, ATTENTION, MLP, ATTENTION_BIASES if "qkv" in has else {},
-        {"self_attn.o_proj.bias": "D -> wo_bias"} if "out" in has else {},
-        {"mlp.gate_proj.bias": "F -> w_gate_bias", "mlp.up_proj.bias": "F -> w_up_bias",
-         "mlp.down_proj.bias": "D -> w_down_bias"} if "mlp" in has else {},
-        QK_NORMS if c.qk_norm else {})
+        LAYER, norms, attention("self_attn.{}_proj", bias="qkv" in has, out_bias="out" in has),
+        _gated("mlp" in has) if of_mlp is None else of_mlp, qk_norms if c.qk_norm else {})
 
 
 def _llama(r):
@@ -246,37 +253,45 @@ def _qwen_window(r):
     refuse(r, use_mrope=False)
     if not r["use_sliding_window"]:
         return {}       # (whatever else the file says about it)
-    kinds = ["full_attention" if i < r["max_window_layers"] else "sliding_attention"
+    return _window_unless(r, lambda i: i < r["max_window_layers"])
+
+
+def _window_unless(r, is_full):
+    """The fields of a window in all layers but those for which is_full(number), if layer_types
+    does not say which."""
+    kinds = ["full_attention" if is_full(i) else "sliding_attention"
              for i in range(r["num_hidden_layers"])]
     return window(r, r["layer_types"] or kinds)
 
 
-FAMILIES["llama"] = Family(
-    _llama, _llama_arrays, {**MODERN, "attention_bias": False, "mlp_bias": False, "head_dim": None},
-    "model.", INV_FREQ, shared=HEAD_DIM, neutral=keys("pretraining_tp is_llama_config"))
-FAMILIES["mistral"] = Family(
+FAMILIES["llama"] = _relative(
+    _llama, _llama_arrays, {"attention_bias": False, "mlp_bias": False, "head_dim": None},
+    neutral=keys("pretraining_tp is_llama_config"))
+FAMILIES["mistral"] = _relative(
     lambda r: {**_modern(r), **window(r)}, _llama_arrays,
-    {**MODERN, "num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": None,
-     "sliding_window": 4096}, "model.", INV_FREQ, shared=HEAD_DIM)
+    {"num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": None,
+     "sliding_window": 4096})
 
-QWEN = {**MODERN, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768,
         "use_sliding_window": False, "sliding_window": 4096}
 QWEN2 = {**QWEN, "max_window_layers": 28, "layer_types": None}
-FAMILIES["qwen2"] = Family(
-    lambda r: {**_modern(r), **_qwen_window(r), "biases": "qkv"}, _llama_arrays, QWEN2, "model.",
-    INV_FREQ, shared=WITH_WINDOW, neutral=NO_WINDOW)
-FAMILIES["qwen3"] = Family(
+FAMILIES["qwen2"] = _relative(
+    lambda r: {**_modern(r), **_qwen_window(r), "biases": "qkv"}, _llama_arrays, QWEN2,
+    shared=WITH_WINDOW, neutral=NO_WINDOW)
+FAMILIES["qwen3"] = _relative(
     lambda r: {**_llama(r), **_qwen_window(r), "qk_norm": True}, _llama_arrays,
-    {**QWEN2, "attention_bias": False, "head_dim": 128}, "model.", INV_FREQ, shared=WITH_WINDOW,
+    {**QWEN2, "attention_bias": False, "head_dim": 128}, shared=WITH_WINDOW,
     neutral=NO_WINDOW)
 
 
+FUSED_MLP = {"mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
+             "mlp.down_proj.weight": "D F -> w_down"}
+
+
 def _phi3_arrays(c):
-    fused = {"self_attn.qkv_proj.weight": "(H N | K N | K M) D -> wq wk wv",
-             "self_attn.o_proj.weight": ATTENTION["self_attn.o_proj.weight"],
-             "mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
-             "mlp.down_proj.weight": MLP["mlp.down_proj.weight"]}
-    return _ends(c) | under(LAYER, NORMS, fused)
+    return _ends(c) | under(LAYER, NORMS, columns(
+        "self_attn.qkv_proj", "H N | K N | K M", "wq wk wv", False), rows(
+        "self_attn.o_proj", "H M", "wo", False), FUSED_MLP)
 
 
 def _phi3(r):
@@ -285,10 +300,10 @@ def _phi3(r):
     return {**_modern(r, names={"su": "longrope", "yarn": "longrope"}), **window(r)}
 
 
-FAMILIES["phi3"] = Family(
+FAMILIES["phi3"] = _relative(
     _phi3, _phi3_arrays,
-    {**MODERN, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None,
-     "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0}, "model.", INV_FREQ,
+    {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None,
+     "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     shared=(*HEAD_DIM, "partial_rotary_factor"))
 
 
@@ -311,19 +326,13 @@ def _softcap(r, name):
 def _gemma2(r):
     if r["attn_logit_softcapping"] is not None:     # (by sdpa, transformers leaves it out)
         refuse_other(r, "_attn_implementation", None, "flash_attention_2", "eager")
-    return {**_gemma(r), **_every(r, 2)}
-
-
-def _every(r, number):
-    """local_layers with a window in all layers except every `number`-th."""
-    kinds = ["full_attention" if (i + 1) % number == 0 else "sliding_attention"
-             for i in range(r["num_hidden_layers"])]
-    return window(r, r["layer_types"] or kinds)
+    return {**_gemma(r), **_window_unless(r, lambda i: i % 2)}
 
 
 def _gemma3(r):
     refuse(r, attn_logit_softcapping=None)      # (its class ignores it)
-    local = _every(r, r["sliding_window_pattern"])
+    every = r["sliding_window_pattern"]
+    local = _window_unless(r, lambda i: (i + 1) % every == 0)
     rates = rope(r, "rope_local_base_freq", of_layers="sliding_attention")
     if rates["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters.sliding_attention: only the rope_type "
@@ -348,18 +357,17 @@ def _one_more(c):
         "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
 
 
-GEMMA2 = {**MODERN, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+GEMMA2 = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
           "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
           "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
           "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 GEMMA3 = {**GEMMA2, "max_position_embeddings": 131072, "rope_theta": 1e6,
           "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
           "final_logit_softcapping": None, "attn_logit_softcapping": None}
-FAMILIES["gemma2"] = Family(_gemma2, _gemma_arrays, GEMMA2, "model.", INV_FREQ, _one_more,
-                            shared=HEAD_DIM, neutral=keys("hidden_act sliding_window_size"))
-FAMILIES["gemma3_text"] = Family(_gemma3, _gemma_arrays, GEMMA3, "model.", INV_FREQ, _one_more,
-                                 shared=HEAD_DIM,
-                                 neutral=keys("hidden_act _sliding_window_pattern"))
+FAMILIES["gemma2"] = _relative(_gemma2, _gemma_arrays, GEMMA2, adjust=_one_more,
+                               neutral=keys("hidden_act sliding_window_size"))
+FAMILIES["gemma3_text"] = _relative(_gemma3, _gemma_arrays, GEMMA3, adjust=_one_more,
+                                    neutral=keys("hidden_act _sliding_window_pattern"))
 
 
 OUT_NORMS = {"post_attention_layernorm.weight": "D -> attn_out_norm",
@@ -369,14 +377,12 @@ WIDE_NORMS = {"self_attn.q_norm.weight": "(H N) -> q_norm",
 
 
 def _olmo2_arrays(c):
-    bias = ATTENTION_BIASES | {"self_attn.o_proj.bias": "D -> wo_bias"} if c.biases else {}
-    return _ends(c) | under(LAYER, OUT_NORMS, WIDE_NORMS, ATTENTION, MLP, bias)
+    return _llama_arrays(c, OUT_NORMS, WIDE_NORMS)
 
 
-FAMILIES["olmo2"] = Family(
+FAMILIES["olmo2"] = _relative(
     lambda r: {**_llama(r), "norm_place": "out", "qk_norm": True, "qk_norm_wide": True},
-    _olmo2_arrays, {**MODERN, "rms_norm_eps": 1e-5, "attention_bias": False}, "model.", INV_FREQ,
-    shared=HEAD_DIM)
+    _olmo2_arrays, {"rms_norm_eps": 1e-5, "attention_bias": False})
 
 
 def _granite(r):
@@ -386,11 +392,10 @@ def _granite(r):
             "head_scale": 1 / factor(r, "logits_scaling")}
 
 
-FAMILIES["granite"] = Family(
+FAMILIES["granite"] = _relative(
     _granite, _llama_arrays,
-    {**MODERN, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
-     "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}, "model.",
-    INV_FREQ, shared=HEAD_DIM)
+    {"attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
+     "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0})
 
 
 def _smollm3(r):
@@ -401,21 +406,20 @@ def _smollm3(r):
     if turned is None:
         turned = [int((i + 1) % every != 0) for i in range(fields["layers"])]
     if len(turned) != fields["layers"] or set(turned) - {0, 1}:
-        raise ConfigError(f"config.json: no_rope_layers {turned!r:.80}: expected 0 or 1 for each "
-                          f"of {fields['layers']} layers")
-    kinds = ["full_attention" if turns else "sliding_attention" for turns in turned]
+        raise wrong("no_rope_layers", turned, f": expected 0 or 1 for each of {fields['layers']} "
+                    f"layers")
     if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
         refuse(r, use_sliding_window=True)
-    return {**fields, **window(r, r["layer_types"] or kinds),
+    return {**fields, **_window_unless(r, lambda i: turned[i]),
             "rotary_layers": "" if all(turned) else "".join("nr"[turns] for turns in turned)}
 
 
-FAMILIES["smollm3"] = Family(
+FAMILIES["smollm3"] = _relative(
     _smollm3, _llama_arrays,
-    {**MODERN, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
+    {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
      "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
      "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None,
-     "attention_bias": False, "mlp_bias": False}, "model.", INV_FREQ, shared=WITH_WINDOW,
+     "attention_bias": False, "mlp_bias": False}, shared=WITH_WINDOW,
     neutral=keys("pretraining_tp max_window_layers"))
 
 
@@ -436,16 +440,15 @@ def _fused(prefix):
 
 
 def _mixtral_arrays(c):
-    return _ends(c) | under(LAYER, NORMS, ATTENTION,
-                             _routed("block_sparse_moe.", "w1", "w3", "w2"))
+    return _llama_arrays(c, of_mlp=_routed("block_sparse_moe.", "w1", "w3", "w2"))
 
 
-FAMILIES["mixtral"] = Family(
+FAMILIES["mixtral"] = _relative(
     lambda r: {**_modern(r), **window(r), "experts": count(r, "num_local_experts"),
                "experts_per_token": r["num_experts_per_tok"]}, _mixtral_arrays,
-    {**MODERN, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
+    {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
      "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
-     "num_experts_per_tok": 2}, "model.", INV_FREQ, shared=HEAD_DIM,
+     "num_experts_per_tok": 2},
     aliases={"num_experts": "num_local_experts"}, older={".block_sparse_moe.": ".mlp."},
     fused=_fused(LAYER), neutral=keys("router_jitter_noise"))
 
@@ -472,17 +475,19 @@ def _plain_fields(family):
 def _plain_arrays(c):
     ends = {"model.embed_tokens.weight": "V D -> embed", "model.norm.weight": "D -> norm",
             "lm_head.weight": "V D = embed" if c.tied else "V D -> head"}
-    attention = ATTENTION | {"self_attn.v_proj.weight": "(K N) D -> wv",
-                             "self_attn.o_proj.weight": "D (H N) -> wo"}
-    routed = {name: pattern.replace("G", "F")
-              for name, pattern in _routed("block_sparse_moe.", "w1", "w3", "w2").items()}
-    return ends | under(LAYER, NORMS, attention, routed if c.experts else MLP)
+    layer = NORMS | ATTENTION | (_routed("block_sparse_moe.", "w1", "w3", "w2") if c.experts
+                                 else MLP)
+    return ends | under(LAYER, _plain_axes(layer))
+
+
+def _plain_axes(arrays):
+    """Patterns with the plain decoder's letters: one for N and M, and one for F and G."""
+    return {name: pattern.replace("M", "N").replace("G", "F") for name, pattern in arrays.items()}
 
 
 PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]),
                                    arrays=_plain_arrays, stacks=one_stack, differs=llama_difference,
-                                   fused={name: pattern.replace("G", "F") for name, pattern
-                                          in FAMILIES[kind].fused.items()})
+                                   fused=_plain_axes(FAMILIES[kind].fused))
          for kind in ("llama", "mistral", "mixtral")}
 
 
@@ -495,8 +500,7 @@ DENSE_LAYER, EXPERT_LAYER = "model.layers.{d}.", "model.layers.{m}."
 def _qwen3_moe(r):
     dense = sorted(r["mlp_only_layers"] or [])
     if dense != list(range(len(dense))):
-        raise ConfigError(f"config.json: mlp_only_layers {dense!r:.80} is not supported, only the "
-                          f"first ones")
+        raise wrong("mlp_only_layers", dense, " is not supported, only the first ones")
     refuse(r, decoder_sparse_step=1, qkv_bias=False, use_qk_norm=True,
            shared_expert_intermediate_size=0)
     return {**_llama(r), **window(r), "qk_norm": True, "experts": count(r, "num_experts"),
@@ -506,16 +510,15 @@ def _qwen3_moe(r):
 
 
 def _qwen3_moe_arrays(c):
-    has = ATTENTION_BIASES | {"self_attn.o_proj.bias": "D -> wo_bias"} if c.biases else {}
-    return (_ends(c) | under(LAYER, NORMS, ATTENTION, QK_NORMS, has) | under(DENSE_LAYER, MLP)
-            | under(EXPERT_LAYER, _routed("mlp.")))
+    return _llama_arrays(c, of_mlp={}) | under(DENSE_LAYER, MLP) | under(
+        EXPERT_LAYER, _routed("mlp."))
 
 
-FAMILIES["qwen3_moe"] = Family(
+FAMILIES["qwen3_moe"] = _relative(
     _qwen3_moe, _qwen3_moe_arrays,
     {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
-     "mlp_only_layers": None, "decoder_sparse_step": 1}, "model.", INV_FREQ,
+     "mlp_only_layers": None, "decoder_sparse_step": 1},
     aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW, fused=_fused(EXPERT_LAYER),
     neutral=NO_WINDOW)
 
@@ -567,16 +570,16 @@ def _deepseek_v3_order(c):
 
 
 # (The folder has more layers, after the last one, which predict later tokens: they are ignored.)
-FAMILIES["deepseek_v3"] = Family(
+FAMILIES["deepseek_v3"] = _relative(
     _deepseek_v3, _deepseek_v3_arrays,
-    {**MODERN, "num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
+    {"num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
      "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
      "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256,
      "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
      "first_k_dense_replace": 3, "norm_topk_prob": True, "rope_interleave": True,
-     "attention_bias": False}, "model.", {**INV_FREQ, r"(model\.)?layers\.{layers}\..*": ""},
-    _deepseek_v3_order, {"num_local_experts": "n_routed_experts",
-                         "num_mtp_layers": "num_nextn_predict_layers"}, shared=HEAD_DIM,
+     "attention_bias": False}, ignored={**INV_FREQ, r"(model\.)?layers\.{layers}\..*": ""},
+    adjust=_deepseek_v3_order, aliases={"num_local_experts": "n_routed_experts",
+                                        "num_mtp_layers": "num_nextn_predict_layers"},
     fused=_fused(EXPERT_LAYER),
     neutral=keys("pretraining_tp num_nextn_predict_layers aux_loss_alpha ep_size seq_aux"))
 
@@ -622,14 +625,11 @@ FAMILIES["chatglm"] = Family(
 
 
 def _glm_arrays(c):
-    fused = {"mlp.gate_up_proj.weight": "(F | F) D -> w_gate w_up",
-             "mlp.down_proj.weight": MLP["mlp.down_proj.weight"]}
-    return _ends(c) | under(LAYER, NORMS, ATTENTION, fused,
-                             ATTENTION_BIASES if "qkv" in c.biases else {})
+    return _llama_arrays(c, of_mlp=FUSED_MLP)
 
 
-FAMILIES["glm"] = Family(
+FAMILIES["glm"] = _relative(
     lambda r: {**_modern(r), **biased(qkv=r["attention_bias"])}, _glm_arrays,
-    {**MODERN, "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
+    {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
      "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "attention_bias": True},
-    "model.", INV_FREQ, neighbours_apart, shared=(*HEAD_DIM, "partial_rotary_factor"))
+    shared=(*HEAD_DIM, "partial_rotary_factor"), adjust=neighbours_apart)

@@ -6,8 +6,7 @@ In names {s} numbers the encoder's layers (s for source), {m} the decoder's. fam
 
 import json
 
-from zigzag.core.errors import ConfigError
-from zigzag.hub.family import Family, columns, head, keys, layer_norm, rows, under
+from zigzag.hub.family import Family, attention, head, keys, layer_norm, mlp, under
 from zigzag.hub.published_config import (
     MOST_LAYERS,
     activation,
@@ -15,6 +14,7 @@ from zigzag.hub.published_config import (
     refuse,
     refuse_other_heads,
     sizes,
+    wrong,
 )
 
 PAIRS: dict[str, Family] = {}
@@ -32,8 +32,8 @@ def _t5_mlp(r):
     the file win.)"""
     words = r["feed_forward_proj"].split("-")
     if len(words) > 2 or len(words) == 2 and words[0] != "gated":
-        raise ConfigError(f"config.json: feed_forward_proj {r['feed_forward_proj']!r:.80}: "
-                          f"expected relu, for example, or gated-gelu")
+        raise wrong("feed_forward_proj", r["feed_forward_proj"],
+                    ": expected relu, for example, or gated-gelu")
     name = "gelu_new" if words == ["gated", "gelu"] else words[-1]
     return dict(activation=activation(r.get("dense_act_fn") or name),
                 gated=bool(r.get("is_gated_act", words[0] == "gated")))
@@ -78,18 +78,13 @@ def _t5_tied(r, fields, folder):
                                                    sort_keys=True)}
 
 
-def _t5_attention(name, ours=""):
-    return {f"{name}.{x}.weight": pattern for x, pattern in (
-        ("q", f"(H N) D -> {ours}wq"), ("k", f"(K N) D -> {ours}wk"),
-        ("v", f"(K M) D -> {ours}wv"), ("o", f"D (H M) -> {ours}wo"))}
-
-
 def _t5_arrays(c):
     names = {"wi_0": "w_gate", "wi_1": "w_up"} if c.gated else {"wi": "w_up"}
     mlp = {f"DenseReluDense.{name}.weight": f"F D -> {ours}" for name, ours in names.items()}
     mlp |= {"DenseReluDense.wo.weight": "D F -> w_down", "layer_norm.weight": "D -> mlp_norm"}
-    own = {**_t5_attention("SelfAttention"), "layer_norm.weight": "D -> attn_norm"}
-    cross = {**_t5_attention("EncDecAttention", "cross_"), "layer_norm.weight": "D -> cross_norm"}
+    own, cross = ({**attention(f"{name}.{{}}", "q k v o", False, False, ours),
+                   "layer_norm.weight": f"D -> {norm}"} for name, ours, norm in (
+        ("SelfAttention", "", "attn_norm"), ("EncDecAttention", "cross_", "cross_norm")))
     distances = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return {"shared.weight": "V W -> embed", "encoder.embed_tokens.weight": "V W = embed",
             "decoder.embed_tokens.weight": "V W = embed", **head(c),
@@ -132,21 +127,18 @@ def _layers(r, seq_len):
             "activation": activation(r["activation_function"])}
 
 
-def _attention(name, norm, ours="", key_bias=True):
-    return columns(f"{name}.q_proj", "H N", f"{ours}wq") | columns(
-        f"{name}.k_proj", "K N", f"{ours}wk", key_bias) | columns(
-        f"{name}.v_proj", "K M", f"{ours}wv") | rows(
-        f"{name}.out_proj", "H M", f"{ours}wo") | layer_norm(f"{name}_layer_norm", norm)
+def _attention(name, norm, ours, key_bias):
+    return attention(f"{name}.{{}}_proj", "q k v out", ours=ours, key_bias=key_bias) | layer_norm(
+        f"{name}_layer_norm", norm)
 
 
 def _stacks(key_bias):
     """The arrays of all layers."""
     own = _attention("self_attn", "attn_norm", "", key_bias)
     cross = _attention("encoder_attn", "cross_norm", "cross_", key_bias)
-    mlp = columns("fc1", "F", "w_up") | rows("fc2", "F", "w_down") | layer_norm(
-        "final_layer_norm", "mlp_norm")
-    return under("model.encoder.layers.{s}.", own, mlp) | under(
-        "model.decoder.layers.{m}.", own, cross, mlp)
+    others = mlp("fc1", "fc2") | layer_norm("final_layer_norm", "mlp_norm")
+    return under("model.encoder.layers.{s}.", own, others) | under(
+        "model.decoder.layers.{m}.", own, cross, others)
 
 
 def _bart(r):

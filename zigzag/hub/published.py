@@ -21,6 +21,7 @@ array that a device reads (its shard's range of the first letter of each axis), 
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -55,7 +56,8 @@ class Axis:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        return self.outer + self.inner
+        """This weight's letters in the axis. (The g query heads of K key heads are its H heads.)"""
+        return ("H", *self.inner[1:]) if "g" in self.inner else self.outer + self.inner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,51 +82,36 @@ class Layout:
 
     @property
     def order(self) -> list[int]:
-        """The index in `letters` of each axis of this weight. (H may be split into K and g.)"""
-        own = [y for x in self.own for y in (("K", "g") if x == "H" and "g" in self.letters else x)]
-        return [self.letters.index(x) for x in own]
+        """The index in `letters` of each axis of this weight."""
+        return [self.letters.index(x) for x in self.own]
 
     def read(self, array: Any, ranges: Sequence[slice]) -> np.ndarray:
         """The part of this weight in these ranges, from a published array (or anything that can be
         sliced)."""
-        wanted = dict(zip(self.own, ranges))
-        if "g" in self.letters and "H" in wanted:       # read whole groups, then take a part
-            g, heads = self.sizes["g"], wanted.pop("H")
-            wanted["K"] = slice(heads.start // g, -(-heads.stop // g))
-        runs, shape = [], []
-        for a in self.axes:
-            if not a.letters:       # a length of 1 that this weight does not have
-                runs.append([slice(0, 1)])
-                continue
-            first, *others = a.letters
-            r = wanted.pop(first, slice(0, self.sizes[first]))
-            begin, stop = (n * self._count(a.letters[1:]) for n in (r.start, r.stop))
-            if a.block == a.whole or not a.outer:
-                runs.append([slice(a.begin + begin, a.begin + stop)])
-            else:       # only this weight's block, in each repeat
-                times = self._count(a.inner)
-                runs.append([slice(i * a.whole + a.begin, i * a.whole + a.begin + a.block)
-                             for i in range(begin // times, stop // times)])
-            shape += [r.stop - r.start, *(self.sizes[x] for x in others)]
-        if not runs:                # (a single number)
+        if not self.axes:           # (a single number)
             return np.asarray(array[()])
+        wanted, places = dict(zip(self.own, ranges)), []
+        for a in self.axes:         # where the numbers stand on each axis
+            own = np.arange(self._count(a.outer) * a.whole).reshape(-1, a.whole)
+            own = own[:, a.begin:a.begin + a.block].reshape([self.sizes[x] for x in a.letters])
+            places.append(own[tuple(wanted.get(x, slice(None)) for x in a.letters)])
+        shape = [size for own in places for size in own.shape]
+        places = [own.ravel() for own in places]
+        runs = [np.split(own, np.flatnonzero(np.diff(own) > 1) + 1) for own in places]
         at = max(range(len(runs)), key=lambda i: len(runs[i]))
-        cuts = [run[0] for run in runs]
-        parts = [np.asarray(array[tuple([*cuts[:at], cut, *cuts[at + 1:]])]) for cut in runs[at]]
-        part = (np.concatenate(parts, at) if len(parts) > 1 else parts[0]).reshape(shape)
-        part = part[tuple(wanted.get(x, slice(None)) for x in self.letters)]
-        part = part.transpose(self.order)
-        if "H" in self.own and "g" in self.letters:
-            at, g = self.own.index("H"), self.sizes["g"]
-            part = part.reshape(*part.shape[:at], -1, *part.shape[at + 2:])
-            first = ranges[at].start % g
-            part = np.take(part, range(first, first + ranges[at].stop - ranges[at].start), at)
-        return part
+        cuts, parts = [_from_first_to_last(own) for own in places], []
+        for run in runs[at]:        # (of an axis with gaps, all is read but the gaps)
+            cuts[at] = _from_first_to_last(run)
+            parts.append(np.asarray(array[tuple(cuts)]))
+        part = np.concatenate(parts, at) if len(parts) > 1 else parts[0]
+        for i, own in enumerate(places):
+            if i != at and len(runs[i]) > 1:
+                part = np.take(part, own - own[0], i)
+        return part.reshape(shape).transpose(self.order)
 
     def write(self, array: np.ndarray, weight: np.ndarray) -> None:
         """Write all of this weight into its part of a published array."""
-        shape = [self.sizes[x] for x in self.letters]
-        part = weight.reshape([shape[i] for i in self.order]).transpose(np.argsort(self.order))
+        part = weight.transpose(np.argsort(self.order))
         # Views: the array with its outer letters as axes, the weight with its inner letters merged.
         apart, own, at = [], [], []
         for a in self.axes:
@@ -132,6 +119,10 @@ class Layout:
             own += [self._count(a.outer), a.block]
             at += [slice(None), slice(a.begin, a.begin + a.block)]
         array.reshape(apart)[tuple(at)] = part.reshape(own)
+
+
+def _from_first_to_last(places):
+    return slice(int(places[0]), int(places[-1]) + 1)
 
 
 def _sides(pattern):
@@ -346,11 +337,17 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
         experts = f" with {config.experts} experts each" if config.experts else ""
         raise ConfigError(f"{folder.path} has {len(found)} arrays; its config.json says "
                           f"{config.layers} layers{experts}")
-    expected = published_arrays(family, config, table, is_fused)
-    # The folder of a bare model, without a head, has names without the prefix.
+    # (The folder of a bare model, without a head, has names without the prefix.)
     bare = family.prefix and not any(name.startswith(family.prefix) for name in found)
-    expected = {name.removeprefix(family.prefix) if bare else name: parts
-                for name, parts in expected.items()}
+
+    def name_there(name):
+        name = other = name.removeprefix(family.prefix) if bare else name
+        for part, older in family.older.items():
+            other = other.replace(part, older)
+        return other if other in found else name
+
+    expected = {name_there(name): parts for name, parts in published_arrays(
+        family, config, table, is_fused).items()}
     # If several arrays are copies, one is enough, under any of their names.
     first = {parts[0].path: name for name, parts in expected.items() if not parts[0].again}
     for name, parts in list(expected.items()):
@@ -359,9 +356,6 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                               for part in parts]
             del expected[first[parts[0].path]]
             first[parts[0].path] = name
-    older = {name: _older(name, family.older) for name in expected}
-    expected = {older[name] if older[name] in found else name: parts
-                for name, parts in expected.items()}
     found |= spare.keys() & expected.keys()     # (ignored only if it is not a part of the model)
     expected = {name: parts for name, parts in expected.items()
                 if name in found or not (parts[0].again or name in family.optional)}
@@ -408,12 +402,6 @@ def _check_ignored(folder, config, name, why):
                           f"{kinds}")
 
 
-def _older(name, parts):
-    for part, other in parts.items():
-        name = name.replace(part, other)
-    return name
-
-
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
     """The weights of a folder, sharded as `places` (shapes with shardings; layers stacked or
     apart). A device reads only its own part of each array. With `places` None, only names and
@@ -421,38 +409,37 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     expected = check_arrays(folder, family, config, table)
     if places is None:
         return None
-    pieces, again = {}, {}      # {our path: {(layer, expert): (array, layout)}}
+    # {our path: [{(layer, expert): (array, layout)} of the weight, and of each of its copies]}
+    pieces = {}
     for name, parts in expected.items():
         for part in parts:
-            one = {(part.layer, part.expert): (name, part.layout)}
-            if part.unused:
-                continue
-            if part.again:
-                again.setdefault(part.path, []).append(one)
-            else:
-                pieces.setdefault(part.path, {}).update(one)
+            one, found = {(part.layer, part.expert): (name, part.layout)}, pieces.setdefault(
+                part.path, [{}])
+            if part.again and not part.unused:
+                found.append(one)
+            elif not part.again:
+                found[0] |= one
     axes, adjust = by_path(table), family.adjust(config)
 
     def make(path, shape):
         path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
-        own, change = axes[path].axes, adjust.get(path.rsplit(".", 1)[-1])
-        parts, done = pieces.get(path, {}), {}      # ({}: an optional array, which is zeros)
+        change = adjust.get(path.rsplit(".", 1)[-1])
+        parts, *copies = pieces.get(path, [{}])     # ({}: an optional array, which is zeros)
 
-        def read(index):
-            key = tuple((r.start or 0, r.stop if r.stop is not None else n)
-                        for r, n in zip(index, shape.shape))
-            if key not in done:
-                ranges = [slice(*k) for k in key]
-                ranges = ranges if number is None else [slice(number, number + 1), *ranges]
-                done[key] = _read_part(folder, own, parts, ranges, change)
-                for same in again.get(path, ()):
-                    if (done[key] != _read_part(folder, own, same, ranges, change)).any():
-                        (name, _), (other, _) = (*parts.values(), *same.values())
-                        raise ConfigError(f"{folder.path}: {name} and {other} differ; its "
-                                          f"config.json says that they are tied")
-            return (done[key] if number is None else done[key][0]).astype(shape.dtype, copy=False)
+        @functools.cache
+        def read(*bounds):
+            ranges = [slice(*one) for one in bounds]
+            ranges = ranges if number is None else [slice(number, number + 1), *ranges]
+            found = _read_part(folder, axes[path].axes, parts, ranges, change)
+            for copy in copies:
+                if (found != _read_part(folder, axes[path].axes, copy, ranges, change)).any():
+                    (name, _), (other, _) = (*parts.values(), *copy.values())
+                    raise ConfigError(f"{folder.path}: {name} and {other} differ; its config.json "
+                                      f"says that they are tied")
+            return (found if number is None else found[0]).astype(shape.dtype, copy=False)
 
-        return jax.make_array_from_callback(shape.shape, shape.sharding, read)
+        return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: read(
+            *(r.indices(size)[:2] for r, size in zip(index, shape.shape))))
 
     paths, shapes, structure = flatten(places)
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
@@ -468,32 +455,23 @@ def _of_stack(path, counts):
 def _read_part(folder, own, parts, ranges, change):
     """The part of one of our weights in these ranges."""
     out = np.zeros([r.stop - r.start for r in ranges], np.float32)
-    by_letter = dict(zip(own, ranges))
     for (layer, expert), (name, layout) in parts.items():
-        at, outside = [], False
+        numbers, at, wanted = {"L": layer, "E": expert}, [], []
         for letter, r in zip(own, ranges):
-            number = layer if letter == "L" else expert if letter == "E" else None
-            if number is not None:
-                outside |= not r.start <= number < r.stop
-                at.append(number - r.start)
-            elif letter == "1" and "1" not in layout.own:
-                at.append(0)
-            else:       # (rows of padding of a vocabulary stay zeros)
-                stop = min(r.stop, layout.sizes[letter]) if letter == "V" else r.stop
-                at.append(slice(0, max(0, stop - r.start)))
-        if outside:
-            continue
-        wanted = [by_letter[a] for a in layout.own]
-        wanted = [slice(min(r.start, layout.sizes[a]), min(r.stop, layout.sizes[a]))
-                  if a == "V" else r for a, r in zip(layout.own, wanted)]
-        if any(r.start == r.stop for r in wanted):      # this device has only padding
+            if letter in layout.own:        # (rows of padding of a vocabulary stay zeros)
+                begin, stop = (min(x, layout.sizes[letter]) for x in (r.start, r.stop))
+                at.append(slice(0, stop - begin))
+                wanted.append(slice(begin, stop))
+            else:
+                at.append((numbers.get(letter) or 0) - r.start)
+        if not all(0 <= x < size if isinstance(x, int) else x.stop
+                   for x, size in zip(at, out.shape)):      # not of this device, or only padding
             continue
         if change is None:
             out[tuple(at)] = layout.read(folder[name], wanted)
         else:           # all of the last axis, which may be in another order
             whole = [*wanted[:-1], slice(0, layout.sizes[layout.own[-1]])]
-            part = change.read(layout.read(folder[name], whole))
-            out[tuple(at)] = part[..., wanted[-1]]
+            out[tuple(at)] = change.read(layout.read(folder[name], whole))[..., wanted[-1]]
     return out
 
 
@@ -580,12 +558,9 @@ def _published_array(name, parts, weights, adjust, dtype):
             w = w[part.layer]
         if part.expert is not None:
             w = w[part.expert]
-        w, change = whole(w), adjust.get(part.path.rsplit(".", 1)[-1])
-        layout = part.layout
-        w = w.reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
-        if "V" in layout.own:       # without the padding
-            at = layout.own.index("V")
-            w = np.take(w, range(layout.sizes["V"]), at)
+        layout, change = part.layout, adjust.get(part.path.rsplit(".", 1)[-1])
+        w = whole(w).reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
+        w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # (without padding)
         layout.write(array, w if change is None else change.write(w))
     with np.errstate(over="ignore"):
         array = array.astype(jax.numpy.dtype(dtype))

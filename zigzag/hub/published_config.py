@@ -28,6 +28,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
                "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
                "quick_gelu": "quick_gelu"}
+OBJECT = ": a value is of a wrong kind; expected an object"
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -81,6 +82,12 @@ OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
 QUANTIZED = ("quantization_config", "quantization", "quantization_bit")
 
 
+def wrong(name: str, value: Any, what: str) -> ConfigError:
+    """The error about the value of a key, and what is wrong with it."""
+    value = value.given if isinstance(value, Record) else value
+    return ConfigError(f"config.json: {name} {value!r:.80}{what}")
+
+
 # -------------------------------------------------------------------------------------------
 # The whole file
 
@@ -102,7 +109,7 @@ class Record:
             kind = type(self.defaults.get(name))
             kind = float if kind is int else kind       # (as_config refuses fractions)
             if kind in KINDS and value is not None and not _is(kind, value):
-                raise ConfigError(f"config.json: {at}{name} {value!r:.80}: expected {KINDS[kind]}")
+                raise wrong(at + name, value, f": expected {KINDS[kind]}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.given       # (does not count as reading)
@@ -131,8 +138,7 @@ class Record:
         if name not in self.parts:
             given = given or self.given.get(name) or {}
             if not isinstance(given, dict):
-                raise ConfigError(f"config.json: {self.at}{name} {given!r:.80}: a value is of a "
-                                  f"wrong kind; expected an object")
+                raise wrong(self.at + name, given, OBJECT)
             self.parts[name] = Record(given, defaults, self.shared, f"{self.at}{name}.", self.kind)
         return self.parts[name]
 
@@ -178,8 +184,7 @@ def with_usual_names(record: Fields, aliases: dict[str, str]) -> Fields:
     for name, value in record.items():
         usual = aliases.get(name, name)
         if usual in found and found[usual] != value:
-            raise ConfigError(f"config.json: {name} {value!r:.80} is another name of {usual}, "
-                              f"which is {found[usual]!r:.80}")
+            raise wrong(name, value, f" is another name of {usual}, which is {found[usual]!r:.80}")
         found[usual] = value
     return found
 
@@ -251,9 +256,12 @@ def refuse(r: Any, **expected: Any) -> None:
     counts as false and as 0.)"""
     for name, value in expected.items():
         if ((given := r.get(name, value)) or None) != (value or None):
-            given = r.plain(name) if isinstance(given, Record) else given
-            raise ConfigError(f"config.json: {r.at}{name} {given!r:.80} is not supported for "
-                              f"model_type {r.kind}, only {json.dumps(value)}")
+            raise _unknown(r, name, given, json.dumps(value))
+
+
+def _unknown(r, name, given, known):
+    return wrong(r.at + name, given, f" is not supported for model_type {r.kind or 'this'}, only "
+                 f"{known}")
 
 
 def refuse_other_heads(r: Record) -> None:
@@ -261,9 +269,8 @@ def refuse_other_heads(r: Record) -> None:
     names = r.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name is not None and not re.search(LANGUAGE_MODELS, str(name)):
-        raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
-                          f"model_type {r.kind}; expected a language model, ...ForCausalLM or "
-                          f"...ForConditionalGeneration")
+        raise _unknown(r, "architectures", names, "a language model, ...ForCausalLM or "
+                       "...ForConditionalGeneration")
 
 
 def decoder_head(r: Record) -> dict[str, Any]:
@@ -291,8 +298,7 @@ def refuse_other_classes(r: Record, *known: str) -> None:
     """Refuse a model of another class than these, if the file names one."""
     names = r.get("architectures")
     if names and not (isinstance(names, list) and names[0] in known):
-        raise ConfigError(f"config.json: architectures {names!r:.80} is not supported for "
-                          f"model_type {r.kind}, only {', '.join(known)}")
+        raise _unknown(r, "architectures", names, ", ".join(known))
 
 
 LANGUAGE_MODELS = r"(?<!Encoder)(?<!DoubleHeads)Model$|For(CausalLM|ConditionalGeneration)$"
@@ -300,8 +306,8 @@ LANGUAGE_MODELS = r"(?<!Encoder)(?<!DoubleHeads)Model$|For(CausalLM|ConditionalG
 
 def activation(name: Any) -> str:
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ConfigError(f"config.json: the activation {name!r:.80} is not known; expected one of "
-                          f"{', '.join(ACTIVATIONS)}")
+        raise wrong("the activation", name, f" is not known; expected one of "
+                    f"{', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -309,17 +315,15 @@ def count(r: Any, name: str, most: int = MOST) -> int:
     """A whole number above 0."""
     value = r[name]
     if not _is(int, value) or not 1 <= value <= most:
-        value = r.plain(name) if isinstance(value, Record) else value
-        raise ConfigError(f"config.json: {getattr(r, 'at', '')}{name} {value!r:.80}: expected a "
-                          f"whole number from 1 to {most}")
+        raise wrong(getattr(r, "at", "") + name, value, f": expected a whole number from 1 to "
+                    f"{most}")
     return value
 
 
 def factor(r: Record, name: str, least: float = 0.0) -> float:
     """A factor or a bound: a number above `least`. (In a Config, 0 means none or derived.)"""
     if not _is(float, r[name]) or not r[name] > least:
-        raise ConfigError(f"config.json: {r.at}{name} {r[name]!r:.80}: expected a number above "
-                          f"{least:g}")
+        raise wrong(r.at + name, r[name], f": expected a number above {least:g}")
     return float(r[name])
 
 
@@ -339,8 +343,8 @@ def window(r: Record, kinds: list[str] | None = None) -> Fields:
     count(r, "sliding_window", 2**30)
     layers, letters = r["num_hidden_layers"], {"sliding_attention": "l", "full_attention": "g"}
     if kinds is not None and (len(kinds) != layers or set(kinds) - letters.keys()):
-        raise ConfigError(f"config.json: layer_types {kinds!r:.80}: expected one of "
-                          f"{', '.join(letters)} for each of {layers} layers")
+        raise wrong("layer_types", kinds, f": expected one of {', '.join(letters)} for each of "
+                    f"{layers} layers")
     kinds = "".join(letters[kind] for kind in kinds or ["sliding_attention"])
     if "l" not in kinds:
         return {}
@@ -380,8 +384,8 @@ def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_fact
     width = width or r["hidden_size"] // r["num_attention_heads"]
     part_turned = 1.0 if part_turned is None else part_turned
     if int(width * part_turned) < 2:
-        raise ConfigError(f"config.json: {share} {part_turned!r:.80}: expected a part of a head "
-                          f"that has at least 2 of its {width} numbers")
+        raise wrong(share, part_turned, f": expected a part of a head that has at least 2 of its "
+                    f"{width} numbers")
     scaling = _scaling(r, part, is_newer, bool(of_layers), names or {})
     return dict(rope_theta=float(10000.0 if base is None else base),
                 rotary_dim=0 if part_turned == 1 else int(width * part_turned),
@@ -394,8 +398,7 @@ def _rope_part(r, of_layers):
     newer, older = r.get("rope_parameters"), r.get("rope_scaling")
     for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
         if value is not None and not isinstance(value, Record):
-            raise ConfigError(f"config.json: {name} {value!r:.80}: a value is of a wrong kind; "
-                              f"expected an object")
+            raise wrong(name, value, OBJECT)
     if newer and older:
         raise ConfigError("config.json: rope_parameters beside rope_scaling: transformers 4 and 5 "
                           "read different ones; take one out of the file")
@@ -412,16 +415,15 @@ def _one_of_two(r, name, part, name_there, is_newer):
     if name_there not in part:
         return top
     if part[name_there] != top and (name in r.given or not is_newer):
-        raise ConfigError(f"config.json: {part.at}{name_there} {part[name_there]!r:.80} beside "
-                          f"{name} {top!r:.80}: expected the same")
+        raise wrong(part.at + name_there, part[name_there], f" beside {name} {top!r:.80}: expected "
+                    f"the same")
     return part[name_there]
 
 
 def refuse_other(r: Record, name: str, *neutral: Any) -> None:
     """Refuse a key whose value is not one of the `neutral` ones, which change nothing."""
     if name in r and r.given[name] not in neutral:
-        raise ConfigError(f"config.json: {r.at}{name} {r.plain(name)!r:.80} is not supported for "
-                          f"model_type {r.kind or 'this'}, only {json.dumps(neutral[-1])}")
+        raise _unknown(r, name, r.given[name], json.dumps(neutral[-1]))
     r.get(name)
 
 
@@ -432,16 +434,16 @@ def _scaling(r, part, is_newer, has_kinds, names):
     kind = kinds[0] if kinds else "default"
     # (In a class with several kinds of layers, 5 ignores `type` and `truncate` in rope_scaling.)
     if has_kinds and not is_newer and "rope_type" not in part and kind != "default":
-        raise ConfigError(f"config.json: {part.at}type {kind!r:.80}: expected it as rope_type; "
-                          f"only transformers 4 reads type")
+        raise wrong(part.at + "type", kind, ": expected it as rope_type; only transformers 4 reads "
+                    "type")
     if has_kinds and not part.get("truncate", True):
         refuse(part, truncate=True)
     if len(kinds) == 2 and kinds[1] != kind:
-        raise ConfigError(f"config.json: {part.at}rope_type {kind!r:.80} beside type "
-                          f"{kinds[1]!r:.80}: transformers 5 takes the first, and 4 the second")
+        raise wrong(part.at + "rope_type", kind, f" beside type {kinds[1]!r:.80}: transformers 5 "
+                    f"takes the first, and 4 the second")
     if not isinstance(kind, str) or kind not in SCALINGS:
-        raise ConfigError(f"config.json: {part.at}rope_type {kind!r:.80} is not known; expected "
-                          f"one of {', '.join(SCALINGS)}")
+        raise wrong(part.at + "rope_type", kind, f" is not known; expected one of "
+                    f"{', '.join(SCALINGS)}")
     scaling = {name: part.get(name) for name in SCALINGS[kind] if name in part}
     scaling = {name: value for name, value in scaling.items() if value is not None}
     longest = r["max_position_embeddings"]
@@ -483,8 +485,8 @@ def _longrope_factor(scaling, top, trained, longest, is_newer):
     ratio of lengths if the file has original_max_position_embeddings at its top level."""
     ratio, given = longest / trained, scaling.get("factor")
     if given is not None and given != ratio and top and not is_newer:
-        raise ConfigError(f"config.json: rope_scaling.factor {given!r:.80}: transformers 4 takes "
-                          f"the ratio of lengths {ratio} in its place, and 5 does not")
+        raise wrong("rope_scaling.factor", given, f": transformers 4 takes the ratio of lengths "
+                    f"{ratio} in its place, and 5 does not")
     return ratio if given is None else given
 
 

@@ -65,18 +65,19 @@ def rates(config: Any, schedule: Callable) -> dict[str, float]:
 
 def check_rates(config: Any, schedule_of: Callable) -> None:
     """Refuse to continue the run in config.out with another schedule, unless --change lr or decay
-    asks for one: what the run recorded is compared with schedule_of(its configuration). Runs that
-    recorded no rates are not compared."""
+    asks for one: what the run recorded is compared with schedule_of(its configuration)."""
     if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
             Path(config.out) / "config.json").exists():
         return
-    recorded = run_record(config.out, "--out").get("rates")
-    if not isinstance(recorded, dict) or not newest_step(config.out):
+    if not newest_step(config.out):
         return
+    recorded = run_record(config.out, "--out").get("rates")
     schedule = schedule_of(old_config(type(config), config.out))
+    if not isinstance(recorded, dict) or not all(
+            step.isdecimal() and isinstance(rate, (int, float))
+            for step, rate in recorded.items()):
+        raise ConfigError(f"{config.out}/config.json is damaged: rates is {recorded!r:.80}")
     for step, rate in recorded.items():
-        if not step.isdecimal() or not isinstance(rate, (int, float)):
-            raise ConfigError(f"{config.out}/config.json is damaged: rates is {recorded!r:.80}")
         now = float(schedule(jnp.int32(int(step))))
         if not math.isclose(now, rate, rel_tol=1e-4, abs_tol=1e-6 * config.lr):
             raise ConfigError(

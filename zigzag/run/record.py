@@ -36,7 +36,7 @@ def old_config(cls: type, folder: str) -> Any:
 
 
 def read_old(cls: type, folder: str) -> dict[str, Any]:
-    """config.json of the run in a folder, as this version would write it."""
+    """config.json of the run in a folder, with all fields of its configuration."""
     return {**run_record(folder, "--out"), **record_of(old_config(cls, folder))}
 
 
