@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+import networks
 import tasks
 import train
 from tests.common import SMALL, continued, go, refused
