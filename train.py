@@ -7,13 +7,8 @@
                                               -> sum_gradients      once, over all but tensor
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
-`fit` trains anything. A `Task` is above all three functions; tasks/ has those of the command line:
-
-    collate(examples) -> batch          raw examples -> a dict of arrays [B, ...]
-    loss(params, batch) -> sum, count   over the batch. They are divided once, after both have been
-                                        summed over parts and devices. A third result, a
-                                        dict of other sums, is divided too, and logged
-    predict(params, batch) -> outputs   for held-out examples, at each evaluation
+`fit` trains any `Task` (zigzag/run/task.py): collate turns examples into a batch, and loss turns a
+batch into (sum, count), which are divided once, after both were summed over parts and devices.
 """
 
 if __name__ == "__main__":
@@ -33,7 +28,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import model
-import networks as networks
 import shard
 from zigzag.core import hosts
 from zigzag.core.flags import run_main as run_main
@@ -327,8 +321,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
         program = build_checked(config, mesh, task, say, step=step, transform=optimizer,
                                 schedule=schedule)
         config = program.config
-        # The state and the compiled step. At the end this waits for the last save, and says what
-        # has become of the run.
+        # (At its end, this waits for the last save, and says what has become of the run.)
         with running(program, task, learning_rate, say, stop, log) as loop:
             if config.eval_first and loop.at < config.steps:
                 evaluate(loop, is_new=loop.is_new)
@@ -342,7 +335,6 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
                 profile(loop)
                 flush_metrics(loop)         # of the step before
                 loop.pending = loop.at, metrics
-                # (The loss of all held-out rows, then predictions.)
                 is_best = is_due(loop, config.eval_every) and evaluate(loop)
                 # params, opt and step: enough to continue bit for bit. (Frozen weights never
                 # change.) This does not wait for the disk.

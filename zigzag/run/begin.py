@@ -142,4 +142,7 @@ def check_start(program: Program, task: Task, say: Reporter) -> bool:
     whether its loss must be compared with one device."""
     hosts.assert_same_everywhere(record_of(program.config))
     check_task(program.config, program, task)
-    return must_compare(program.plan, say.line)
+    compares = must_compare(program.plan, say.line)
+    if compares:
+        hosts.watchdog.arm("compiling")
+    return compares
