@@ -1,4 +1,4 @@
-"""The machinery behind the top-level files, in nine wings, listed from the lowest to the highest.
+"""The machinery behind the top-level files, in ten wings, listed from the lowest to the highest.
 
     core        errors, flags, reports, processes, the mesh; read it when a message puzzles you
     parallel    what stands behind the sections of shard.py; read it to learn
@@ -9,7 +9,9 @@
     generate    the KV cache, decoding, prompts, the terminal; read it for sampling
     measure     chips, compiled programs, expected traffic, forecasts; read it to predict a run
     run         the plan, the loop, evaluation, metrics; read it when you change the loop
+    commands    the command lines of train.py, sample.py and shard.py; read it to add a flag's effect
 
-A wing imports only wings listed before it, and no top-level file. The table at the top of
+A wing imports only wings listed before it, and no top-level file, except commands: it stands above
+the top-level files, which import it in their `main` alone. The table at the top of
 tests/test_layout.py says which, and the test holds every file to it.
 """
