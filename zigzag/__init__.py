@@ -9,7 +9,7 @@
     generate    the KV cache, decoding, prompts, the terminal; read it for sampling
     measure     chips, compiled programs, expected traffic, forecasts; read it to predict a run
     run         the plan, the loop, evaluation, metrics; read it when you change the loop
-    commands    the command lines of train.py, sample.py and shard.py; read it to add a flag's effect
+    commands    the command lines of train.py, sample.py and shard.py; read it to add a flag
 
 A wing imports only wings listed before it, and no top-level file, except commands: it stands above
 the top-level files, which import it in their `main` alone. The table at the top of
