@@ -19,18 +19,12 @@ Without a mesh, each function that a model calls is the plain computation.
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
 
-If you know PyTorch's parallelism
----------------------------------
-    DistributedDataParallel.no_sync()       train.make_step marks the weights as varying before it
-                                            differentiates: gradients of a part stay local
-    its all-reduce, in the last backward    sum_gradients, once, after all parts
-    FSDP: unshard before a block            gather, called by `layers`; its transpose is the
-                                            reduce-scatter of the gradients
-    ColwiseParallel, RowwiseParallel,       columns and row; between blocks each device has a part
-    SequenceParallel                        of the time, if the axis divides it
-    DTensor: Shard(0), Replicate            P("data"), P(). Partial has no spec and no type of its
-                                            own: a partial sum varies, as a shard does
-    ScheduleGPipe, Schedule1F1B             gpipe; 1f1b and an interleaved GPipe are in pipeline.py
+(docs/pytorch.md has PyTorch's names beside these.)
+
+Four options of a run change from outside what functions below do. They stand in one record,
+`around()`, whose fields zigzag/core/mesh.py explains: `columns` and `row` ask it for overlap,
+`repeat_kv` for the tensor axis of a mesh to come, `layers` for strips, and `part`s of a layer
+whether their backward pass computes them again. run/modes.py and the rule set it, by `within`.
 
 Varying types: read this first
 ------------------------------
@@ -85,13 +79,6 @@ summed. Most such weights are small, so a psum in each part costs little.
   `whole_time`: it does not vary over seq. But the step will sum every loss over seq.
   `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that the sum is 3.0.
 (`local_sums`, below, does both.)
-
-*Not used: `reduced` and `unreduced`.* JAX also has a type for a sum that is still to be made
-(unreduced), and one for weights whose gradients are such sums (reduced). They describe this same
-step, with one sum after all parts, and compile to the same collectives. But up to jax 0.12 they
-need two more casts, and fail in three places: a loop over layers, a stream that tensor splits, and
-a mesh with an axis left to the compiler. Nor is JAX's explicit sharding used: there, models must
-say how products are sharded.
 """
 
 import functools
@@ -109,7 +96,6 @@ from zigzag.core.errors import ConfigError, count_of_other_time
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import (
     BATCH_AXES,
-    PART_OF_TIME,
     axis_size,
     cast,
     is_split,
@@ -122,6 +108,7 @@ from zigzag.core.mesh import (
     sum_if_split,
     vary_like,
     varying,
+    within,
 )
 from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.measure.hlo import collectives as collectives  # re-exported
@@ -606,9 +593,7 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 # Attention within a row, and dropout
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
-           query_info: Any, key_info: Any, causal: bool = False,
-           kernel: attention.Known | bool | None = None,
-           beyond: str = "a function of its own") -> Array:
+           query_info: Any, key_info: Any, asked: attention.Asked = attention.Asked()) -> Array:
     """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose time may be
     split over seq. Returns [B, T, H, N].
 
@@ -616,35 +601,29 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
         mask(query_info, key_info)     makes `allowed` for some queries and some keys, from what is
                                        known about each (trees of [B, T] and of [B, S])
-        causal                         no query sees a later key: half of the work can be skipped
-        kernel                         what the device's own kernel must know to compute this; True:
-                                       nothing but `causal`; None: it may not compute this
-        beyond                         for messages: what it has beyond causal softmax attention"""
+        asked                          whether it is causal, and what a kernel must know"""
     needs_all_time("attend")
     tokens = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != tokens:
         raise ValueError(f"{q.shape[1]} queries and query_info of {tokens} tokens")
-    kernel = attention.Known(causal) if kernel is True else kernel or None
     queries, keys = (q, query_info), (k, v, key_info)
 
     def attend_to(queries, keys, own=False):
         (q, query_info), (k, v, key_info) = queries, keys
         return attention_fn(q, k, v, mask(query_info, key_info))
 
-    by_kernel = kernel and attention.kernel_fits(q, k, v, kernel, causal)
+    known, by_kernel = asked.known, attention.kernel_fits(q, k, v, asked)
     if "seq" in varying(q):     # (to generate, time is not split)
         if by_kernel:
-            attend_to = ring_kernel.attend_to(kernel)
-            queries, keys = (q, kernel.documents), (k, v, kernel.documents)
-        out = (causal_ring if causal else ring)(attend_to, queries, vary_like(keys, q))
+            attend_to = ring_kernel.attend_to(known)
+            queries, keys = (q, known.documents), (k, v, known.documents)
+        out = (causal_ring if asked.causal else ring)(attend_to, queries, vary_like(keys, q))
     elif by_kernel:
-        out = attention.by_kernel(q, k, v, kernel)
+        out = attention.by_kernel(q, k, v, known)
     else:
-        out = attention.in_blocks(attend_to, queries, keys, causal)
-    # Two labels that exist in the jaxpr, but not in the compiled program. "attend" tells
-    # make_plan that a loss may be split over seq. The other says how attention is computed: for
-    # a run's header, and for exports to LLaMA to check (zigzag/hub/reference.py).
-    return named(named(out, "attend"), attention.name_of(q, k, v, causal, kernel, beyond))
+        out = attention.in_blocks(attend_to, queries, keys, asked.causal)
+    # (A label in the jaxpr, not in the compiled program: this loss may be split over seq.)
+    return named(out, "attend")
 
 
 def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
@@ -673,9 +652,9 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     needs_all_time("self_attend")
     if window and not causal:
         raise ValueError(f"a window of the last {window} keys, and causal=False")
-    asked = {"a mask": mask, "other scores": scores, "documents": documents,
+    given = {"a mask": mask, "other scores": scores, "documents": documents,
              "a window": window or None, "a softcap": softcap or None}
-    beyond = [what for what, x in asked.items() if x is not None]
+    beyond = [what for what, x in given.items() if x is not None]
     slots = slots_of(q) if slots is None else slots
     info = attention.Token(*[jnp.broadcast_to(a, q.shape[:2]) for a in (
         slots, slots if positions is None else positions,
@@ -684,8 +663,9 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     known = attention.Known(causal, window, local if window else None, softcap,
                             None if documents is None else info.document)
     return attend(attention.self_attention(mask, scores, heads, known), q, k, v, attention.both,
-                  info, info, causal, known if kernel and not (mask or scores) else None,
-                  " and ".join(beyond if causal else [*beyond, "later keys"]))
+                  info, info, attention.Asked(
+                      causal, known if kernel and not (mask or scores) else None,
+                      " and ".join(beyond if causal else [*beyond, "later keys"])))
 
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
@@ -908,7 +888,7 @@ def _head_of_stage(head, all_time):
             sums = keep_on_first(pmean_over(head(params, x, batch), "pipe"), {"pipe"})
         else:
             x = share_time(x)
-            with PART_OF_TIME(True):
+            with within(part_of_time=True):
                 sums = head(params, x, time_of_stage(batch, x))
         return mark_varying(tuple(sums), also={"pipe"})
 

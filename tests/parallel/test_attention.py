@@ -68,7 +68,8 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
         info = {"slot": info}
 
         def loss(q, k, v, a, b):
-            return jnp.sum(shard.attend(PLAIN, q, k, v, MASK, a, b, causal))
+            return jnp.sum(shard.attend(PLAIN, q, k, v, MASK, a, b,
+                                        attention.Asked(causal)))
 
         done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, info, info).compile()
         return hlo.arithmetic(done), done.memory_analysis().temp_size_in_bytes
@@ -367,8 +368,8 @@ def test_a_rings_kernel_sees_what_the_ring_does_not_skip(monkeypatch, causal):
 
     def attend(x, slots):
         return shard.attend(PLAIN, x, x, x, lambda query, key: (
-            key[:, None, None, :] <= query[:, None, :, None]), slots, slots, causal,
-            attention.Known(not causal))
+            key[:, None, None, :] <= query[:, None, :, None]), slots, slots,
+            attention.Asked(causal, attention.Known(not causal)))
 
     want = PLAIN(x, x, x, (slots.T >= slots)[None, None])[0]
     order = shard.zigzag_order(8, 2)

@@ -145,7 +145,8 @@ def own_block(causal, mask, head, schedule="gpipe", all_time=False):
     def block(w, x, i, batch):
         q, k, v = shard.columns(model.norm(x, w["attn_norm"], OWN), w["wq"], w["wk"], w["wv"])
         info = {"slot": jnp.broadcast_to(shard.slots_of(q), q.shape[:2])}
-        a = shard.attend(attention.softmax_attention, q, k, v, mask, info, info, causal)
+        a = shard.attend(attention.softmax_attention, q, k, v, mask, info, info,
+                         attention.Asked(causal))
         x = x + shard.row((a, w["wo"]))
         up, = shard.columns(model.norm(x, w["mlp_norm"], OWN), w["w_up"])
         return x + shard.row((jax.nn.gelu(up), w["w_down"])), None

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,34 @@ WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is lef
 TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
                           "document"), True),
          "encoded": False}      # (an encoder's output; and all that begin with "source")
-# The size of the tensor axis while the rule traces a function, which happens without a mesh.
+
+
+class Around(NamedTuple):
+    """What changes from outside, while a loss is traced, what functions of shard.py do."""
+    tensor: int = 1             # the size that the tensor axis will have: the rule traces a
+                                # function before there is a mesh, and `repeat_kv` must know it
+    overlap: bool = False       # --overlap: `columns` and `row` send parts while they multiply
+    strip: int = 0              # `layers`, on a TPU: the least tokens of a strip; 0: no strips
+    again: tuple[str, ...] = ()     # --remat attention,mlp: the `part`s of a layer that its
+                                # backward pass computes again
+    timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline cuts by time
+    part_of_time: bool = False  # in the head of a pipelined loss, which sees one stage's part of
+                                # the time: functions that need all of it refuse
+    calls: Any = None           # an attention.Calls, in which `attend` notes what it was asked for
+
+
 # (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
-TENSOR_SIZE = jax.make_user_context(1)
-# --overlap, while a loss is traced.
-OVERLAP = jax.make_user_context(False)
-# A task's `timed`, and whether the function that is traced sees only a part of the time: the head
-# of a pipelined loss.
-SAID, PART_OF_TIME = jax.make_user_context(()), jax.make_user_context(False)
+_AROUND = jax.make_user_context(Around())
+
+
+def around() -> Around:
+    """What holds around the code that is traced now."""
+    return _AROUND.value
+
+
+def within(**changes: Any) -> Any:
+    """A context that changes some fields of `around()`."""
+    return _AROUND(around()._replace(**changes))
 
 
 # -------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ import numpy as np
 from zigzag.core.errors import one_line
 from zigzag.core.mesh import flatten
 from zigzag.hub.published import published_arrays, whole
-from zigzag.parallel.attention import asked_in
-from zigzag.rule.jaxprs import names_in
+from zigzag.parallel.attention import Calls
 from zigzag.weights.positions import rotary_rates
 
 einsum = functools.partial(np.einsum, optimize=True)
@@ -93,10 +92,12 @@ def _other_attention(forward, params, c):
     shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, np.float32), params)
     time = c.seq_len - (c.seq_len > 1 and c.seq_len % 2 == 0)   # (odd: one block, traced quickly)
     ids = jax.ShapeDtypeStruct((1, time), np.int32)
-    asked = asked_in(names_in(lambda params, ids: forward(params, ids, c), shapes, ids))
-    if not asked:
+    calls = Calls()
+    with calls.noted():
+        jax.eval_shape(lambda params, ids: forward(params, ids, c), shapes, ids)
+    if not calls.found:
         return "its attention does not call attend, which would say what it sees"
-    for a in asked:
+    for a in calls:
         if a.beyond:
             return f"its attention has {a.beyond}"
         if (a.queries, a.keys) != (time, time):

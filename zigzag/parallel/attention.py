@@ -19,16 +19,15 @@ B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 """
 
 import functools
-import json
 import math
-from typing import Any, Callable, Iterable, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.mesh import ambient, mark_varying, may_unroll, untyped, varying
+from zigzag.core.mesh import ambient, around, mark_varying, may_unroll, untyped, varying, within
 from zigzag.parallel.remat import part, recomputed
 
 # SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
@@ -69,6 +68,15 @@ class Known(NamedTuple):
     local: Array | None = None          # a bool: whether this layer has the window; None: it has
     softcap: float = 0.0                # a score s becomes softcap * tanh(s / softcap); 0: it stays
     documents: Array | None = None      # [B, T]: only keys of its own; None: a row is one document
+
+
+class Asked(NamedTuple):
+    """What is asked of shard.attend, besides its arrays and its functions."""
+    causal: bool = False                # no query sees a later key: half of the work can be skipped
+    known: Known | None = None          # what the device's own kernel must know to compute this;
+                                        # None: no kernel may
+    beyond: str = "a function of its own"   # for messages: what it has beyond causal softmax
+                                        # attention
 
 
 class Token(NamedTuple):
@@ -159,9 +167,8 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
 # -------------------------------------------------------------------------------------------
 # The report at the start of a run: which attention a loss asks for, and how it is computed
 
-class Asked(NamedTuple):
-    """The arguments of one call of shard.attend. Its result is given a name with them, so that
-    names_in finds them in a traced loss."""
+class Call(NamedTuple):
+    """What is known of one call of shard.attend, while a loss is traced."""
     causal: bool
     by_kernel: bool     # it is a Known: a kernel may compute it
     in_ring: bool       # and a ring's kernel may, too: the Known is causal just where attend is
@@ -178,30 +185,31 @@ class Asked(NamedTuple):
     beyond: str         # what it is besides plain causal softmax attention; "": nothing
 
 
-def asked_of(q: Array, k: Array, v: Array, causal: bool, known: Known | None, beyond: str = ""
-             ) -> Asked:
-    """The Asked of these arguments of shard.attend."""
-    (rows, queries, heads, width), keys = q.shape, k.shape[1]
+def call_of(q: Array, k: Array, v: Array, asked: Asked) -> Call:
+    """The Call with these arguments of shard.attend."""
+    (rows, queries, heads, width), keys, known = q.shape, k.shape[1], asked.known
     same_shape = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]        # T and N
-    return Asked(
-        causal, known is not None, known is not None and bool(known.causal) == causal,
+    return Call(
+        asked.causal, known is not None, known is not None and bool(known.causal) == asked.causal,
         bool(known and known.softcap), known is not None and known.documents is not None,
         q.dtype.name, rows, heads, queries, keys, width, same_shape,
-        bool(known and known.window), beyond)
+        bool(known and known.window), asked.beyond)
 
 
-def name_of(*args: Any) -> str:
-    """The name that shard.attend gives its result for these arguments: an `Asked` as JSON."""
-    return "attend: " + json.dumps(asked_of(*args))
+class Calls:
+    """The different calls of shard.attend in what is traced `with calls.noted():`, sorted."""
+
+    def __init__(self) -> None:
+        self.found: set[Call] = set()
+
+    def noted(self) -> Any:
+        return within(calls=self)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(sorted(self.found))
 
 
-def asked_in(names: Iterable[str]) -> list[Asked]:
-    """The different `Asked` among the names of a loss's values, sorted."""
-    found = (name.partition("attend: ")[2] for name in names if name.startswith("attend: "))
-    return sorted(Asked(*json.loads(text)) for text in found)
-
-
-def describe(asked: Asked, mesh: Any, manual: Sequence[str]) -> str:
+def describe(asked: Call, mesh: Any, manual: Sequence[str]) -> str:
     """Text that says how shard.attend computes this on a mesh. The rows and heads of `asked` are
     the ones that the traced code sees: a device's own over axes that are `manual`, and all of them
     over axes that the compiler splits."""
@@ -310,7 +318,7 @@ def ring_kernel_name(dtype: Any, time: int, width: int, causal: bool, window: bo
     return name if name == "splash" else ""
 
 
-def kernel_for(asked: Asked, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
+def kernel_for(asked: Call, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
     """The name of the kernel by which shard.attend computes this on a mesh, in a `ring` over seq or
     not; '' if by none. (A compiler cannot split a kernel, so every axis must be manual.)"""
     is_own = all(size == 1 or axis in manual for axis, size in mesh.shape.items())
@@ -323,11 +331,13 @@ def kernel_for(asked: Asked, ring: bool, mesh: Any, manual: Iterable[str]) -> st
                        asked.rows * T * T if asked.documents else 0)
 
 
-def kernel_fits(q: Array, k: Array, v: Array, known: Known, causal: bool) -> bool:
-    """Whether a kernel computes attend's result for these arguments, on the ambient mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return bool(kernel_for(asked_of(q, k, v, causal, known), "seq" in varying(q), mesh,
-                           mesh.manual_axes))
+def kernel_fits(q: Array, k: Array, v: Array, asked: Asked) -> bool:
+    """Whether a kernel computes attend's result for these arguments, on the ambient mesh. (Who
+    collects `Calls` finds this one among them.)"""
+    mesh, call = jax.sharding.get_abstract_mesh(), call_of(q, k, v, asked)
+    if around().calls is not None:
+        around().calls.found.add(call)
+    return bool(kernel_for(call, "seq" in varying(q), mesh, mesh.manual_axes))
 
 
 def run_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:

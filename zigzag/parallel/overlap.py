@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zigzag.core.mesh import OVERLAP, add_to, axis_size, float32_zeros, mark_varying
+from zigzag.core.mesh import add_to, around, axis_size, float32_zeros, mark_varying
 
 
 def asked(x: Array, parts: int = 1) -> bool:
     """Whether products with x [B, T, ...] are computed in parts: if --overlap asks for it, and
     tensor divides the time. (`parts` is 1 if each device has its own part of it already.)"""
-    return OVERLAP.value and axis_size("tensor") > 1 and x.shape[1] % parts == 0
+    return around().overlap and axis_size("tensor") > 1 and x.shape[1] % parts == 0
 
 
 def gathered(product: Callable, weights: Any, x: Array) -> Any:

@@ -33,11 +33,9 @@ from jax import Array, lax
 
 from zigzag.core.errors import ConfigError, any_loss
 from zigzag.core.mesh import (
-    OVERLAP,
-    PART_OF_TIME,
-    SAID,
     add_to,
     ambient,
+    around,
     axis_size,
     cast,
     has_time,
@@ -217,7 +215,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
         return lambda x: jax.tree.map(lambda a, axes: mark_varying(a, also=axes), fn(x), types)
 
     sizes = {"seq": ambient()[0]["seq"], "tensor": axis_size("tensor")}
-    if not can_skip(sizes, OVERLAP.value):
+    if not can_skip(sizes, around().overlap):
         return jax.tree.map(lambda a, b: jnp.where(busy, a, b), typed(work)(x), typed(idle)(x))
     return lax.cond(busy, typed(work), typed(idle), x)
 
@@ -225,7 +223,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
 def needs_all_time(function: str) -> None:
     """Refuse a function of shard.py in the head of a pipelined loss, where a stage has only a part
     of the time."""
-    if PART_OF_TIME.value:
+    if around().part_of_time:
         raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
                           f"shard.{function}, and each stage has a part of the time; give "
                           f"pipelined_loss all_time=True; {any_loss()}")
@@ -238,7 +236,7 @@ def time_of_stage(tree: Any, x: Array) -> Any:
 
     def part(path, a):
         name = getattr(path[0], "key", "") if path else ""
-        is_timed = has_time(name, dict(SAID.value))
+        is_timed = has_time(name, dict(around().timed))
         if a.ndim < 2 or a.shape[1] != x.shape[1] * stages * n or is_timed is False:
             return a
         if is_timed is None:

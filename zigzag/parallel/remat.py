@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.errors import ConfigError, did_you_mean
-from zigzag.core.mesh import may_unroll
+from zigzag.core.mesh import around, may_unroll, within
 
 # On a single CPU or GPU, up to this many layers are unrolled. Measured with 6, 12 and 16 layers on
 # a CPU: a step is 5 to 10% faster than with a loop, and compiling takes 0.5 to 2 seconds longer;
@@ -95,10 +95,6 @@ def policy_of(text: str) -> Callable:
     return POLICIES[remat_of(text).policy]
 
 
-# The parts that are computed again, while layers are traced.
-AGAIN = jax.make_user_context(())
-
-
 def part(name: str) -> Callable:
     """A decorator for fn(w, h, ...), a part of a layer: --remat `name` keeps w and h alone for its
     backward pass."""
@@ -108,7 +104,7 @@ def part(name: str) -> Callable:
             def run(w, h):
                 return fn(w, h, *others, **more)
 
-            return (recomputed(run) if name in AGAIN.value else run)(w, h)
+            return (recomputed(run) if name in around().again else run)(w, h)
 
         return call
 
@@ -125,7 +121,7 @@ def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -
         return jax.tree.map(lambda a: checkpoint_name(a, "stream"), x)
 
     def loop(body, x, stack):
-        with AGAIN(how.parts):
+        with within(again=how.parts):
             return lax.scan(lambda x, layer: body(named(x), layer), x, stack,
                             unroll=unrolls(stack, remat))
 

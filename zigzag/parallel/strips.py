@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zigzag.core.mesh import ambient, axis_size, is_split, platform
+from zigzag.core.mesh import ambient, around, axis_size, is_split, platform
 
 PLATFORMS = ("tpu",)
 LEAST = 4096    # tokens of a strip (2,048 on v5e: products get too small)
 MOST = 8        # strips: each is a copy of the layer in the program
-# The least tokens of a strip, while a loss is traced; 0: no strips.
-TOKENS = jax.make_user_context(0)
 
 
 def least(config: Any) -> int:
@@ -50,7 +48,7 @@ def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
 def in_strips(layers: Callable, block: Callable, x: Array, batch: Any) -> tuple[Array, Any]:
     """layers(block, x), which calls block(w, x, i, batch) for each layer, in strips of rows."""
     time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
-    n = count(len(x), time, ambient()[0], platform(), TOKENS.value)
+    n = count(len(x), time, ambient()[0], platform(), around().strip)
     if n == 1:
         return layers(lambda w, x, i: block(w, x, i, batch), x)
     batches = [jax.tree.map(lambda a: jnp.split(a, n)[k], batch) for k in range(n)]

@@ -57,7 +57,6 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes
 from zigzag.core.mesh import (
     AXES,
-    TENSOR_SIZE,
     drop_trivial_axes,
     entry_axes,
     flatten,
@@ -66,6 +65,7 @@ from zigzag.core.mesh import (
     shardings,
     spec_axes,
     trimmed,
+    within,
 )
 from zigzag.rule.trace import Cost, trace
 
@@ -161,7 +161,7 @@ def _choice(fn, params, args, shards):
             merged[i] = value
         return fn(jax.tree.unflatten(tree, merged), *args)
 
-    with TENSOR_SIZE(shards):
+    with within(tensor=shards):
         closed = jax.make_jaxpr(call)([leaves[i] for i in places.values()], args)
     return _Choice(trace(closed, len(places), shards), shards), places
 

@@ -28,7 +28,7 @@ from zigzag.core.mesh import row_groups
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.measure import chips
-from zigzag.parallel.attention import asked_in, describe
+from zigzag.parallel.attention import describe
 from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
 from zigzag.run.loggers import Loggers
@@ -377,7 +377,7 @@ def describe_attention(plan: Any) -> str:
     if plan.network is None:
         return ""
     config, sizes, found = plan.config, plan.sizes, {}
-    for asked in asked_in(plan.names):      # (rows are of a group of devices, heads of all)
+    for asked in plan.attends:      # (rows are of a group of devices, heads of all)
         rows, heads = asked.rows, asked.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)

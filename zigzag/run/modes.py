@@ -17,8 +17,7 @@ from typing import Any, Callable
 
 import jax
 
-from zigzag.core.mesh import AXES, OVERLAP, SAID, WITHOUT_TENSOR, untyped, without_axis
-from zigzag.parallel import strips
+from zigzag.core.mesh import AXES, WITHOUT_TENSOR, untyped, within, without_axis
 from zigzag.rule.jaxprs import DIFFERENTIATED
 
 BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
@@ -52,7 +51,7 @@ def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callabl
         in_specs, out_specs = without_axis((in_specs, out_specs), "tensor")
 
     def on_device(*args):
-        with OVERLAP(plan.config.overlap), strips.TOKENS(plan.strip), SAID(plan.timed):
+        with within(overlap=plan.config.overlap, strip=plan.strip, timed=plan.timed):
             return fn(*args)
 
     return jax.shard_map(on_device, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs,

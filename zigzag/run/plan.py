@@ -39,6 +39,7 @@ from zigzag.core.mesh import (
     without_axis,
 )
 from zigzag.parallel import strips
+from zigzag.parallel.attention import Calls
 from zigzag.parallel.pipeline import can_skip
 from zigzag.parallel.storage import permute_layers
 from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -94,6 +95,7 @@ class Plan:
     dtype: str              # the precision in which the loss is computed
     accumulate: int         # the number of parts of a batch
     names: set[str]         # the functions of shard.py that the loss calls
+    attends: tuple          # what it asks of shard.attend: an attention.Call for each kind
     schedule: Any = None    # update -> learning rate, if fit was given one
     timed: Any = ()         # ((name of an array of a batch, whether it has time), ...): fit's timed
     strip: int = 0          # the least tokens in a strip of rows (strips.py); 0: no strips
@@ -242,7 +244,9 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                                network.fsdp_dims(config.network)) if network else (None, None))
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
-    jaxpr, sums = _traced(loss, weights, few, batch)
+    calls = Calls()
+    with calls.noted():
+        jaxpr, sums = _traced(loss, weights, few, batch)
     if getattr(config, "accuracy", False) and "accuracy" not in sums[2]:
         raise ConfigError("--accuracy true: this loss returns no sum of the name accuracy (return "
                           "the second result of shard.token_loss in its third); leave it out")
@@ -264,8 +268,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names, schedule, tuple(timed.items()),
-                strips.least(config) if trusted else 0, learned)
+                config.dtype, config.accumulate, names, tuple(calls), schedule,
+                tuple(timed.items()), strips.least(config) if trusted else 0, learned)
     if plan.parts > 1 and not trusted:
         _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
