@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import importlib
 import re
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
@@ -165,3 +166,8 @@ def check_length(axis: str, name: str, value: int, parts: int, why: str = "") ->
     if value % parts:
         raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "
                           f"the nearest that does is --{name} {nearest_multiple(parts, value)}")
+
+
+def note(text: str) -> None:
+    """Print a line for the person, on stderr."""
+    print(f"note: {text}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from zigzag.generate.prompts import Prompt
 class Answer:
     """The text of at most `tokens` ids that follow a prompt, up to the first stop text. `room` is
     the number of ids that fit into the context, if the answer must end there. `more` are further
-    fields of its JSON; a list has one item for each id."""
+    fields of its JSON; `logprobs` among them has one number for each id."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Prompt, tokens: int,
                  stop: Sequence[str] = (), room: int = sys.maxsize, **more: Any):
@@ -78,10 +78,10 @@ class Answer:
 
     def record(self) -> dict[str, Any]:
         """The answer as a JSON object."""
-        more = {name: x[:len(self.ids)] if isinstance(x, list) else x
-                for name, x in self.more.items()}
+        more = self.more
         if "logprobs" in more:
-            more["logprob"] = math.fsum(more["logprobs"])
+            logprobs = more["logprobs"][:len(self.ids)]
+            more = {"ids": self.ids, "logprobs": logprobs, "logprob": math.fsum(logprobs)}
         return {"prompt": self.prompt.text, "text": self.text, "tokens": len(self.ids),
                 "stopped": self.reason, **more}
 

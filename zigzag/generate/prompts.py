@@ -56,7 +56,8 @@ class Flags:
                                 # "source" and "target")
     choices: str = ""           # choose an answer to each question of this .jsonl file, by the
                                 # log-probabilities of its choices, and print the accuracy
-    by: str = ""                # with --score: line, to score each line of a text by itself
+    by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
+                                                # by itself
     bench: bool = False         # measure how fast the model generates here
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # add each new id and its log-probability to --json
@@ -85,7 +86,20 @@ class Flags:
     patience: int = flag(120, least=1)          # seconds to wait for other processes
 
     def __post_init__(self) -> None:
-        _check_flags(self)
+        check_values(self)
+        hosts.check_processes(self)
+        if "" in self.stop:
+            raise ConfigError("--stop '': expected a text")
+        for name in ("prompt", "system", "stop"):
+            try:
+                "".join(getattr(self, name)).encode()
+            except UnicodeEncodeError as e:
+                raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character "
+                                  f"{e.start}; expected text in UTF-8") from None
+        try:
+            self.sampling
+        except ConfigError as e:
+            raise ConfigError(f"--{e}") from None
 
     @property
     def sampling(self) -> Sampling:
@@ -103,71 +117,33 @@ GROUPS = {
     "many hosts": ("coordinator", "processes", "process_id", "distributed", "patience"),
 }
 # {flag: the flags that have no effect beside it}
-OF_NEW_IDS = [name for name in GROUPS["which ids"] if name not in ("beams", "length_penalty")]
-NOT_USED = {"score": (*OF_NEW_IDS, "logprobs"), "choices": (*OF_NEW_IDS, "logprobs"),
-            "bench": (*OF_NEW_IDS, "beams", "prompt", "prompts", "source", "system", "json",
-                      "logprobs", "batch"),
-            "beams": ("temperature", "seed")}
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+OF_ANSWERS = (*GROUPS["which ids"], "prompt", "prompts", "chat", "logprobs")
+NOT_USED = {"bench": (*OF_ANSWERS, "score", "choices", "source", "system", "json", "batch"),
+            "score": (*OF_ANSWERS, "choices"), "choices": OF_ANSWERS,
+            "beams": (*DRAWN, "logprobs"), "prompts": ("prompt",), "chat": ("source",),
+            "model": ("checkpoint",)}
+# {flag: what it needs beside it}
+NEEDS = {"by": "score FILE", "length_penalty": "beams", "logprobs": "json",
+         "edited": "model FOLDER"}
 
 
 class TooLong(ConfigError):
     """A prompt that is longer than the model's context."""
 
 
-def _check_flags(flags):
-    """Refuse flags with wrong values, and flags that exclude each other."""
-    check_values(flags)
-    hosts.check_processes(flags)
-    try:
-        flags.sampling
-    except ConfigError as e:
-        raise ConfigError(f"--{e}") from None
-    given = [f"--{name}" for name in ("prompt", "prompts", "score", "choices")
-             if getattr(flags, name)]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: give one of them")
-    others = ("source", "score", "choices", "bench")
-    if flags.chat and (given := [f"--{name}" for name in others if getattr(flags, name)]):
-        raise ConfigError(f"--chat is for prompts: give it without {given[0]}")
-    if flags.logprobs and (not flags.json or flags.beams):
-        raise ConfigError("--logprobs adds to what --json prints, without --beams: give --json too")
-    if flags.by not in ("", "line"):
-        raise ConfigError(f"--by {flags.by}: expected line; without it, --score reads running "
-                          f"text as one document")
-    if flags.by and not flags.score:
-        raise ConfigError(f"--by {flags.by}: says how --score reads a file; give --score too")
-    for name in ("score", "choices"):
-        if flags.beams and getattr(flags, name):
-            raise ConfigError(f"--beams and --{name}: give one of them")
-    if flags.length_penalty != 1 and not flags.beams:
-        raise ConfigError("--length_penalty is for beam search: give --beams too")
-    if flags.beams and any(getattr(flags, name) != default for name, default in (
-            ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1))):
-        raise ConfigError("--beams searches for the likeliest texts: it takes no --top_k, --top_p, "
-                          "--min_p or --repetition_penalty")
-    if "" in flags.stop:
-        raise ConfigError("--stop '': expected a text")
-    if flags.edited and not flags.model:
-        raise ConfigError("--edited is for a published model: give --model FOLDER")
-    if flags.checkpoint and flags.model:
-        raise ConfigError("--checkpoint is for a run: give --run, not --model")
-    for name in ("prompt", "system", "stop"):
-        try:
-            "".join(getattr(flags, name)).encode()
-        except UnicodeEncodeError as e:
-            raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character {e.start}; "
-                              f"expected text in UTF-8") from None
-
-
-def check_used(given: dict[str, Any]) -> None:
-    """Refuse flags that were given and have no effect on what is asked for."""
+def check_given(given: dict[str, Any]) -> None:
+    """Refuse flags of a command line that have no effect beside the others. (0 may be given: a beam
+    search draws nothing, as with temperature 0.)"""
     for one, names in NOT_USED.items():
-        # (A beam search draws nothing, as with temperature 0.)
         found = [f"--{name}" for name in given if given.get(one) and name in names
-                 and not (one == "beams" and name == "temperature" and given[name] == 0)]
+                 and (given[name] or one != "beams")]
         if found:
             raise ConfigError(f"{' and '.join(found)}: no effect with --{one}; leave "
                               f"{'it' if len(found) == 1 else 'them'} out")
+    for name, needed in NEEDS.items():
+        if given.get(name) and not given.get(needed.split()[0]):
+            raise ConfigError(f"--{name} has no effect alone: give --{needed} too")
 
 
 def step_of(run: str, step: str) -> int | None:
@@ -196,11 +172,12 @@ def read_text(path: str, flag: str, expected: str = "a text on each line") -> st
     """The text of a file, or of standard input (-)."""
     name = _name(path, flag)
     try:
-        raw = Path(path).read_bytes() if path != "-" else _standard_input()
+        # (Standard input is None if it was closed.)
+        raw = Path(path).read_bytes() if path != "-" else sys.stdin and sys.stdin.buffer.read()
     except OSError as e:
         raise ConfigError(f"{name}: {e.strerror or e}; expected a file with {expected}") from None
     try:
-        text = raw.decode("utf-8-sig")
+        text = (raw or b"").decode("utf-8-sig")
     except UnicodeDecodeError as e:
         line = raw.count(b"\n", 0, e.start) + 1
         raise ConfigError(f"{name} line {line}: not UTF-8 ({e.reason}); expected text in UTF-8"
@@ -212,10 +189,6 @@ def read_text(path: str, flag: str, expected: str = "a text on each line") -> st
 
 def _name(path, flag):
     return f"{flag} {path}" if path != "-" else "standard input"
-
-
-def _standard_input():
-    return sys.stdin.buffer.read() if sys.stdin else b""    # (None: it was closed)
 
 
 def split_lines(text: str, path: str, flag: str) -> list[tuple[str, str]]:
@@ -240,27 +213,29 @@ def has_objects(lines: Sequence[tuple[str, str]], field: str, path: str) -> bool
 
 def given_text(flags: Any) -> str:
     """The text of the file that the command line names, or ''."""
-    if flags.score:
-        return read_text(flags.score, "--score", "a text")
-    if flags.choices:
-        return read_text(flags.choices, "--choices", "a question on each line")
-    return read_text(flags.prompts, "--prompts") if flags.prompts else ""
+    for name, expected in (("score", "a text"), ("choices", "a question on each line"),
+                           ("prompts", "a text on each line")):
+        if path := getattr(flags, name):
+            return read_text(path, f"--{name}", expected)
+    return ""
 
 
 def prompt_texts(flags: Any, text: str, has_input: bool) -> list[str]:
     """The prompts, from a file's text, the command line or standard input. An empty standard input
     is one empty prompt: the beginning of a document."""
-    if has_input and not flags.prompts:
-        return [flags.prompt]
-    lines = split_lines(text, flags.prompts, "--prompts") if text else split_lines(
-        read_text("-", ""), "-", "")
-    return [text for text, in parse_lines(lines, ["prompt"], flags.prompts)] or [""]
+    if flags.prompts:
+        return texts_in(text, flags.prompts, "--prompts")
+    return [flags.prompt] if has_input else texts_in(read_text("-", ""), "-", "") or [""]
 
 
 def file_prompts(path: str, flag: str) -> list[str]:
     """The prompts of a file."""
-    lines = split_lines(read_text(path, flag), path, flag)
-    return [text for text, in parse_lines(lines, ["prompt"], path)]
+    return texts_in(read_text(path, flag), path, flag)
+
+
+def texts_in(text: str, path: str, flag: str, field: str = "prompt") -> list[str]:
+    """The texts on the lines of a file, which may be objects with this field."""
+    return [text for text, in parse_lines(split_lines(text, path, flag), [field], path)]
 
 
 def _is_object(line, field):
@@ -358,7 +333,7 @@ def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path
     lines = split_lines(text, path, "--score")
     if network.source_shape(c) is None:
         is_document = not by_line and not has_objects(lines, "text", path)
-        texts = [text] if is_document else [text for text, in parse_lines(lines, ["text"], path)]
+        texts = [text] if is_document else texts_in(text, path, "--score", "text")
         return texts, [tokenizer.prompt(text) for text in texts], None
     if not reads_text(network, c):
         raise ConfigError(f"--score {path}: this model's encoder reads arrays "

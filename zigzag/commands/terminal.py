@@ -3,7 +3,6 @@
     Answer          the text of an answer, from ids that arrive one at a time
     show            print several answers in order: live on a terminal, else complete, or as JSON
     show_scores     print a table of texts and their log-probabilities
-    note            a line on stderr
     ctrl_c          the first Ctrl-C stops an answer, not the program
     in_background   an iterator that a thread runs, so that Ctrl-C works while jax compiles
     converse        read lines from a person and answer each
@@ -75,11 +74,6 @@ def show(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer],
 def write(text: str, end: str = "\n") -> None:
     """Print to a terminal at once, without control characters."""
     print(printable(text), end=end, flush=True)
-
-
-def note(text: str) -> None:
-    """Print a line for the person, on stderr."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def json_line(record: dict[str, Any]) -> str:
