@@ -40,10 +40,9 @@ from zigzag.core.mesh import mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
 from zigzag.generate import decoding, passes, scores, search, turns
-from zigzag.generate.answers import collected, stops_of
 from zigzag.generate.decoding import Sampling, mesh_of_weights
 from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
-from zigzag.generate.rows import check_writes, seeds_of
+from zigzag.generate.rows import check_writes, count_to_text, ids_and_texts, seeds_of
 
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
@@ -115,12 +114,21 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
     first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
     options are those of `stream`, except piece and ended."""
-    stop_ids, answers = stops_of(stop, tokenizer, prompts, tokens)
-    piece = 16 if answers else tokens       # (a stop text is looked for after each piece)
-    results = collected(answers, stream(
-        params, prompts, config, tokens, sampling, stop=stop_ids, piece=piece, logprobs=True,
-        ended=lambda n: answers and answers[n].reason, **options))
-    return results if logprobs else [ids for ids, _ in results]
+    stop_ids, texts = ids_and_texts(stop, tokenizer)
+    found: list[tuple[list, list]] = [([], []) for _ in prompts]
+
+    def count(n):
+        return count_to_text(tokenizer.decode, texts, prompts[n], found[n][0]) if texts else None
+
+    for new in stream(params, prompts, config, tokens, sampling, stop=stop_ids, logprobs=True,
+                      piece=16 if texts else tokens,    # (then texts are looked for)
+                      ended=lambda n: count(n) is not None, **options):
+        for (ids, logs), pair in zip(found, new):
+            more_ids, more_logs = pair or ((), ())
+            ids.extend(more_ids)
+            logs.extend(more_logs)
+    found = [(ids[:count(n)], logs[:count(n)]) for n, (ids, logs) in enumerate(found)]
+    return found if logprobs else [ids for ids, _ in found]
 
 
 def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,

@@ -11,6 +11,6 @@
     run         the plan, the loop, evaluation, metrics; read it when you change the loop
     commands    the command lines of the top-level files, above them; read it to change one
 
-A wing imports only wings listed before it and, except for commands, no top-level file. The table at the top of
-tests/test_layout.py says which, and the test holds every file to it.
+A wing imports only wings listed before it and, except for commands, no top-level file. The table at
+the top of tests/test_layout.py says which, and the test holds every file to it.
 """

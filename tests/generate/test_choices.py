@@ -134,7 +134,7 @@ def test_what_choices_cannot_read_is_one_line(capsys, monkeypatch, tmp_path):
     assert "--choices" in says() and "expected a file with a question on each line" in says()
     (tmp_path / "f").write_text(json.dumps(QUESTIONS[0]) + "\n[]\n")
     assert "--choices: no effect with --score" in says("--score", "g")
-    assert "--beams and --choices: give one" in says("--beams", 2)
+    assert "--beams: no effect with --choices" in says("--beams", 2)
     FakeModel(monkeypatch, [])
     assert "line 2: [] is not an object" in says()
     (tmp_path / "f").write_text(json.dumps(QUESTIONS[0]))

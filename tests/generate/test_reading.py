@@ -54,7 +54,8 @@ def seen(monkeypatch):
 
 
 def say(row, ids, tokens, seed=0, stop=()):
-    return [new for piece in row.stream(ids, tokens, seed, stop, sample.draw) if piece for new in piece[0]]
+    pieces = row.stream(ids, tokens, seed, stop, sample.draw)
+    return [new for piece in pieces if piece for new in piece[0]]
 
 
 @pytest.mark.full

@@ -25,10 +25,10 @@ from networks import transformer
 from tests.common import command, ends, hosts, published_files, refused, started
 from tests.helpers import ROOT, config_of, learn, make
 from zigzag.commands import sampling, terminal
+from zigzag.commands.answers import Answer
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
 from zigzag.generate import chat
-from zigzag.generate.answers import Answer
 from zigzag.generate.prompts import Prompt, max_new_tokens, step_of, whole_context
 from zigzag.generate.rows import context_of
 

@@ -11,12 +11,12 @@ import jax
 import networks
 import sample
 from zigzag.commands import choices, generation_speed, terminal
+from zigzag.commands.answers import Answer
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, note
 from zigzag.core.flags import check_shards, parse_flags
 from zigzag.core.mesh import keep_compiled, mesh_sizes, simulate_devices
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.generate.answers import Answer
 from zigzag.generate.chat import Conversation, conversation
 from zigzag.generate.prompts import (
     GROUPS,

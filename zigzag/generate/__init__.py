@@ -6,8 +6,7 @@
     search      beam search
     scores      log-probabilities of given ids
     turns       prompts through the rows of a cache; a row that is free takes the next prompt
-    rows        prompts as padded rows; seeds
-    answers     the text of an answer while its ids arrive; stop texts
+    rows        prompts as padded rows; seeds; where an answer ends
     prompts     sample.py's flags; prompts from files and standard input, as ids
     reading     the row of a conversation, whose cache is kept between turns
     chat        chat templates

@@ -11,7 +11,7 @@ number that the mesh divides), the cache (zigzag/generate/cache.py), and what al
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -133,9 +133,6 @@ def any_device(x: Array) -> Array:
 # -------------------------------------------------------------------------------------------
 # Decoding on a mesh: which device has which rows, weights and parts of the cache
 
-REPLICATED = {"slot", "last", "ends", "limit", "written"}     # in a state: the same for all rows
-
-
 @contextlib.contextmanager
 def mesh_of_weights(params: Any) -> Iterator[None]:
     """Make the mesh of the weights jax's ambient mesh."""
@@ -223,23 +220,6 @@ def gather_all_but_layers(params: Any, specs: Any) -> Any:
             return w
         return all_gather(w, "fsdp", list(spec).index("fsdp"), spec)
 
-    if not params or specs is None or axis_size("fsdp") == 1:
+    if not params or axis_size("fsdp") == 1:
         return params
     return jax.tree_util.tree_map_with_path(whole, params, specs)
-
-
-def on_mesh(fn: Callable, params: Any, state: dict[str, Any], layers: Sequence[Layer], specs: Any,
-            outputs: Iterable[str]) -> dict[str, Any]:
-    """fn(params, state) in a shard_map over the ambient mesh, or directly if specs is None. fn gets
-    this device's part of the weights, and returns a dict with the names `outputs`."""
-    if specs is None:
-        return fn(params, state)
-    rows, cache = batch_spec(jax.sharding.get_abstract_mesh()), cache_specs(layers, specs)
-
-    def specs_of(names):
-        return {name: [{n: s for n, s in layer.items() if name == "cache" or n.startswith(name)}
-                       for layer in cache] if name in ("cache", "cross") else
-                P() if name in REPLICATED else rows for name in names}
-
-    return jax.shard_map(fn, in_specs=(specs if params else P(), specs_of(state)),
-                         out_specs=specs_of(outputs))(params, state)

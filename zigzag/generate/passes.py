@@ -7,7 +7,7 @@
     decode          a compiled loop: read each row's newest id, choose the next
     write_ids       all of it, inside a compiled function
 
-Each takes an Engine first: a model. On a mesh a pass is one shard_map (decoding.on_mesh), in which
+Each takes an Engine first: a model. On a mesh a pass is one shard_map (Engine.on_mesh), in which
 a device has its rows, all layers, and its part of each weight and of the cache. A pass also takes
 the state of its rows, a dict of arrays:
 
@@ -27,13 +27,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
-from zigzag.core.mesh import mark_varying
+from zigzag.core.mesh import batch_spec, mark_varying
 from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import pad_rows, padded_length, prompt_arrays, seeds_of
 from zigzag.weights.network import Network
+
+REPLICATED = {"slot", "last", "ends", "limit", "written"}     # in a state: the same for all rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +64,24 @@ class Engine:
     def on_mesh(self, fn: Callable, params: Any, state: dict[str, Any], outputs: Iterable[str]
                 ) -> dict[str, Any]:
         """fn(params, specs, state) in one shard_map over the ambient mesh, or plainly without a
-        mesh. fn returns a dict with the names `outputs`."""
+        mesh. fn gets this device's part of the state and, of the weights, what it has before it
+        reaches a layer. It returns a dict with the names `outputs`."""
         specs = self.specs
+        if specs is None:
+            return fn(params, None, state)
+        rows = batch_spec(jax.sharding.get_abstract_mesh())
+        cache = decoding.cache_specs(self.network.cache_layers(self.config), specs)
 
         def run(params, state):
             return fn(decoding.gather_all_but_layers(params, specs), specs, state)
 
-        layers = self.network.cache_layers(self.config)
-        return decoding.on_mesh(run, params, state, layers, specs, outputs)
+        def specs_of(names):
+            return {name: [{n: s for n, s in layer.items() if name == "cache" or n.startswith(name)}
+                           for layer in cache] if name in ("cache", "cross") else
+                    P() if name in REPLICATED else rows for name in names}
+
+        return jax.shard_map(run, in_specs=(specs if params else P(), specs_of(state)),
+                             out_specs=specs_of(outputs))(params, state)
 
 
 @jax.jit(static_argnames=("engine", "slots"))
@@ -119,14 +132,14 @@ def prefill(engine: Engine, params: Any, rows: dict[str, Any], tokens: int, chun
     """Read rows chunk by chunk, into a new cache with room for `tokens` more ids (or with `slots`).
     Returns the state after them (cache, start and slot), with what read_chunks gives; and the
     length that scales positions (Network.decoding_length; or `length`)."""
-    P = rows["tokens"].shape[1]
-    slots = slots or P + (padded_length(tokens) if tokens else 0)
-    length = length or engine.network.decoding_length(engine.config, P + tokens, slots)
+    size = rows["tokens"].shape[1]
+    slots = slots or size + (padded_length(tokens) if tokens else 0)
+    length = length or engine.network.decoding_length(engine.config, size + tokens, slots)
     # (Chunks of padding alone need not be read.)
     first = rows["start"].min() // chunk * chunk if isinstance(rows["start"], np.ndarray) else 0
     state = read_chunks(engine, params, new_cache(engine, params, rows, slots), rows, length, chunk,
-                        range(first, P, chunk))
-    return {**state, "start": rows["start"], "slot": np.int32(P)}, length
+                        range(first, size, chunk))
+    return {**state, "start": rows["start"], "slot": np.int32(size)}, length
 
 
 def read_chunks(engine: Engine, params: Any, cache: Any, rows: dict[str, Any], length: int,

@@ -6,10 +6,11 @@ and their number is padded so that it divides over the mesh.
               ^ all rows choose their first new id at the same slot
 """
 
+import bisect
 import collections
 import functools
 import sys
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import numpy as np
@@ -165,7 +166,7 @@ def seeds_from(content: Any, source: Any, seed: int | Sequence[int], xp: Any = n
 
 
 # -------------------------------------------------------------------------------------------
-# Contexts
+# Contexts and ends
 
 def context_of(network: Network, c: Any) -> int:
     """The most tokens in a row: seq_len (more, if the positions scale with the length), or the
@@ -180,3 +181,29 @@ def context_of(network: Network, c: Any) -> int:
 def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """The ids before the first one in `ends`."""
     return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]
+
+
+def ids_and_texts(stop: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
+    """The ids and the texts in `stop`; texts are refused without a tokenizer."""
+    stop = [stop] if np.ndim(stop) == 0 else stop
+    texts = [text for text in stop if isinstance(text, str)]
+    if texts and tokenizer is None:
+        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+    return [i for i in stop if i not in texts], texts
+
+
+def count_to_text(decode: Callable[[Sequence[int]], str], texts: Sequence[str],
+                  prompt: Sequence[int], ids: Sequence[int]) -> int | None:
+    """The number of ids after a prompt with which the first of these texts is complete; None if
+    none is."""
+    # (Some tokenizers drop a space at the beginning of a text.)
+    before = [*prompt[-8:]]
+    begin = len(decode(before))
+
+    def has_text(count):
+        text = decode([*before, *ids[:count]])[begin:]
+        return any(stop in text for stop in texts)
+
+    if not ids or not has_text(len(ids)):
+        return None
+    return bisect.bisect_left(range(len(ids)), True, key=has_text)
