@@ -21,15 +21,15 @@ from zigzag.generate.chat import Conversation, conversation
 from zigzag.generate.prompts import (
     GROUPS,
     Flags,
+    Input,
     Prompt,
     check_given,
     counted_repeats,
-    given_text,
+    given_input,
     make_prompts,
     max_new_tokens,
-    prompt_texts,
+    read_input,
     scored_texts,
-    split_lines,
 )
 from zigzag.generate.reading import Reading
 from zigzag.generate.rows import context_of
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if flags.system and not (is_chat or flags.chat):
             raise ConfigError("--system is for a conversation: on a terminal with no prompt, or "
                               "with --chat")
-        text = given_text(flags)
+        file = given_input(flags)
         if flags.coordinator or flags.distributed:
             _join_processes(flags, has_input)
         keep_compiled(least=0)
@@ -92,13 +92,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if flags.bench:
             generation_speed.bench(model.params, model.c, flags.model)
         elif flags.score:
-            score_texts(model, text)
+            score_texts(model, file)
         elif flags.choices:
-            score_choices(model, text)
+            score_choices(model, file)
         elif is_chat:
             converse(model)
         else:
-            write(model, prompt_texts(flags, text, has_input))
+            # (An empty standard input is one empty prompt: the beginning of a document.)
+            file = file or (None if has_input else read_input("-", ""))
+            write(model, file.texts("prompt") or [""] if file else [flags.prompt])
 
 
 def _join_processes(flags, has_input):
@@ -248,23 +250,23 @@ def say(model: Model, prompt: Prompt, reading: Reading | None, pressed: Sequence
 # -------------------------------------------------------------------------------------------
 # Scores
 
-def score_texts(model: Model, text: str) -> None:
+def score_texts(model: Model, file: Input) -> None:
     """Print the log-probability of each text of the file --score."""
     flags = model.flags
-    texts, rows, sources = scored_texts(model.network, model.c, model.tokenizer, text,
-                                        flags.score, flags.by == "line")
+    texts, rows, sources = scored_texts(model.network, model.c, model.tokenizer, file,
+                                        flags.by == "line")
     parts = [slice(at, at + flags.batch) for at in range(0, len(rows), flags.batch)]
     found = (pair for part in parts for pair in sample.score(
         model.params, rows[part], model.c, sources and sources[part], flags.batch))
     terminal.show_scores(texts, found, flags.json)
 
 
-def score_choices(model: Model, text: str) -> None:
+def score_choices(model: Model, file: Input) -> None:
     """Print how many questions of the file --choices the model answers right."""
     flags = model.flags
-    items = choices.read_items(split_lines(text, flags.choices, "--choices"))
+    items = choices.read_items(file.lines)
     if model.has_source:
-        raise ConfigError(f"--choices {flags.choices}: expected a decoder; this model has an "
+        raise ConfigError(f"{file.name}: expected a decoder; this model has an "
                           f"encoder")
     found = choices.logprobs(model.params, model.c, model.tokenizer, items, flags.batch)
     choices.show(items, found, flags.json)
