@@ -9,12 +9,10 @@
                        -> decode -> network.extend, draw        a compiled loop over new ids
 
 The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
-pass (zigzag/generate/passes.py) is one shard_map, as a step's gradient is. A single token has no
-time to split, so its `shard.row` is an all-reduce. The cache has B rows, and prompts that wait take
-the rows of answers that have ended (zigzag/generate/turns.py). A row is a prompt, padded on the
-left to a common length; rows are added until the mesh divides B. Over data, fsdp and expert each
-device has its own rows. The cache holds the keys and values of each layer, most often k, v
-[B, K, S, N]: tensor splits the heads K or, if it does not split their weights, the slots S.
+pass (zigzag/generate/passes.py) is one shard_map. A token has no time to split, so its `shard.row`
+is an all-reduce. The caches are [B, K, S, N]: tensor splits the heads K or, if it does not split
+their weights, the slots S; data, fsdp and expert split the B rows, which are padded on the left.
+Prompts that wait take the rows of answers that have ended (zigzag/generate/turns.py).
 
     python sample.py --run out --prompt "def main("
 """
@@ -53,9 +51,8 @@ def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
     row = np.zeros((1, len(prompt) + tokens), np.int32)
     row[0, :len(prompt)] = prompt
-    for count in range(tokens):     # (what follows a token does not change its logits)
-        at = len(prompt) + count
-        logits = forward(params, row)[:, at - 1]
+    for count, at in enumerate(range(len(prompt), row.size)):
+        logits = forward(params, row)[:, at - 1]    # (what follows a token does not change them)
         row[:, at] = draw(logits, decoding.keys_of(seeds, count), sampling)
     return row[0, len(prompt):].tolist()
 
@@ -117,16 +114,15 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
     stop_ids, texts = ids_and_texts(stop, tokenizer)
     found: list[tuple[list, list]] = [([], []) for _ in prompts]
 
-    def count(n):
+    def count(n):       # up to a stop text, which is looked for after each piece
         return count_to_text(tokenizer.decode, texts, prompts[n], found[n][0]) if texts else None
 
     for new in stream(params, prompts, config, tokens, sampling, stop=stop_ids, logprobs=True,
-                      piece=16 if texts else tokens,    # (then texts are looked for)
-                      ended=lambda n: count(n) is not None, **options):
-        for (ids, logs), pair in zip(found, new):
-            more_ids, more_logs = pair or ((), ())
-            ids.extend(more_ids)
-            logs.extend(more_logs)
+                      piece=16 if texts else tokens, ended=lambda n: count(n) is not None,
+                      **options):
+        for own, pair in zip(found, new):
+            for known, more in zip(own, pair or ()):
+                known.extend(more)
     found = [(ids[:count(n)], logs[:count(n)]) for n, (ids, logs) in enumerate(found)]
     return found if logprobs else [ids for ids, _ in found]
 
@@ -214,14 +210,12 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     """Like `load`, for the model that the flags name, with its weights as decoding uses them."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
+    c = networks.hf_config(flags.model) if flags.model else networks.config_of_run(flags.run)
+    what = f"--model {flags.model}" if flags.model else f"--run {flags.run}"
+    check_writes(networks.network_of(c), c, what, mesh)
     if flags.model:
-        c = networks.hf_config(flags.model)
-        check_writes(networks.network_of(c), c, f"--model {flags.model}", mesh)
         tokenizer = published_tokenizer(flags.model, c.vocab_size)
-        params, c = networks.load_for_decoding(flags.model, mesh, flags.edited)
-        return params, c, tokenizer
-    c = networks.config_of_run(flags.run)
-    check_writes(networks.network_of(c), c, f"--run {flags.run}", mesh)
+        return *networks.load_for_decoding(flags.model, mesh, flags.edited), tokenizer
     tokenizer = needed_tokenizer(flags.run)
     params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
     return for_decoding(params, c), c, tokenizer

@@ -201,7 +201,8 @@ def count_to_text(decode: Callable[[Sequence[int]], str], texts: Sequence[str],
     begin = len(decode(before))
 
     def has_text(count):
-        text = decode([*before, *ids[:count]])[begin:]
+        # (The last character may be incomplete.)
+        text = decode([*before, *ids[:count]])[begin:].rstrip("\ufffd")
         return any(stop in text for stop in texts)
 
     if not ids or not has_text(len(ids)):
