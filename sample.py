@@ -223,7 +223,6 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     from zigzag.commands import sampling
-
     sampling.main(argv)
 
 
