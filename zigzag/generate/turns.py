@@ -123,7 +123,7 @@ class Rows:
         room, most = self._room(longest), max(text.left for text in texts)
         tokens, _ = padded_prompts(self.network, [longest.ids], self.config, min(room, most))
         self.slots = tokens.shape[1] + padded_length(min(room, most))
-        self.piece, self.size = piece, padded_length(min(piece, most))
+        self.piece, self.size = piece, padded_length(most)
         self.chunk = CHUNK if len(texts) > self.count else kv_cache.CHUNK
         for text in texts:
             text.length = self._length_of(text)
