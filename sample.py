@@ -4,25 +4,15 @@
     generate_simply   the same ids with a cache of keys and values: one row, one device, a loop
     generate          the same ids again, compiled: batches of prompts, any mesh
 
-    generate -> stream -> passes.begin -> prefill -> network.extend    prompts, into a cache
-                                       -> draw                         the first new id of each
-                       -> passes.decode -> network.extend, draw        a compiled loop over new ids
+    generate -> stream -> prefill -> network.extend             prompts, into a cache
+                       -> choose_ids -> draw                    the first new id of each
+                       -> decode -> network.extend, draw        a compiled loop over new ids
 
 The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
-pass (zigzag/generate/passes.py) is one shard_map, as a step's gradient is. A single token has no
-time to split, so its `shard.row` is an all-reduce. Each pass takes and returns the state, a dict of
-arrays with B rows. A row is a prompt, padded on the left to a common length; rows are added until
-the mesh divides B. Over data, fsdp and expert each device has its own rows.
-
-    cache      keys and values of each layer, most often k, v [B, K, S, N]: tensor splits the heads
-               K or, if it does not split their weights, the slots S (zigzag/generate/cache.py)
-    start      [B]        the slot where a row begins, after its padding
-    slot       []         the slot of the next token to be read
-    ids        [B, room]  the new ids, and `count` [], how many there are so far
-    logprobs   [B, room]  their log-probabilities, before temperature and penalty
-    ended      [B]        whether a row has one of `ends` (end ids, padded with -1 to 8 or more)
-    seeds      [B, 3]     a row's random numbers follow from these and from how many ids it has
-    seen       [B, V]     the ids in a row; only with a repetition_penalty
+pass (zigzag/generate/passes.py) is one shard_map. A token has no time to split, so its `shard.row`
+is an all-reduce. The caches are [B, K, S, N]: tensor splits the heads K or, if it does not split
+their weights, the slots S; data, fsdp and expert split the B rows, which are padded on the left.
+Prompts that wait take the rows of answers that have ended (zigzag/generate/turns.py).
 
     python sample.py --run out --prompt "def main("
 """
@@ -43,18 +33,14 @@ import numpy as np
 from jax import Array
 
 import networks
-import shard
 from zigzag.core.flags import run_main
-from zigzag.core.mesh import keep_compiled, mesh_of_flags
+from zigzag.core.mesh import mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
 from zigzag.generate import decoding, passes, scores, search, turns
-from zigzag.generate.answers import collected, stops_of
 from zigzag.generate.decoding import Sampling, mesh_of_weights
 from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
-from zigzag.generate.rows import Contexts, check_writes, padded_length, seeds_of
-from zigzag.generate.terminal import ends_quietly
-from zigzag.generate.writer import Writer, parse
+from zigzag.generate.rows import check_writes, count_to_text, ids_and_texts, seeds_of
 
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
@@ -65,9 +51,8 @@ def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
     row = np.zeros((1, len(prompt) + tokens), np.int32)
     row[0, :len(prompt)] = prompt
-    for count in range(tokens):     # (what follows a token does not change its logits)
-        at = len(prompt) + count
-        logits = forward(params, row)[:, at - 1]
+    for count, at in enumerate(range(len(prompt), row.size)):
+        logits = forward(params, row)[:, at - 1]    # (what follows a token does not change them)
         row[:, at] = draw(logits, decoding.keys_of(seeds, count), sampling)
     return row[0, len(prompt):].tolist()
 
@@ -116,8 +101,8 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
 
 
 def engine_of(config: Any) -> passes.Engine:
-    """The model as passes take it. They call this file's `draw`, so an edit of it takes effect."""
-    return passes.Engine(networks.network_of(config), config, shard.gather, draw)
+    """The model as passes take it."""
+    return passes.Engine(networks.network_of(config), config)
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
@@ -126,12 +111,20 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
     first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
     options are those of `stream`, except piece and ended."""
-    stop_ids, answers = stops_of(stop, tokenizer, prompts, tokens)
-    piece = 16 if answers else tokens       # (a stop text is looked for after each piece)
-    results = collected(answers, stream(
-        params, prompts, config, tokens, sampling, stop=stop_ids, piece=piece, logprobs=True,
-        ended=lambda n: answers and answers[n].reason, **options))
-    return results if logprobs else [ids for ids, _ in results]
+    stop_ids, texts = ids_and_texts(stop, tokenizer)
+    found: list[tuple[list, list]] = [([], []) for _ in prompts]
+
+    def count(n):       # up to a stop text, which is looked for after each piece
+        return count_to_text(tokenizer.decode, texts, prompts[n], found[n][0]) if texts else None
+
+    for new in stream(params, prompts, config, tokens, sampling, stop=stop_ids, logprobs=True,
+                      piece=16 if texts else tokens, ended=lambda n: count(n) is not None,
+                      **options):
+        for own, pair in zip(found, new):
+            for known, more in zip(own, pair or ()):
+                known.extend(more)
+    found = [(ids[:count(n)], logs[:count(n)]) for n, (ids, logs) in enumerate(found)]
+    return found if logprobs else [ids for ids, _ in found]
 
 
 def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
@@ -154,30 +147,12 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     that has filled it continues from the row's last half (with stop_at_context it ends). If
     a prompt is longer, only its last tokens are read. `say` reports both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
-    ends = decoding.end_ids(stop, config.vocab_size)
-    contexts = Contexts(engine.network, prompts, config, tokens, stop_at_context, say, ended)
-    if len(prompts) > batch and source is None:
-        return (yield from turns.in_turn(engine, params, contexts, tokens, sampling, ends, batch,
-                                         seed, piece, logprobs))
-    state, sent, full = None, 0, 0      # new ids yielded so far; how many fit into the context
-    while state is None or sent < tokens and contexts.unfinished.any():
-        with mesh_of_weights(params):
-            if sent == full:            # read the prompts; later, the last half of full rows
-                contexts.keep_last_half(*range(len(prompts)))
-                full = sent + contexts.room()
-                room = contexts.room() if sent else min(tokens, full)
-                rows = engine.arrays(contexts.rows, room, source)
-                if not sent:
-                    params = engine.for_decoding(params)
-                    state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(
-                        rows, seed, count=len(prompts)), ends, sampling, config.vocab_size)
-                state, length = passes.begin(engine, params, state, rows, room, sampling)
-            else:
-                limit = np.int32(min(sent + piece, tokens, full))
-                state = passes.decode(engine, params, state, limit, length, sampling)
-        new, sent = passes.new_ids(state, sent, tokens)
-        new = contexts.add(new, ends)
-        yield new if logprobs else [ids for ids, _ in new]
+    texts = turns.texts_of(engine, prompts, tokens, stop_at_context, say)
+    rows = turns.Rows(engine, params, texts, sampling, decoding.end_ids(stop, config.vocab_size),
+                      source, seed, batch, piece)
+    while rows.go_on(ended):        # read prompts into free rows, else write ids in all rows
+        new = rows.next(draw)
+        yield new if logprobs else [pair and pair[0] for pair in new]
 
 
 def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
@@ -189,7 +164,7 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
     if beams:
         return search.best_ids(engine, params, rows, tokens, ends, beams)
-    return passes.write_ids(engine, params, rows, tokens, sampling, seed, ends)
+    return passes.write_ids(engine, params, rows, tokens, sampling, seed, ends, draw)
 
 
 def for_decoding(params: Any, config: Any) -> Any:
@@ -235,25 +210,20 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     """Like `load`, for the model that the flags name, with its weights as decoding uses them."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
+    c = networks.hf_config(flags.model) if flags.model else networks.config_of_run(flags.run)
+    what = f"--model {flags.model}" if flags.model else f"--run {flags.run}"
+    check_writes(networks.network_of(c), c, what, mesh)
     if flags.model:
-        c = networks.hf_config(flags.model)
-        check_writes(networks.network_of(c), c, f"--model {flags.model}", mesh)
         tokenizer = published_tokenizer(flags.model, c.vocab_size)
-        params, c = networks.load_for_decoding(flags.model, mesh, flags.edited)
-        return params, c, tokenizer
-    c = networks.config_of_run(flags.run)
-    check_writes(networks.network_of(c), c, f"--run {flags.run}", mesh)
+        return *networks.load_for_decoding(flags.model, mesh, flags.edited), tokenizer
     tokenizer = needed_tokenizer(flags.run)
     params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
     return for_decoding(params, c), c, tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with ends_quietly():
-        asked = parse(argv)
-        keep_compiled(least=0)
-        params, c, tokenizer = load_model(asked.flags)
-        Writer(generate, stream, beam_search, score, engine_of(c), params, tokenizer, asked).run()
+    from zigzag.commands import sampling
+    sampling.main(argv)
 
 
 if __name__ == "__main__":

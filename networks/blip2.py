@@ -321,11 +321,12 @@ def captions(params: Params, source: Array, config: Any, prompts: Sequence[Seque
     the beginning of a text). sample.generate and sample.beam_search have more options."""
     text = published(config).part("text_config", OPT)
     prompts = prompts or [[text["bos_token_id"]]] * len(source)
-    engine = Engine(NETWORK, config, shard.gather, _likeliest)
+    engine = Engine(NETWORK, config)
     ends = tuple(decoding.end_ids(text["eos_token_id"], config.vocab_size))
     with decoding.mesh_of_weights(params):
         arrays = engine.arrays(prompts, tokens, source)
-        ids = on_host(write_ids(engine, params, arrays, tokens, decoding.GREEDY, 0, ends))
+        ids = on_host(write_ids(engine, params, arrays, tokens, decoding.GREEDY, 0, ends,
+                                _likeliest))
     return [cut_at_end(ends, row) for row in ids[:len(prompts)].tolist()]
 
 

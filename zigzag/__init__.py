@@ -6,7 +6,7 @@
     disk        tokenizers, examples, batches, checkpoints; read it to bring your own data
     weights     what follows from a table of weights: first values, counts, adapters; seldom read
     hub         Hugging Face folders in and out; read it to add a family
-    generate    the KV cache, decoding, prompts, the terminal; read it for sampling
+    generate    the KV cache, decoding, prompts; read it for sampling
     measure     chips, compiled programs, expected traffic, forecasts; read it to predict a run
     run         the plan, the loop, evaluation, metrics; read it when you change the loop
     commands    the command lines of train.py, sample.py and shard.py; read it to add a flag

@@ -18,11 +18,11 @@ from tests.generate.test_generation import (
 )
 from tests.generate.test_sample_command import FakeModel, sampled
 from tests.helpers import config_of, make
+from zigzag.commands.choices import Item, logprobs, read_items, split_ids
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate import passes, scores
-from zigzag.generate.choices import Item, logprobs, read_items, split_ids
 
 assert small_chunks     # (a fixture)
 
@@ -81,16 +81,17 @@ def test_context_and_choice_are_encoded_as_one_text():
     assert split_ids(Pairs(), "abc", "d") == ([*b"ac"], 1)       # (a token of both is scored)
 
 
-def test_scores_go_to_their_questions():
+def test_scores_go_to_their_questions(monkeypatch):
     """A score of another question: a part may end in the middle of one."""
     items = [Item("q" * (7 * n % 11), tuple("abc"[:2 + n % 2]), 0) for n in range(1, 12)]
     sizes = []
 
-    def score(rows, given):
+    def score(params, rows, config, batch, given):
         sizes.append(len(rows))
         return [(100.0 * len(row) + row[-1], len(row) - n) for row, n in zip(rows, given)]
 
-    assert list(logprobs(score, Bytes(), items, batch=1)) == [
+    monkeypatch.setattr(sample, "score", score)
+    assert list(logprobs({}, None, Bytes(), items, batch=1)) == [
         [100.0 * (len(item.question) + 3) + ord(text) for text in item.choices] for item in items]
     assert sizes == [16, 12]
 
@@ -132,8 +133,8 @@ def test_what_choices_cannot_read_is_one_line(capsys, monkeypatch, tmp_path):
 
     assert "--choices" in says() and "expected a file with a question on each line" in says()
     (tmp_path / "f").write_text(json.dumps(QUESTIONS[0]) + "\n[]\n")
-    assert "--score and --choices: give one" in says("--score", "g")
-    assert "--beams and --choices: give one" in says("--beams", 2)
+    assert "--choices: no effect with --score" in says("--score", "g")
+    assert "--beams: no effect with --choices" in says("--beams", 2)
     FakeModel(monkeypatch, [])
     assert "line 2: [] is not an object" in says()
     (tmp_path / "f").write_text(json.dumps(QUESTIONS[0]))

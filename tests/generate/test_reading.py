@@ -54,7 +54,8 @@ def seen(monkeypatch):
 
 
 def say(row, ids, tokens, seed=0, stop=()):
-    return [new for piece in row.stream(ids, tokens, seed, stop) if piece for new in piece[0]]
+    pieces = row.stream(ids, tokens, seed, stop, sample.draw)
+    return [new for piece in pieces if piece for new in piece[0]]
 
 
 @pytest.mark.full
@@ -73,10 +74,10 @@ def test_turns_are_written_as_if_all_were_read_again(small, options, mesh):
         assert say(row, ids, tokens) == want
         return ids + want
 
-    list(row.compile())
+    list(row.compile(sample.draw))
     turn = check([5, 6, 7], 4)                          # 7 of 16 slots
     turn = check(turn + [9, 8, 3, 2, 1], 3)             # two chunks
-    for _ in itertools.islice(row.stream(turn + [4], 9, 0, ()), 2):
+    for _ in itertools.islice(row.stream(turn + [4], 9, 0, (), sample.draw), 2):
         pass                                            # (Ctrl-C, while it is written)
     turn = check(turn + [4, 11], 12)                    # 29: the cache doubles
     check(turn[:10] + [1, 2], 3)                        # another text from its middle on
@@ -90,7 +91,7 @@ def test_a_turn_reads_only_what_is_new_and_compiles_nothing(small, seen, caplog)
     or for another --tokens."""
     row, _, _ = begin({"seq_len": 64}, sampling=decoding.Sampling(0.7, top_k=9))
     row.slots = 64
-    list(row.compile())
+    list(row.compile(sample.draw))
     assert row.is_ready
     seen.clear()
     caplog.clear()
@@ -122,5 +123,6 @@ def test_an_end_ends_an_answer(small):
     assert say(row, [5, 6, 7], 9, stop=[want[3]]) == want[:want.index(want[3])]
     assert say(row, [5, 6, 7], 9) == want
     ids = list(range(45))
-    assert list(row.stream(ids, 9, 0, (), True))[-1] is not None and len(
-        [piece for piece in row.stream(ids, 9, 0, (), True) if piece]) == 4
+    given = ids, 9, 0, (), sample.draw, True
+    assert list(row.stream(*given))[-1] is not None and len(
+        [piece for piece in row.stream(*given) if piece]) == 4

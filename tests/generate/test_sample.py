@@ -256,7 +256,8 @@ def test_an_edited_draw_is_in_every_generator(trained, monkeypatch):
     def texts():
         reading = Reading(sample.engine_of(config), sample.for_decoding(params, config),
                           decoding.GREEDY)
-        talk = [new for piece in reading.stream([1, 2, 3], 4, 0, ()) if piece for new in piece[0]]
+        pieces = reading.stream([1, 2, 3], 4, 0, (), sample.draw)
+        talk = [new for piece in pieces if piece for new in piece[0]]
         return [*sample.generate(params, [[1, 2, 3]], config, 4, 0),
                 sample.generate_ids(params, rows, config, 4, 0)[0].tolist(),
                 sample.generate_slowly(params, [1, 2, 3], config, 4, 0),
@@ -292,15 +293,15 @@ def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
     decode = passes.decode
 
     def spy(*args):
-        state = decode(*args)
-        ends.append(int(state["count"]))
-        return state
+        found = decode(*args)
+        ends.append(int(found["written"]))
+        return found
 
     monkeypatch.setattr(passes, "decode", spy)
     stop = [greedy[0][2], greedy[1][5], greedy[2][4], greedy[3][3]]
     got = sample.generate(params, PROMPTS, config, 40, 0, stop=stop)
     assert got == [list(cut_at_end(stop, ids)) for ids in greedy]
-    assert ends == [max(map(len, got)) + 1]
+    assert ends == [max(map(len, got))], "after the first, which is not written by the loop"
 
 
 def decode_program(params, config, prompts):
@@ -309,13 +310,14 @@ def decode_program(params, config, prompts):
         params = sample.for_decoding(params, config)
         rows = prompt_arrays(networks.network_of(config), prompts, config, 8, None)
         sampling = decoding.Sampling()
-        state = decoding.empty_ids(rows, 16, seeds_of(rows, 0), (), sampling, config.vocab_size)
+        state = decoding.before_ids(seeds_of(rows, 0), ())
         engine = sample.engine_of(config)
         read, length = passes.prefill(engine, params, rows, 8)
-        logits = read.pop("logits")
-        state = passes.choose_ids(engine, state | read, logits, sampling)
-        return passes.decode.lower(
-            engine, params, state, np.int32(8), length, sampling).compile(), state
+        cache, logits = read.pop("cache"), read.pop("logits")
+        state = passes.choose_ids(engine, state, logits, sampling, sample.draw) | read
+        state.pop("logprobs")
+        return passes.decode.lower(engine, params, cache, state, np.int32(8), 16, length, sampling,
+                                   sample.draw).compile(), cache
 
 
 @pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
@@ -323,9 +325,9 @@ def test_the_cache_is_donated(trained, mesh):
     """A cache that is copied in each call: twice the memory."""
     params, config = trained
     params = placed(params, config, mesh_of(mesh)) if mesh else params
-    compiled, state = decode_program(params, config, PROMPTS)
+    compiled, cache = decode_program(params, config, PROMPTS)
     assert "input_output_alias" in compiled.as_text()
-    kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state["cache"]))
+    kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache))
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
 
 
@@ -334,8 +336,8 @@ def test_a_cpus_loop_does_not_copy_the_cache(trained, rows):
     """On a CPU: a cache of one row that is copied for each token, because its update is fused with
     what reads it."""
     params, config = trained
-    compiled, state = decode_program(params, config, PROMPTS[:rows])
-    text, shape = compiled.as_text(), ",".join(map(str, state["cache"][0]["k"].shape))
+    compiled, cache = decode_program(params, config, PROMPTS[:rows])
+    text, shape = compiled.as_text(), ",".join(map(str, cache[0]["k"].shape))
     assert not re.search(rf"f32\[{shape}\]\S* copy\(", text)
 
 

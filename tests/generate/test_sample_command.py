@@ -24,10 +24,11 @@ import sample
 from networks import transformer
 from tests.common import command, ends, hosts, published_files, refused, started
 from tests.helpers import ROOT, config_of, learn, make
+from zigzag.commands import sampling, terminal
+from zigzag.commands.answers import Answer
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
-from zigzag.generate import chat, terminal, writer
-from zigzag.generate.answers import Answer
+from zigzag.generate import chat
 from zigzag.generate.prompts import Prompt, max_new_tokens, step_of, whole_context
 from zigzag.generate.rows import context_of
 
@@ -48,9 +49,9 @@ class FakeModel:
         patch.setattr(sample, "load_model", lambda _: ({}, config, tokenizer or Bytes()))
         patch.setattr(sample, "for_decoding", lambda params, config: params)
         patch.setattr(sample, "stream", self.stream)
-        patch.setattr(writer, "Reading", lambda *_: self)
+        patch.setattr(sampling, "Reading", lambda *_: self)
         self.context, self.is_ready, self.has_rolled = config.seq_len, True, False
-        self.compile = lambda: iter(())
+        self.compile = lambda draw: iter(())
 
     def stream(self, params, prompts=None, config=None, *_, **choices):
         prompts = prompts if config else [params]       # (as Reading.stream)
@@ -206,8 +207,8 @@ def test_a_prompt_near_the_end_of_the_positions_cuts_no_other(capsys, monkeypatc
 def test_log_probabilities_are_of_the_ids_that_are_shown(capsys, monkeypatch):
     """Log-probabilities of ids after a stop, or in another order than the ids."""
     FakeModel(monkeypatch, [])
-    monkeypatch.setattr(sample, "generate", lambda *_, **options: [
-        (write_ids("ab#c"), [-1.0, -2.0, -0.5, -9.0])] * options["logprobs"])
+    monkeypatch.setattr(sample, "stream", lambda *_, **options: iter([[
+        (write_ids("ab#c"), [-1.0, -2.0, -0.5, -9.0])] * options["logprobs"]]))
     record = json.loads(sampled(capsys, "--json", "--logprobs", "--prompt", "x", "--stop", "#"))
     assert record == {"prompt": "x", "text": "ab", "tokens": 3, "stopped": "stop",
                       "ids": [97, 98, 35], "logprobs": [-1.0, -2.0, -0.5], "logprob": -3.5}
@@ -277,7 +278,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     assert "--prompts nowhere: No such file" in says("--prompts", "nowhere")
     assert "latin line 2: not UTF-8" in says("--score", tmp_path / "latin")
     assert "no run there" in says("--run", tmp_path / "none", "--prompts", tmp_path / "a.jsonl")
-    assert "--prompt and --score: give one" in says("--prompt", "a", "--score", "b")
+    assert "--prompt: no effect with --score" in says("--prompt", "a", "--score", "b")
     assert "--min_p 1.5" in says("--min_p", 1.5)
     assert "above 0" in says("--repetition_penalty", 0)
     assert "expected a text" in says("--stop", "")
@@ -287,8 +288,8 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     assert "--batch 0" in says("--batch", 0)
     with pytest.raises(ConfigError, match="expected the number of a step"):
         step_of("out", "9" * 5000)
-    assert "--beams and --score" in says("--beams", 2, "--score", tmp_path / "latin")
-    assert "takes no --top_k" in says("--beams", 2, "--top_k", 5)
+    assert "--beams: no effect with --score" in says("--beams", 2, "--score", tmp_path / "latin")
+    assert "--top_k: no effect with --beams" in says("--beams", 2, "--top_k", 5)
     assert "give --beams too" in says("--length_penalty", 2)
     no_effect = "--stop and --tokens and --temperature: no effect with --{}; leave them out"
     for flag in ("score", "choices", "bench"):
@@ -305,7 +306,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
     assert "no text in it; expected a text" in says("--score", tmp_path / "empty")
     assert "beams 258" in says("--prompt", "x", "--beams", 258, "--tokens", 5)
     assert "--by word: expected line" in says("--by", "word", "--score", tmp_path / "a.jsonl")
-    assert "--by line: says how --score reads" in says("--by", "line")
+    assert "--by has no effect alone: give --score FILE too" in says("--by", "line")
     assert "this model reads text" in says("--source", "nowhere")
     FakeModel(monkeypatch, [], encoder_layers=1)
     assert "the prompt is empty" in says("--prompt", " ")
@@ -392,7 +393,7 @@ def test_chat_takes_prompts_as_messages(capsys, monkeypatch, tmp_path):
         capsys, "--chat", "--prompt", "one", main=sample.main)
     assert "--system: this model has no chat template" in refused(
         capsys, "--chat", "--prompt", "one", "--system", "S", main=sample.main)
-    assert "--chat is for prompts: give it without --score" in refused(
+    assert "--chat: no effect with --score" in refused(
         capsys, "--chat", "--score", tmp_path / "p", main=sample.main)
 
 

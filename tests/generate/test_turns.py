@@ -10,13 +10,13 @@ import sample
 from tests.common import full, net
 from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks
 from tests.helpers import make, mesh_of
+from zigzag.commands import sampling
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate import passes, turns
 from zigzag.generate.prompts import Flags
-from zigzag.generate.writer import Asked, Writer
 
 assert small_chunks     # (a fixture)
 ALL = 10**6         # as many rows as there are prompts
@@ -139,8 +139,13 @@ def test_no_row_waits_for_the_longest(monkeypatch):
     params, config = made(seq_len=128)
     prompts, steps = prompts_of(config, 64), []
     decode = passes.decode
-    monkeypatch.setattr(passes, "decode", lambda engine, params, state, limit, *given: steps.append(
-        (len(state["ids"]), int(limit) - 1)) or decode(engine, params, state, limit, *given))
+
+    def spy(*given):
+        found = decode(*given)
+        steps.append((len(found["ids"]), int(found["written"])))
+        return found
+
+    monkeypatch.setattr(passes, "decode", spy)
     found = sample.generate(params, prompts, config, 60, 1.0, stop=[3, 5, 8], batch=8)
     lengths = [len(ids) for ids in found]
     in_batches = sum(8 * max(lengths[at:at + 8]) for at in range(0, 64, 8))
@@ -178,8 +183,7 @@ def test_the_command_prints_answers_in_order(capsys, more):
 
     def printed(batch):
         flags = Flags(tokens=12, batch=batch, stop=("e",), json=bool(more), logprobs=bool(more))
-        Writer(sample.generate, sample.stream, None, None, sample.engine_of(config), params,
-               Bytes(), Asked(flags, "", True, False)).write(texts)
+        sampling.write(sampling.Model(flags, params, config, Bytes()), texts)
         return capsys.readouterr().out.splitlines()
 
     got, want = printed(4), printed(11)

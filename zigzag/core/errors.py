@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import importlib
 import re
+import sys
 from typing import Any, Callable, Iterable, Iterator
 
 # Control characters except tab and newline: a text must not move the cursor or retitle a window.
@@ -130,3 +131,8 @@ def check_length(axis: str, name: str, value: int, parts: int, why: str = "") ->
     if value % parts:
         raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "
                           f"the nearest that does is --{name} {nearest_multiple(parts, value)}")
+
+
+def note(text: str) -> None:
+    """Print a line for the person, on stderr."""
+    print(f"note: {text}", file=sys.stderr, flush=True)

@@ -5,15 +5,13 @@
     decoding    Sampling; the state of the loop; which device has which part of it
     search      beam search
     scores      log-probabilities of given ids
-    answers     the text of an answer while its ids arrive; stop texts
+    turns       prompts through the rows of a cache; a row that is free takes the next prompt
+    rows        prompts as padded rows; seeds; where an answer ends
     prompts     sample.py's flags; prompts from files and standard input, as ids
-    rows        prompts as padded rows; the context of each row
     reading     the row of a conversation, whose cache is kept between turns
     chat        chat templates
-    terminal    printing answers and reading lines from a person
-    choices     sample.py --choices: questions with several choices, and their accuracy
-    writer      sample.py's command: prompts in, answers and scores out
-    bench       sample.py --bench
+
+sample.py's command is in the wing above it, zigzag/commands/.
 
 Imports: every wing from core to hub. Imported by: run, and top-level files.
 """

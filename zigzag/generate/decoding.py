@@ -1,6 +1,6 @@
-"""How an id is chosen and added to the state of decoding, and decoding on a mesh.
+"""How an id is chosen, and decoding on a mesh.
 
-The state is a dict of arrays (sample.py has a table of them). If rows are split over devices, all
+The state is a dict of arrays (passes.py has a table of them). If rows are split over devices, all
 devices go on until the last row has ended, because they may have to gather weights together.
 
 On a mesh, a forward pass is one shard_map, as a training step is. It takes the weights, which are
@@ -11,7 +11,7 @@ number that the mesh divides), the cache (zigzag/generate/cache.py), and what al
 import contextlib
 import dataclasses
 import functools
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,17 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError, did_you_mean
-from zigzag.core.mesh import batch_spec, cast, mesh_of, shardings, varying, without_axis
+from zigzag.core.mesh import (
+    axis_size,
+    batch_spec,
+    cast,
+    mesh_of,
+    shardings,
+    varying,
+    without_axis,
+)
 from zigzag.generate.cache import layer_specs, new_layer
+from zigzag.parallel.collectives import all_gather
 from zigzag.weights import lora
 from zigzag.weights.network import Layer, Network
 from zigzag.weights.table import layer_counts
@@ -73,25 +82,21 @@ def penalised(logits: Array, seen: Array, penalty: float) -> Array:
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def ids_seen(tokens: Array, start: Array, vocab_size: int) -> Array:
-    """Which ids [B, V] appear in the rows [B, P], padding aside."""
-    real = jnp.arange(tokens.shape[1]) >= start[:, None]
-    rows = jnp.arange(len(tokens))[:, None]
-    return jnp.zeros((len(tokens), vocab_size), bool).at[rows, tokens].max(real)
+def ids_seen(rows: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+    """Which ids [B, V] appear in these rows."""
+    seen = np.zeros((len(rows), vocab_size), bool)
+    for of_row, ids in zip(seen, rows):
+        of_row[ids] = True
+    return seen
 
 
-def empty_ids(rows: dict[str, Any], size: int, seeds: Array, ends: Sequence[int],
-              sampling: Sampling, vocab_size: int) -> dict[str, Any]:
-    """The state before the first id is chosen, without the cache: room for `size` ids in each
-    row."""
-    count = len(rows["tokens"])
-    state = {"ids": np.zeros((count, size), np.int32), "count": np.int32(0), "seeds": seeds,
-             "logprobs": np.zeros((count, size), np.float32), "ended": np.zeros(count, bool),
-             # (Padded with -1, which is no id, to 8 ends: other ends then need no compilation.)
-             "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
-    if sampling.repetition_penalty != 1:
-        state["seen"] = ids_seen(rows["tokens"], rows["start"], vocab_size)
-    return state
+def before_ids(seeds: Any, ends: Sequence[int], count: Any = 0) -> dict[str, Any]:
+    """The state of rows with these seeds [B, 3] before an id is chosen for them. `count` [B] new
+    ids are there."""
+    return {"seeds": seeds, "count": np.zeros(len(seeds), np.int32) + np.array(count, np.int32),
+            "ended": np.zeros(len(seeds), bool),
+            # (Padded with -1, which is no id, to 8 ends: other ends then need no compilation.)
+            "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
 
 
 def keys_of(seeds: Array, count: Array | int) -> Array:
@@ -102,21 +107,21 @@ def keys_of(seeds: Array, count: Array | int) -> Array:
             seeds, jnp.broadcast_to(count, len(seeds)))
 
 
-def append_ids(state: dict[str, Any], logits: Array, draw: Callable, sampling: Sampling
-               ) -> dict[str, Any]:
-    """The state with one more id in each row, which draw (sample.draw) chooses from these logits
-    [B, V]. Rows that have ended get ids too, which nobody reads."""
-    count, scores = state["count"], logits
-    if "seen" in state:
-        scores = penalised(scores, state["seen"], sampling.repetition_penalty)
-    ids = draw(scores, keys_of(state["seeds"], count - state.get("begun", 0)), sampling)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1)
-    new = {"ids": lax.dynamic_update_slice_in_dim(state["ids"], ids[:, None], count, 1),
-           "logprobs": lax.dynamic_update_slice_in_dim(state["logprobs"], logprobs, count, 1),
-           "count": count + 1, "ended": state["ended"] | (ids[:, None] == state["ends"]).any(-1)}
-    if "seen" in state:
+def choose(state: dict[str, Any], logits: Array, sampling: Sampling, draw: Callable
+           ) -> tuple[dict[str, Any], Array]:
+    """The state with a `newest` id in each row, which draw (sample.draw) chooses from these logits
+    [B, V]; and the ids' log-probabilities [B]. Rows that have ended get ids too, which nobody
+    reads."""
+    has_penalty = "seen" in state
+    scores = penalised(logits, state["seen"], sampling.repetition_penalty
+                       ) if has_penalty else logits
+    ids = draw(scores, keys_of(state["seeds"], state["count"]), sampling)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, None], 1)[:, 0]
+    new = {"newest": ids, "count": state["count"] + 1,
+           "ended": state["ended"] | (ids[:, None] == state["ends"]).any(-1)}
+    if has_penalty:
         new["seen"] = state["seen"] | (jnp.arange(logits.shape[1]) == ids[:, None])
-    return state | new
+    return state | new, logprobs
 
 
 def any_device(x: Array) -> Array:
@@ -127,9 +132,6 @@ def any_device(x: Array) -> Array:
 
 # -------------------------------------------------------------------------------------------
 # Decoding on a mesh: which device has which rows, weights and parts of the cache
-
-REPLICATED = {"count", "slot", "last", "ends", "limit"}      # in a state: the same for all rows
-
 
 @contextlib.contextmanager
 def mesh_of_weights(params: Any) -> Iterator[None]:
@@ -210,34 +212,14 @@ def placed_cache(cache: Any, layers: Sequence[Layer], specs: Any) -> Any:
         cache, cache_specs(layers, specs))])
 
 
-def gather_all_but_layers(params: Any, specs: Any, gather: Callable) -> Any:
-    """All-gather the weights over fsdp with `gather` (shard.gather), except those of layers:
-    model.extend gathers a layer's weights when it reaches the layer."""
-    if specs is None:
+def gather_all_but_layers(params: Any, specs: Any) -> Any:
+    """All-gather the weights over fsdp, except those of layers: model.extend gathers a layer's
+    weights when it reaches the layer."""
+    def whole(path, w, spec):
+        if "fsdp" not in spec or any(getattr(key, "key", "").endswith("layers") for key in path):
+            return w
+        return all_gather(w, "fsdp", list(spec).index("fsdp"), spec)
+
+    if not params or axis_size("fsdp") == 1:
         return params
-    gathered = {}
-    for name, w in params.items():
-        if name.endswith("layers"):
-            gathered[name] = w
-        elif isinstance(w, dict):
-            gathered[name] = gather_all_but_layers(w, specs[name], gather)
-        else:
-            gathered[name] = gather(w, specs[name])
-    return gathered
-
-
-def on_mesh(fn: Callable, params: Any, state: dict[str, Any], layers: Sequence[Layer], specs: Any,
-            outputs: Iterable[str]) -> dict[str, Any]:
-    """fn(params, state) in a shard_map over the ambient mesh, or directly if specs is None. fn gets
-    this device's part of the weights, and returns a dict with the names `outputs`."""
-    if specs is None:
-        return fn(params, state)
-    rows, cache = batch_spec(jax.sharding.get_abstract_mesh()), cache_specs(layers, specs)
-
-    def specs_of(names):
-        return {name: [{n: s for n, s in layer.items() if name == "cache" or n.startswith(name)}
-                       for layer in cache] if name in ("cache", "cross") else
-                P() if name in REPLICATED else rows for name in names}
-
-    return jax.shard_map(fn, in_specs=(specs if params else P(), specs_of(state)),
-                         out_specs=specs_of(outputs))(params, state)
+    return jax.tree_util.tree_map_with_path(whole, params, specs)

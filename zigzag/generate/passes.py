@@ -4,13 +4,20 @@
     read_chunk      some tokens of each row, into the cache
     read_chunks     all of them, chunk by chunk; prefill: into a new cache
     choose_ids      one id for each row, from the logits after its prompt
-    begin           both: from prompts to their first new ids
-    decode          a compiled loop: read each row's last id, choose the next
+    decode          a compiled loop: read each row's newest id, choose the next
     write_ids       all of it, inside a compiled function
 
-Each takes an Engine first: a model, and two functions of top-level files. On a mesh a
-pass is one shard_map (decoding.on_mesh), in which a device has its rows, all layers, and its part
-of each weight and of the cache.
+Each takes an Engine first: a model. On a mesh a pass is one shard_map (Engine.on_mesh), in which
+a device has its rows, all layers, and its part of each weight and of the cache. A pass also takes
+the state of its rows, a dict of arrays:
+
+    start      [B]        the slot where a row begins, after its padding
+    slot       []         the slot of the next token to be read
+    newest     [B]        a row's newest id, which is not in the cache yet
+    count      [B]        how many new ids a row has
+    ended      [B]        whether a row has one of `ends` (end ids, padded with -1 to 8 or more)
+    seeds      [B, 3]     a row's random numbers follow from these and from `count`
+    seen       [B, V]     the ids in a row; only with a repetition_penalty
 """
 
 import dataclasses
@@ -20,22 +27,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
+from zigzag.core.mesh import batch_spec, mark_varying
 from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
-from zigzag.generate.rows import on_host, pad_rows, padded_length, prompt_arrays, seeds_of
+from zigzag.generate.rows import pad_rows, padded_length, prompt_arrays, seeds_of
 from zigzag.weights.network import Network
+
+REPLICATED = {"slot", "last", "ends", "limit", "written"}     # in a state: the same for all rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A model that generates text. (zigzag/ imports no top-level file, so the two functions of such
-    files come as values: an edit of them is an edit of every way to generate.)"""
+    """A model that generates text."""
     network: Network
     config: Any             # the network's own
-    gather: Callable        # shard.gather
-    draw: Callable          # sample.draw
 
     @property
     def specs(self) -> Any:
@@ -56,14 +64,24 @@ class Engine:
     def on_mesh(self, fn: Callable, params: Any, state: dict[str, Any], outputs: Iterable[str]
                 ) -> dict[str, Any]:
         """fn(params, specs, state) in one shard_map over the ambient mesh, or plainly without a
-        mesh. fn returns a dict with the names `outputs`."""
+        mesh. fn gets this device's part of the state and, of the weights, what it has before it
+        reaches a layer. It returns a dict with the names `outputs`."""
         specs = self.specs
+        if specs is None:
+            return fn(params, None, state)
+        rows = batch_spec(jax.sharding.get_abstract_mesh())
+        cache = decoding.cache_specs(self.network.cache_layers(self.config), specs)
 
         def run(params, state):
-            return fn(decoding.gather_all_but_layers(params, specs, self.gather), specs, state)
+            return fn(decoding.gather_all_but_layers(params, specs), specs, state)
 
-        layers = self.network.cache_layers(self.config)
-        return decoding.on_mesh(run, params, state, layers, specs, outputs)
+        def specs_of(names):
+            return {name: [{n: s for n, s in layer.items() if name == "cache" or n.startswith(name)}
+                           for layer in cache] if name in ("cache", "cross") else
+                    P() if name in REPLICATED else rows for name in names}
+
+        return jax.shard_map(run, in_specs=(specs if params else P(), specs_of(state)),
+                             out_specs=specs_of(outputs))(params, state)
 
 
 @jax.jit(static_argnames=("engine", "slots"))
@@ -114,14 +132,14 @@ def prefill(engine: Engine, params: Any, rows: dict[str, Any], tokens: int, chun
     """Read rows chunk by chunk, into a new cache with room for `tokens` more ids (or with `slots`).
     Returns the state after them (cache, start and slot), with what read_chunks gives; and the
     length that scales positions (Network.decoding_length; or `length`)."""
-    P = rows["tokens"].shape[1]
-    slots = slots or P + (padded_length(tokens) if tokens else 0)
-    length = length or engine.network.decoding_length(engine.config, P + tokens, slots)
+    size = rows["tokens"].shape[1]
+    slots = slots or size + (padded_length(tokens) if tokens else 0)
+    length = length or engine.network.decoding_length(engine.config, size + tokens, slots)
     # (Chunks of padding alone need not be read.)
     first = rows["start"].min() // chunk * chunk if isinstance(rows["start"], np.ndarray) else 0
     state = read_chunks(engine, params, new_cache(engine, params, rows, slots), rows, length, chunk,
-                        range(first, P, chunk))
-    return {**state, "start": rows["start"], "slot": np.int32(P)}, length
+                        range(first, size, chunk))
+    return {**state, "start": rows["start"], "slot": np.int32(size)}, length
 
 
 def read_chunks(engine: Engine, params: Any, cache: Any, rows: dict[str, Any], length: int,
@@ -141,60 +159,49 @@ def read_chunks(engine: Engine, params: Any, cache: Any, rows: dict[str, Any], l
     return state
 
 
-@jax.jit(static_argnames=("engine", "sampling"), donate_argnames="state")
-def choose_ids(engine: Engine, state: dict[str, Any], logits: Array, sampling: Sampling
-               ) -> dict[str, Any]:
-    """The state with one more id in each row, chosen by these logits [B, V]."""
-    def choose(_, specs, state):
-        return decoding.append_ids(state, state.pop("logits"), engine.draw, sampling)
+@jax.jit(static_argnames=("engine", "sampling", "draw"))
+def choose_ids(engine: Engine, state: dict[str, Any], logits: Array, sampling: Sampling,
+               draw: Callable) -> dict[str, Any]:
+    """The state with one more id in each row, chosen by these logits [B, V], and `logprobs` [B]."""
+    def run(_, specs, state):
+        state, logprobs = decoding.choose(state, state.pop("logits"), sampling, draw)
+        return state | {"logprobs": logprobs}
 
-    return engine.on_mesh(choose, {}, state | {"logits": logits}, state)
+    return engine.on_mesh(run, {}, state | {"logits": logits}, {*state, "newest", "logprobs"})
 
 
-@jax.jit(static_argnames=("engine", "length", "sampling"), donate_argnames="state")
-def decode(engine: Engine, params: Any, state: dict[str, Any], limit: Array, length: int,
-           sampling: Sampling) -> dict[str, Any]:
-    """The state with `limit` new ids in each row, or fewer if all rows end before."""
+@jax.jit(static_argnames=("engine", "room", "length", "sampling", "draw"), donate_argnames="cache")
+def decode(engine: Engine, params: Any, cache: Any, state: dict[str, Any], limit: Array, room: int,
+           length: int, sampling: Sampling, draw: Callable) -> dict[str, Any]:
+    """`limit` new ids of each row, or fewer if all rows end before: the cache, `ids` [B, room] with
+    their `logprobs`, and the number of those that are `written`."""
     network, config = engine.network, engine.config
 
     def run(params, specs, state):
-        limit = state.pop("limit")
+        limit, slot = state.pop("limit"), state.pop("slot")
+        empty = mark_varying(jnp.zeros((len(state["newest"]), room), jnp.int32), state["newest"])
 
         def write_one(carry):
-            state, _ = carry
-            last = jax.lax.dynamic_slice_in_dim(state["ids"], state["count"] - 1, 1, 1)
-            x, cache = network.extend(params, state["cache"], last, state["slot"], state["start"],
-                                      config, length, specs)
+            state, written, found, _ = carry
+            x, cache = network.extend(params, state["cache"], state["newest"][:, None],
+                                      slot + written, state["start"], config, length, specs)
             logits = network.head_logits(params, x, config)[:, 0]
-            state = state | {"cache": cache, "slot": state["slot"] + 1}
-            state = decoding.append_ids(state, logits, engine.draw, sampling)
-            return state, decoding.any_device(~state["ended"])
+            state, logprobs = decoding.choose(state | {"cache": cache}, logits, sampling, draw)
+            found = [jax.lax.dynamic_update_slice_in_dim(old, new[:, None], written, 1)
+                     for old, new in zip(found, (state["newest"], logprobs))]
+            return state, written + 1, found, decoding.any_device(~state["ended"])
 
         def goes_on(carry):
-            state, any_is_unfinished = carry
-            return any_is_unfinished & (state["count"] < limit)
+            _, written, _, any_is_unfinished = carry
+            return any_is_unfinished & (written < limit)
 
-        first = state, decoding.any_device(~state["ended"])
-        return jax.lax.while_loop(goes_on, write_one, first)[0]
+        state, written, (ids, logprobs), _ = jax.lax.while_loop(goes_on, write_one, (
+            state, jnp.int32(0), [empty, empty.astype(jnp.float32)],
+            decoding.any_device(~state["ended"])))
+        return {"cache": state["cache"], "ids": ids, "logprobs": logprobs, "written": written}
 
-    return engine.on_mesh(run, params, state | {"limit": limit}, state)
-
-
-def begin(engine: Engine, params: Any, state: dict[str, Any], rows: dict[str, Any], tokens: int,
-          sampling: Sampling, *how: int) -> tuple[dict[str, Any], int]:
-    """The state after these rows were read and one more id was chosen for each; and the length for
-    decode. `how`: chunk, slots and length of prefill."""
-    read, length = prefill(engine, params, rows, tokens, *how)
-    logits = read.pop("logits")
-    return choose_ids(engine, state | read, logits, sampling), length
-
-
-def new_ids(state: dict[str, Any], first: int, most: int) -> tuple[list[tuple[list, list]], int]:
-    """The new ids of each row from number `first` on, with their log-probabilities; and how many
-    the state has now, at most `most`."""
-    count = min(int(on_host(state["count"])), most)
-    return [*zip(*(on_host(state[name])[:, first:count].tolist()
-                   for name in ("ids", "logprobs")))], count
+    return engine.on_mesh(run, params, {**state, "cache": cache, "limit": limit},
+                          ("cache", "ids", "logprobs", "written"))
 
 
 # -------------------------------------------------------------------------------------------
@@ -207,13 +214,21 @@ def traced_rows(engine: Engine, params: Any, rows: dict[str, Array]) -> tuple[An
     return engine.for_decoding(params), rows
 
 
-@jax.jit(static_argnames=("engine", "tokens", "sampling", "ends"))
+@jax.jit(static_argnames=("engine", "tokens", "sampling", "ends", "draw"))
 def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-              sampling: Sampling, seed: int, ends: tuple[int, ...]) -> Array:
+              sampling: Sampling, seed: int, ends: tuple[int, ...], draw: Callable) -> Array:
     """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing."""
     count = len(rows["tokens"])
     params, rows = traced_rows(engine, params, rows)
-    state = decoding.empty_ids(rows, padded_length(tokens), seeds_of(rows, seed, jnp), ends,
-                               sampling, engine.config.vocab_size)
-    state, length = begin(engine, params, state, rows, tokens, sampling)
-    return decode(engine, params, state, tokens, length, sampling)["ids"][:count, :tokens]
+    read, length = prefill(engine, params, rows, tokens)
+    cache, logits = read.pop("cache"), read.pop("logits")
+    state = read | decoding.before_ids(seeds_of(rows, seed, jnp), ends)
+    if sampling.repetition_penalty != 1:
+        real = jnp.arange(rows["tokens"].shape[1]) >= rows["start"][:, None]
+        state["seen"] = jnp.zeros(logits.shape, bool).at[
+            jnp.arange(len(real))[:, None], rows["tokens"]].max(real)
+    state = choose_ids(engine, state, logits, sampling, draw)
+    state.pop("logprobs")
+    more = decode(engine, params, cache, state, tokens - 1, max(1, tokens - 1), length, sampling,
+                  draw)["ids"]
+    return jnp.concatenate([state["newest"][:, None], more], 1)[:count, :tokens]

@@ -10,13 +10,12 @@ The file name - stands for standard input.
 
 import collections
 import dataclasses
-import hashlib
 import json
 import math
 import re
 import sys
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -56,7 +55,8 @@ class Flags:
                                 # "source" and "target")
     choices: str = ""           # choose an answer to each question of this .jsonl file, by the
                                 # log-probabilities of its choices, and print the accuracy
-    by: str = ""                # with --score: line, to score each line of a text by itself
+    by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
+                                                # by itself
     bench: bool = False         # measure how fast the model generates here
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # add each new id and its log-probability to --json
@@ -85,7 +85,20 @@ class Flags:
     patience: int = flag(120, least=1)          # seconds to wait for other processes
 
     def __post_init__(self) -> None:
-        _check_flags(self)
+        check_values(self)
+        hosts.check_processes(self)
+        if "" in self.stop:
+            raise ConfigError("--stop '': expected a text")
+        for name in ("prompt", "system", "stop"):
+            try:
+                "".join(getattr(self, name)).encode()
+            except UnicodeEncodeError as e:
+                raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character "
+                                  f"{e.start}; expected text in UTF-8") from None
+        try:
+            self.sampling
+        except ConfigError as e:
+            raise ConfigError(f"--{e}") from None
 
     @property
     def sampling(self) -> Sampling:
@@ -103,71 +116,33 @@ GROUPS = {
     "many hosts": ("coordinator", "processes", "process_id", "distributed", "patience"),
 }
 # {flag: the flags that have no effect beside it}
-OF_NEW_IDS = [name for name in GROUPS["which ids"] if name not in ("beams", "length_penalty")]
-NOT_USED = {"score": (*OF_NEW_IDS, "logprobs"), "choices": (*OF_NEW_IDS, "logprobs"),
-            "bench": (*OF_NEW_IDS, "beams", "prompt", "prompts", "source", "system", "json",
-                      "logprobs", "batch"),
-            "beams": ("temperature", "seed")}
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+OF_ANSWERS = (*GROUPS["which ids"], "prompt", "prompts", "chat", "logprobs")
+NOT_USED = {"bench": (*OF_ANSWERS, "score", "choices", "source", "system", "json", "batch"),
+            "score": (*OF_ANSWERS, "choices"), "choices": OF_ANSWERS,
+            "beams": (*DRAWN, "logprobs"), "prompts": ("prompt",), "chat": ("source",),
+            "model": ("checkpoint",)}
+# {flag: what it needs beside it}
+NEEDS = {"by": "score FILE", "length_penalty": "beams", "logprobs": "json",
+         "edited": "model FOLDER"}
 
 
 class TooLong(ConfigError):
     """A prompt that is longer than the model's context."""
 
 
-def _check_flags(flags):
-    """Refuse flags with wrong values, and flags that exclude each other."""
-    check_values(flags)
-    hosts.check_processes(flags)
-    try:
-        flags.sampling
-    except ConfigError as e:
-        raise ConfigError(f"--{e}") from None
-    given = [f"--{name}" for name in ("prompt", "prompts", "score", "choices")
-             if getattr(flags, name)]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: give one of them")
-    others = ("source", "score", "choices", "bench")
-    if flags.chat and (given := [f"--{name}" for name in others if getattr(flags, name)]):
-        raise ConfigError(f"--chat is for prompts: give it without {given[0]}")
-    if flags.logprobs and (not flags.json or flags.beams):
-        raise ConfigError("--logprobs adds to what --json prints, without --beams: give --json too")
-    if flags.by not in ("", "line"):
-        raise ConfigError(f"--by {flags.by}: expected line; without it, --score reads running "
-                          f"text as one document")
-    if flags.by and not flags.score:
-        raise ConfigError(f"--by {flags.by}: says how --score reads a file; give --score too")
-    for name in ("score", "choices"):
-        if flags.beams and getattr(flags, name):
-            raise ConfigError(f"--beams and --{name}: give one of them")
-    if flags.length_penalty != 1 and not flags.beams:
-        raise ConfigError("--length_penalty is for beam search: give --beams too")
-    if flags.beams and any(getattr(flags, name) != default for name, default in (
-            ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1))):
-        raise ConfigError("--beams searches for the likeliest texts: it takes no --top_k, --top_p, "
-                          "--min_p or --repetition_penalty")
-    if "" in flags.stop:
-        raise ConfigError("--stop '': expected a text")
-    if flags.edited and not flags.model:
-        raise ConfigError("--edited is for a published model: give --model FOLDER")
-    if flags.checkpoint and flags.model:
-        raise ConfigError("--checkpoint is for a run: give --run, not --model")
-    for name in ("prompt", "system", "stop"):
-        try:
-            "".join(getattr(flags, name)).encode()
-        except UnicodeEncodeError as e:
-            raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character {e.start}; "
-                              f"expected text in UTF-8") from None
-
-
-def check_used(given: dict[str, Any]) -> None:
-    """Refuse flags that were given and have no effect on what is asked for."""
+def check_given(given: dict[str, Any]) -> None:
+    """Refuse flags of a command line that have no effect beside the others. (0 may be given: a beam
+    search draws nothing, as with temperature 0.)"""
     for one, names in NOT_USED.items():
-        # (A beam search draws nothing, as with temperature 0.)
         found = [f"--{name}" for name in given if given.get(one) and name in names
-                 and not (one == "beams" and name == "temperature" and given[name] == 0)]
+                 and (given[name] or one != "beams")]
         if found:
             raise ConfigError(f"{' and '.join(found)}: no effect with --{one}; leave "
                               f"{'it' if len(found) == 1 else 'them'} out")
+    for name, needed in NEEDS.items():
+        if given.get(name) and not given.get(needed.split()[0]):
+            raise ConfigError(f"--{name} has no effect alone: give --{needed} too")
 
 
 def step_of(run: str, step: str) -> int | None:
@@ -192,83 +167,70 @@ def needed_tokenizer(run: str) -> Tokenizer:
                       f"sample.generate work with ids)")
 
 
-def read_text(path: str, flag: str, expected: str = "a text on each line") -> str:
+class Input(NamedTuple):
     """The text of a file, or of standard input (-)."""
-    name = _name(path, flag)
+    path: str
+    name: str               # in messages
+    text: str
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """(where it is, for messages; the line) for each line that is not blank."""
+        return [(f"{self.name} line {number}", line.rstrip("\r"))   # (only \n ends a line)
+                for number, line in enumerate(self.text.split("\n"), 1) if line.strip()]
+
+    def has_objects(self, field: str) -> bool:
+        """Whether the lines are JSON objects, told by the file's name or by the first line."""
+        if self.path.endswith((".jsonl", ".json")):
+            return True
+        try:
+            record = json.loads(self.lines[0][1])
+        except (ValueError, RecursionError, IndexError):
+            return False
+        return isinstance(record, dict) and field in record
+
+    def texts(self, field: str) -> list[str]:
+        """The text of each line: this field of its object or, if it is none, the line itself."""
+        if self.has_objects(field):
+            return [text for text, in self.rows(field)]
+        return [line for _, line in self.lines]
+
+    def rows(self, *fields: str) -> list[tuple[str, ...]]:
+        """These fields of the object on each line."""
+        return [texts_of(line.encode(), where, fields) for where, line in self.lines]
+
+
+def read_input(path: str, flag: str, expected: str = "a text on each line") -> Input:
+    """A file, or the standard input, which may be empty if there is no flag."""
+    name = f"{flag} {path}" if path != "-" else "standard input"
     try:
-        raw = Path(path).read_bytes() if path != "-" else _standard_input()
+        # (Standard input is None if it was closed.)
+        raw = Path(path).read_bytes() if path != "-" else sys.stdin and sys.stdin.buffer.read()
     except OSError as e:
         raise ConfigError(f"{name}: {e.strerror or e}; expected a file with {expected}") from None
     try:
-        text = raw.decode("utf-8-sig")
+        text = (raw or b"").decode("utf-8-sig")
     except UnicodeDecodeError as e:
         line = raw.count(b"\n", 0, e.start) + 1
         raise ConfigError(f"{name} line {line}: not UTF-8 ({e.reason}); expected text in UTF-8"
                           ) from None
     if flag and not text.strip():
         raise ConfigError(f"{name}: no text in it; expected {expected}")
-    return text
+    return Input(path, name, text)
 
 
-def _name(path, flag):
-    return f"{flag} {path}" if path != "-" else "standard input"
-
-
-def _standard_input():
-    return sys.stdin.buffer.read() if sys.stdin else b""    # (None: it was closed)
-
-
-def split_lines(text: str, path: str, flag: str) -> list[tuple[str, str]]:
-    """(where it is, for messages; the line) for each line that is not blank."""
-    return [(f"{_name(path, flag)} line {number}", line.rstrip("\r"))   # (only \n ends a line)
-            for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-
-
-def parse_lines(lines: Sequence[tuple[str, str]], fields: Sequence[str], path: str
-                ) -> list[tuple[str, ...]]:
-    """The texts of each line: these fields of its JSON object, or, if there is only one field, the
-    line itself."""
-    if len(fields) == 1 and not has_objects(lines, fields[0], path):
-        return [(line,) for _, line in lines]
-    return [texts_of(line.encode(), where, fields) for where, line in lines]
-
-
-def has_objects(lines: Sequence[tuple[str, str]], field: str, path: str) -> bool:
-    """Whether the lines of a file are JSON objects, told by its name or by the first line."""
-    return path.endswith((".jsonl", ".json")) or bool(lines) and _is_object(lines[0][1], field)
-
-
-def given_text(flags: Any) -> str:
-    """The text of the file that the command line names, or ''."""
-    if flags.score:
-        return read_text(flags.score, "--score", "a text")
-    if flags.choices:
-        return read_text(flags.choices, "--choices", "a question on each line")
-    return read_text(flags.prompts, "--prompts") if flags.prompts else ""
-
-
-def prompt_texts(flags: Any, text: str, has_input: bool) -> list[str]:
-    """The prompts, from a file's text, the command line or standard input. An empty standard input
-    is one empty prompt: the beginning of a document."""
-    if has_input and not flags.prompts:
-        return [flags.prompt]
-    lines = split_lines(text, flags.prompts, "--prompts") if text else split_lines(
-        read_text("-", ""), "-", "")
-    return [text for text, in parse_lines(lines, ["prompt"], flags.prompts)] or [""]
+def given_input(flags: Flags) -> Input | None:
+    """The file that the command line names."""
+    for name, expected in (("score", "a text"), ("choices", "a question on each line"),
+                           ("prompts", "a text on each line")):
+        if path := getattr(flags, name):
+            return read_input(path, f"--{name}", expected)
+    return None
 
 
 def file_prompts(path: str, flag: str) -> list[str]:
     """The prompts of a file."""
-    lines = split_lines(read_text(path, flag), path, flag)
-    return [text for text, in parse_lines(lines, ["prompt"], path)]
-
-
-def _is_object(line, field):
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and field in record
+    return read_input(path, flag).texts("prompt")
 
 
 # -------------------------------------------------------------------------------------------
@@ -288,7 +250,7 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
     """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
     read text: one text is the prompt for each of its arrays, and several texts have an array each,
     or all the same one."""
-    prompts, sources = [], [None] * len(texts)
+    sources = [None] * len(texts)
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
     if not reads_text(network, c):
@@ -297,18 +259,17 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
             texts, sources = [*texts] * len(sources), [*sources] * len(texts)
         if len(texts) != len(sources):
             raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
-    for number, (text, own) in enumerate(zip(texts, sources), 1):
-        what = f"prompt {number}" if len(texts) > 1 else "the prompt"
-        prompts.append(_make_prompt(network, c, tokenizer, text, own, what))
-    return counted_repeats(prompts)
+    return counted_repeats([
+        _make_prompt(network, c, tokenizer, text, own,
+                     f"prompt {number}" if len(texts) > 1 else "the prompt")
+        for number, (text, own) in enumerate(zip(texts, sources), 1)])
 
 
-def counted_repeats(prompts: Sequence[Prompt]) -> list[Prompt]:
+def counted_repeats(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts, each with the number of equal ones before it."""
     counts, found = collections.Counter(), []
     for prompt in prompts:
-        source = np.ascontiguousarray(() if prompt.source is None else prompt.source)
-        key = prompt.text, hashlib.sha256(source).digest()
+        key = prompt.text, hash(np.asarray(prompt.source).tobytes())
         found.append(prompt._replace(repeat=counts[key]))
         counts[key] += 1
     return found
@@ -321,18 +282,17 @@ def reads_text(network: Network, c: Any) -> bool:
 
 
 def _make_prompt(network, c, tokenizer, text, source, what):
-    shape, is_text = network.source_shape(c), reads_text(network, c)
-    if shape is None:
-        return Prompt(text, tokenizer.prompt(text), begin=text)
-    if is_text and not text.strip():
-        raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to read")
-    encoder_input = tokenizer.with_ends(text) if is_text else source
-    if network.source_ids(c):       # (a decoder, which reads the text after the source)
-        return Prompt(text, tokenizer.prompt(text), encoder_input, begin=text)
-    if is_text and len(encoder_input) > (limit := network.max_positions(c)):
-        raise TooLong(f"{what} has {len(encoder_input):,} tokens; the model's encoder has "
-                      f"positions for {limit:,}")
-    return Prompt(text, [special_ids(c, tokenizer)[0]], encoder_input)
+    if network.source_shape(c) is None or network.source_ids(c):    # (a decoder reads the text)
+        return Prompt(text, tokenizer.prompt(text), source, begin=text)
+    if source is None:
+        if not text.strip():
+            raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to "
+                              f"read")
+        source = tokenizer.with_ends(text)
+        if len(source) > (limit := network.max_positions(c)):
+            raise TooLong(f"{what} has {len(source):,} tokens; the model's encoder has positions "
+                          f"for {limit:,}")
+    return Prompt(text, [special_ids(c, tokenizer)[0]], source)
 
 
 def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
@@ -349,26 +309,23 @@ def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
     return found
 
 
-def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, text: str, path: str,
-                 by_line: bool
+def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, file: Input, by_line: bool
                  ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
     """(texts to score, their ids, the encoder's inputs or None). Running text is one document, or
     one for each line. The first id of each is not scored: it is the tokenizer's start id or, if it
     has none, the text's first id."""
-    lines = split_lines(text, path, "--score")
     if network.source_shape(c) is None:
-        is_document = not by_line and not has_objects(lines, "text", path)
-        texts = [text] if is_document else [text for text, in parse_lines(lines, ["text"], path)]
+        is_lines = by_line or file.has_objects("text")
+        texts = file.texts("text") if is_lines else [file.text]
         return texts, [tokenizer.prompt(text) for text in texts], None
     if not reads_text(network, c):
-        raise ConfigError(f"--score {path}: this model's encoder reads arrays "
+        raise ConfigError(f"{file.name}: this model's encoder reads arrays "
                           f"{list(network.source_shape(c))}, not a text")
-    pairs, start = parse_lines(lines, ["source", "target"], path), special_ids(c, tokenizer)[0]
-    targets = [tokenizer.with_ends(target) for _, target in pairs]
+    sources, targets = zip(*file.rows("source", "target"))
+    start, rows = special_ids(c, tokenizer)[0], map(tokenizer.with_ends, targets)
     # (As in tasks/pairs.py: BART's targets begin with the start id, those of others may not.)
-    rows = [ids if len(ids) > 1 and ids[0] == start else [start, *ids] for ids in targets]
-    return ([target for _, target in pairs], rows,
-            [tokenizer.with_ends(source) for source, _ in pairs])
+    rows = [ids if len(ids) > 1 and ids[0] == start else [start, *ids] for ids in rows]
+    return list(targets), rows, [*map(tokenizer.with_ends, sources)]
 
 
 def whole_context(c: Any, families: Mapping[str, Any] = FAMILIES) -> Any:

@@ -9,19 +9,18 @@ an id and chooses the next. (The last chunk is padded. No query sees the slots o
 come after it, before real ids overwrite them.)
 """
 
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from zigzag.generate import passes
+from zigzag.generate import decoding, passes
 from zigzag.generate.cache import CHUNK
-from zigzag.generate.decoding import Sampling, empty_ids, end_ids, mesh_of_weights
+from zigzag.generate.decoding import Sampling, mesh_of_weights
 from zigzag.generate.passes import Engine
 from zigzag.generate.rows import context_of, on_host, pad_rows, seeds_of
 
-# The ids in a chunk; the slots of the first cache, which doubles when it is full; and the most ids
-# of an answer in one state of decoding (a longer answer begins a new state).
-READ, SLOTS, NEW_IDS = 64, 2048, 4096
+# The ids in a chunk, and the slots of the first cache, which doubles when it is full.
+READ, SLOTS = 64, 2048
 
 
 class Reading:
@@ -37,38 +36,44 @@ class Reading:
         self.is_ready = False               # whether everything is compiled
         self.has_rolled = False             # whether the context was full in the last answer
 
-    def compile(self) -> Iterator[None]:
+    def compile(self, draw: Callable) -> Iterator[None]:
         """Compile everything, by reading and writing dummy ids."""
-        for _ in self.stream([0], 2, 0, ()):
+        for _ in self.stream([0], 2, 0, (), draw):
             yield None
         self.ids, self.is_ready = [], True
 
     def stream(self, ids: Sequence[int], tokens: int, seed: int, stop: Sequence[int],
-               stop_at_context: bool = False) -> Iterator[list[list[int]] | None]:
+               draw: Callable, stop_at_context: bool = False
+               ) -> Iterator[list[list[int]] | None]:
         """Yield the new ids of the row `ids`, one at a time, in the form of sample.stream; yield
         None while the row is being read."""
-        row, ends = list(ids[-self.context:]), end_ids(stop, self.engine.config.vocab_size)
-        written, count, has_read, self.has_rolled = None, 0, False, False
-        for _ in range(tokens):
+        row, ends = list(ids[-self.context:]), decoding.end_ids(stop, self.engine.config.vocab_size)
+        seeds = seeds_of({"tokens": np.array([row]), "start": np.zeros(1, int)}, seed)
+        text, self.has_rolled = list(row), False
+        for count in range(tokens):
             if len(row) > self.context:
                 if stop_at_context:
                     return
-                row, has_read, self.has_rolled = row[-max(1, self.context // 2):], False, True
+                row, self.has_rolled = row[-max(1, self.context // 2):], True
             while len(row) > self.slots:
-                self.slots, self.cache, has_read = self._rounded(2 * self.slots), None, False
-            if count == NEW_IDS:
-                written, count, has_read = None, 0, False
-            if has_read:
-                written = self._go_on(row, written, count)
-            else:
+                self.slots, self.cache = self._rounded(2 * self.slots), None
+            is_read = self.cache is not None and self.ids == row[:-1]
+            if not is_read:
                 for _ in self._read(row):
                     yield None
-                written, has_read = self._begin(row, seed, ends, written), True
-            new, count = int(on_host(written["ids"])[0, count]), count + 1
+            state = decoding.before_ids(seeds, ends, count)
+            if self.sampling.repetition_penalty != 1:
+                state["seen"] = decoding.ids_seen([text], self.engine.config.vocab_size)
+            with mesh_of_weights(self.params):
+                state = {name: x if name == "ends" else pad_rows(x) for name, x in state.items()}
+                found = self._go_on(row, state, draw) if is_read else passes.choose_ids(
+                    self.engine, state, self.logits, self.sampling, draw)["newest"]
+            new = int(on_host(found).flat[0])
             if new in ends:
                 yield [[]]
                 return
             row.append(new)
+            text.append(new)
             yield [[new]]
 
     def _length(self):
@@ -108,26 +113,11 @@ class Reading:
         # (A cache with a window has overwritten ids that far back.)
         return 0 if self.has_windows and len(self.ids) - same > CHUNK else same
 
-    def _begin(self, row, seed, ends, written):
-        """The state of decoding after a row has been read: with one more id than was written."""
-        tokens = np.zeros((1, self.slots), np.int32)
-        tokens[0, -len(row):] = row
-        with mesh_of_weights(self.params):
-            rows = {"tokens": pad_rows(tokens),
-                    "start": pad_rows(np.array([self.slots - len(row)], np.int32))}
-            if written is None:
-                written = empty_ids(rows, NEW_IDS, seeds_of(rows, seed, count=1), ends,
-                                    self.sampling, self.engine.config.vocab_size)
-            state = written | {"cache": self.cache, "start": np.zeros_like(rows["start"]),
-                               "slot": np.int32(len(row))}
-            state = passes.choose_ids(self.engine, state, self.logits, self.sampling)
-        self.cache = state.pop("cache")
-        return state
-
-    def _go_on(self, row, written, count):
-        """The state of decoding with one more id, after reading the last id of the row."""
-        with mesh_of_weights(self.params):
-            state = passes.decode(self.engine, self.params, written | {"cache": self.cache},
-                                  np.int32(count + 1), self._length(), self.sampling)
-        self.cache, self.ids = state.pop("cache"), list(row)
-        return state
+    def _go_on(self, row, state, draw):
+        """The next id, after reading the last id of the row."""
+        state |= {"newest": pad_rows(np.array(row[-1:], np.int32)), "slot": np.int32(len(row) - 1),
+                  "start": pad_rows(np.zeros(1, np.int32))}
+        new = passes.decode(self.engine, self.params, self.cache, state, np.int32(1), 1,
+                            self._length(), self.sampling, draw)
+        self.cache, self.ids = new["cache"], list(row)
+        return new["ids"]

@@ -6,9 +6,10 @@ and their number is padded so that it divides over the mesh.
               ^ all rows choose their first new id at the same slot
 """
 
+import bisect
+import collections
 import functools
 import sys
-import warnings
 from typing import Any, Callable, Sequence
 
 import jax
@@ -142,103 +143,30 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
         1, dtype=np.uint32)
 
 
-def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np, count: int = 0) -> Any:
+def seeds_of(rows: dict[str, Any], seed: int, xp: Any = np) -> Any:
     """Three numbers [B, 3] that seed the random numbers of each row: its seed, a hash of its
     content, and (unless traced) the number of equal rows before it. So an answer depends neither on
-    the other rows nor on their order, and equal prompts get different answers. `seed` is one
-    number, or one for each of the `count` rows that are not padding."""
-    return seeds_from(content_of(rows, xp), seed, xp, count)
+    the other rows nor on their order, and equal prompts get different answers."""
+    return seeds_from(content_hash(rows["tokens"], rows["start"], xp), rows.get("source"), seed, xp)
 
 
-def content_of(rows: dict[str, Any], xp: Any = np) -> Any:
-    """A hash [B] of each row's prompt and source."""
-    content = content_hash(rows["tokens"], rows["start"], xp)
-    if "source" in rows:
-        content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
-    return content
-
-
-def seeds_from(content: Any, seed: int | Sequence[int], xp: Any = np, count: int = 0) -> Any:
-    """seeds_of rows with these hashes."""
-    if np.ndim(seed):
-        if len(seed) != count:
-            raise ConfigError(f"{count} prompts and {len(seed)} seeds: expected one for each")
-        seed = pad_rows(np.asarray(seed))
+def seeds_from(content: Any, source: Any, seed: int | Sequence[int], xp: Any = np) -> Any:
+    """seeds_of prompts with these hashes, and with these sources or None. `seed` is one number, or
+    one for each prompt."""
+    if source is not None:
+        content = content + content_hash(source, 0, xp) * np.uint32(31)
+    if np.ndim(seed) and len(seed) != len(content):
+        raise ConfigError(f"{len(content)} prompts and {len(seed)} seeds: expected one for each")
     seeds = xp.broadcast_to(xp.asarray(seed).astype(np.uint32), content.shape)
-    nth, seen = np.zeros(len(content), np.uint32), {}
+    nth, seen = np.zeros(len(content), np.uint32), collections.Counter()
     for row, key in enumerate(zip(seeds.tolist(), content.tolist()) if xp is np else ()):
-        nth[row] = seen[key] = seen.get(key, -1) + 1
+        nth[row] = seen[key]
+        seen[key] += 1
     return xp.stack([seeds, content, nth], 1)
 
 
 # -------------------------------------------------------------------------------------------
-# Ends and windows
-
-class Contexts:
-    """The ids in each row's context: the end of its prompt and the new ids. When the context is
-    full, its last half is kept. (An encoder-decoder stops at its last position instead.)"""
-
-    def __init__(self, network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
-                 stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
-                 ended: Callable[[int], Any] = lambda n: False):
-        check_writes(network, c, "sample")
-        if tokens < 0:
-            raise ConfigError(f"tokens {tokens}: must be at least 0")
-        longest = check_ids("prompt", prompts, c)
-        self.context = size = context_of(network, c)
-        self.rows = [list(prompt[-size:]) for prompt in prompts]
-        self.goes_on, self.ended = np.ones(len(prompts), bool), ended
-        # The number of ids that each row may still get.
-        self.left = [size - len(row) + 1 if stop_at_context else sys.maxsize for row in self.rows]
-        if longest > size:
-            say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
-                f"last {size:,} are read")
-        if min(longest, size) + tokens - 1 > size and not stop_at_context:
-            say(f"the context of this model is {size:,} tokens: a text that fills it goes on from "
-                f"its last {self._half():,} (--stop_at_context ends it there)")
-
-    @property
-    def unfinished(self) -> np.ndarray:
-        """Which rows go on. (One that ended(its number) says has ended does not.)"""
-        for n in np.flatnonzero(self.goes_on):
-            self.goes_on[n] = not self.ended(int(n))
-        return self.goes_on
-
-    def _half(self):
-        return max(1, self.context // 2)
-
-    def room(self) -> int:
-        """The number of new ids until the context of the longest unfinished row is full. (The last
-        one is not read.)"""
-        return self.context + 1 - max(
-            (len(row) for row, goes_on in zip(self.rows, self.goes_on) if goes_on), default=1)
-
-    def add(self, new: Sequence[tuple[list, list]], ends: Sequence[int]
-            ) -> list[tuple[list, list]]:
-        """Add the next ids of each row, up to the first one in `ends`; of pairs (ids, their
-        log-probabilities), returns what was added."""
-        return [self.add_to(n, *pair, ends) for n, pair in enumerate(new[:len(self.rows)])]
-
-    def add_to(self, n: int, ids: list, logs: list, ends: Sequence[int]) -> tuple[list, list]:
-        """Add the next ids of row n, in the same way."""
-        kept = cut_at_end(ends, ids)[:self.left[n]] if self.goes_on[n] else []
-        self.rows[n].extend(kept)
-        self.left[n] -= len(kept)
-        self.goes_on[n] &= len(kept) == len(ids) and self.left[n] > 0
-        return kept, logs[:len(kept)]
-
-    def is_full(self, n: int) -> bool:
-        return len(self.rows[n]) > self.context
-
-    def keep_last_half(self, *numbers: int) -> None:
-        """Drop the first half of each of these rows that is full, and most of each that has
-        ended."""
-        for n in numbers:
-            if not self.goes_on[n]:
-                self.rows[n] = self.rows[n][-1:]
-            elif self.is_full(n):
-                self.rows[n] = self.rows[n][-self._half():]
-
+# Contexts and ends
 
 def context_of(network: Network, c: Any) -> int:
     """The most tokens in a row: seq_len (more, if the positions scale with the length), or the
@@ -253,3 +181,30 @@ def context_of(network: Network, c: Any) -> int:
 def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """The ids before the first one in `ends`."""
     return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]
+
+
+def ids_and_texts(stop: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
+    """The ids and the texts in `stop`; texts are refused without a tokenizer."""
+    stop = [stop] if np.ndim(stop) == 0 else stop
+    texts = [text for text in stop if isinstance(text, str)]
+    if texts and tokenizer is None:
+        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+    return [i for i in stop if i not in texts], texts
+
+
+def count_to_text(decode: Callable[[Sequence[int]], str], texts: Sequence[str],
+                  prompt: Sequence[int], ids: Sequence[int]) -> int | None:
+    """The number of ids after a prompt with which the first of these texts is complete; None if
+    none is."""
+    # (Some tokenizers drop a space at the beginning of a text.)
+    before = [*prompt[-8:]]
+    begin = len(decode(before))
+
+    def has_text(count):
+        # (The last character may be incomplete.)
+        text = decode([*before, *ids[:count]])[begin:].rstrip("\ufffd")
+        return any(stop in text for stop in texts)
+
+    if not ids or not has_text(len(ids)):
+        return None
+    return bisect.bisect_left(range(len(ids)), True, key=has_text)

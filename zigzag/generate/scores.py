@@ -40,18 +40,25 @@ def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sour
     # (Rows of similar length are computed together, with little padding.)
     windows = sorted(overlapping_windows(rows, length, given), key=lambda one: len(one[1]))
     totals = np.zeros((len(rows), 3))
+
+    def add(windows, sums):
+        for (number, ids, context), (total, best) in zip(windows, sums):
+            totals[number] += total, max(0, len(ids) - context), best
+
     with mesh_of_weights(params):
         params = engine.for_decoding(params)
         if given is not None and sources is None:
-            shared, windows = _with_a_common_beginning(windows)
             check_ids("row", rows, engine.config)
-            for number, count, sums in _sums_of_shared(engine, params, shared, batch):
-                totals[number] += sums[0], count, sums[1]
-        for first in range(0, len(windows), batch):
-            numbers, arrays, scored = _arrays(engine, windows[first:first + batch], sources)
-            sums = _sums(engine, params, arrays, pad_rows(scored))[:len(scored)]
-            np.add.at(totals, numbers, np.insert(sums, 1, scored.sum(1), 1))
+            shared, windows = _with_a_common_beginning(windows)
+            for some, sums in _sums_of_shared(engine, params, shared, batch):
+                add(some, sums)
+        for some in _parts(windows, batch):
+            add(some, _sums(engine, params, some, sources))
     return [(float(total), int(count), int(best)) for total, count, best in totals]
+
+
+def _parts(items, size):
+    return [items[at:at + size] for at in range(0, len(items), size)]
 
 
 def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
@@ -70,16 +77,6 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
             begin, context = begin + half, length - half
 
 
-def _arrays(engine, windows, sources):
-    """(the row numbers of these windows, their arrays, which tokens [B, P] are scored)."""
-    numbers, ids, context = zip(*windows)
-    sources = None if sources is None else [sources[n] for n in numbers]
-    arrays = engine.arrays(ids, 0, sources)
-    P = arrays["tokens"].shape[1]
-    begin = P - np.array([len(row) - n for row, n in zip(ids, context)])
-    return list(numbers), arrays, np.arange(P) >= begin[:, None]
-
-
 def _chunk(engine, rows):
     """The number of tokens of these rows that are read at once: their logits must fit in memory."""
     chunk, B = CHUNK, len(rows["tokens"])
@@ -88,10 +85,15 @@ def _chunk(engine, rows):
     return chunk
 
 
-def _sums(engine, params, rows, scored):
-    """The sums [B, 2] of read_chunk over each row's tokens that are scored."""
+def _sums(engine, params, windows, sources):
+    """The sums [B, 2] of read_chunk over the ids of these windows that are scored."""
+    rows = engine.arrays([ids for _, ids, _ in windows], 0,
+                         None if sources is None else [sources[n] for n, *_ in windows])
+    scored = [len(ids) - context for _, ids, context in windows]
+    size = rows["tokens"].shape[1]
+    weights = np.arange(size) >= size - pad_rows(np.array(scored))[:, None]
     # (Rolling makes the first token the last target. Its weight is 0.)
-    rows = rows | {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(scored, -1, 1)}
+    rows |= {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
     return on_host(prefill(engine, params, rows, 0, _chunk(engine, rows))[0]["sums"])
 
 
@@ -99,39 +101,35 @@ def _sums(engine, params, rows, scored):
 # Rows with a common beginning
 
 def _with_a_common_beginning(windows):
-    """(the windows that share their given ids with another: {the ids: [(number, the others)]}; all
-    other windows). The last given id is among the others: what follows it is scored."""
+    """({beginning: the windows without it that share it}, all other windows). A beginning is all
+    given ids but the last, after which an id is scored."""
     found = collections.defaultdict(list)
-    for number, (_, row, given) in enumerate(windows):
-        if SHARED < given < len(row):
-            found[tuple(row[:given - 1])].append(number)
-    found = {ids: numbers for ids, numbers in found.items() if len(numbers) > 1}
-    shared = {ids: [(windows[n][0], windows[n][1][len(ids):]) for n in numbers]
-              for ids, numbers in found.items()}
-    others = {*range(len(windows))}.difference(*found.values())
-    return shared, [windows[n] for n in sorted(others)]
+    for number, row, given in windows:
+        found[tuple(row[:given - 1]) if SHARED < given < len(row) else None].append(
+            (number, row, given))
+    alone = [window for beginning, some in found.items() for window in some
+             if beginning is None or len(some) == 1]
+    return {beginning: [(number, row[given - 1:], 1) for number, row, given in some]
+            for beginning, some in found.items() if beginning is not None and len(some) > 1
+            }, sorted(alone, key=lambda one: len(one[1]))
 
 
 def _sums_of_shared(engine, params, shared, batch):
-    """Yield (number, count, sums [2]) of each window in `shared`: `batch` beginnings are read, then
-    what follows them, `batch` rows at a time."""
-    begun = sorted(shared, key=len)
-    for first in range(0, len(begun), batch):
-        some = begun[first:first + batch]
-        rest = sorted(((number, at, ids) for at, beginning in enumerate(some)
-                       for number, ids in shared[beginning]), key=lambda one: len(one[2]))
-        whole = [[*some[at], *ids] for _, at, ids in rest]
-        engine.arrays(whole, 0, None)       # (refuses what has no positions)
-        rows = engine.arrays(_filled(some, min(batch, len(begun))), 0, None)
-        P = rows["tokens"].shape[1]
-        slots = P + padded_length(len(rest[-1][2]))
-        length = engine.network.decoding_length(
-            engine.config, padded_length(max(map(len, whole))), slots)
-        state, length = prefill(engine, params, rows, 0, min(64, CHUNK, P), slots, length)
-        for few in (rest[at:at + batch] for at in range(0, len(rest), batch)):
-            sums = _sums_of_rest(engine, params, state, length, _filled(few, batch))
-            yield from ((number, len(ids) - 1, of_row)
-                        for (number, _, ids), of_row in zip(few, sums))
+    """Yield (windows, their sums [B, 2]): `batch` beginnings are read, then what follows them,
+    `batch` rows at a time."""
+    for some in _parts(sorted(shared, key=len), batch):
+        rest = sorted(((len(beginning), at, window) for at, beginning in enumerate(some)
+                       for window in shared[beginning]), key=lambda one: len(one[2][1]))
+        longest = max(begun + len(ids) for begun, _, (_, ids, _) in rest)
+        engine.arrays([[0] * longest], 0, None)     # (refuses what has no positions)
+        rows = engine.arrays(_filled(some, min(batch, len(shared))), 0, None)
+        size = rows["tokens"].shape[1]
+        slots = size + padded_length(len(rest[-1][2][1]))
+        length = engine.network.decoding_length(engine.config, padded_length(longest), slots)
+        state, length = prefill(engine, params, rows, 0, min(64, CHUNK, size), slots, length)
+        for few in _parts(rest, batch):
+            _, at, windows = zip(*_filled(few, batch))
+            yield windows[:len(few)], _sums_of_rest(engine, params, state, length, at, windows)
         del state           # (its memory is the next one's)
 
 
@@ -140,20 +138,21 @@ def _filled(items, count):
     return [*items, *[items[-1]] * (count - len(items))]
 
 
-def _sums_of_rest(engine, params, state, length, rest):
-    """The sums of rows `rest`: (number, the row of its beginning in the state, ids)."""
-    tokens = np.zeros((len(rest), padded_length(max(len(ids) for *_, ids in rest))), np.int32)
-    weights = np.zeros(tokens.shape, bool)
-    for row, weight, (*_, ids) in zip(tokens, weights, rest):
-        row[:len(ids)], weight[:len(ids) - 1] = ids, True
-    at = pad_rows(np.array([at for _, at, _ in rest]))
+def _sums_of_rest(engine, params, state, length, at, windows):
+    """The sums of windows that follow the beginnings in the state's rows `at`."""
+    size = padded_length(max(len(ids) for _, ids, _ in windows))
+    tokens = np.zeros((len(windows), size), np.int32)
+    for row, (_, ids, _) in zip(tokens, windows):
+        row[:len(ids)] = ids
+    weights = np.arange(1, size + 1) < np.array([[len(ids)] for _, ids, _ in windows])
     rows = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": weights}
+    at = pad_rows(np.array(at))
     rows = {name: pad_rows(x) for name, x in rows.items()} | {"start": state["start"][at]}
     # (No longer than the slots before it: so a chunk does not cross the end of a window's ring.)
     slot = int(state["slot"])
-    chunk = min(_chunk(engine, rows), tokens.shape[1], slot)
+    chunk = min(_chunk(engine, rows), size, slot)
     read = read_chunks(engine, params, take_rows(state["cache"], at), rows, length, chunk,
-                       range(0, tokens.shape[1], chunk), slot)
+                       range(0, size, chunk), slot)
     return on_host(read["sums"])
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, RunError, as_given, did_you_mean, one_line
+from zigzag.core.errors import ConfigError, RunError, as_given, did_you_mean, note, one_line
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.disk.batches import batch_arrays, place_batch
@@ -30,7 +30,6 @@ from zigzag.disk.checkpoint import best_of
 from zigzag.generate.chat import chat_ids, user
 from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
-from zigzag.generate.terminal import note
 from zigzag.run import averages, loggers, metrics
 from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
 from zigzag.run.plan import LOGGED, Program

@@ -3,7 +3,6 @@
     Answer          the text of an answer, from ids that arrive one at a time
     show            print several answers in order: live on a terminal, else complete, or as JSON
     show_scores     print a table of texts and their log-probabilities
-    note            a line on stderr
     ctrl_c          the first Ctrl-C stops an answer, not the program
     in_background   an iterator that a thread runs, so that Ctrl-C works while jax compiles
     converse        read lines from a person and answer each
@@ -23,8 +22,8 @@ import sys
 import threading
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
+from zigzag.commands.answers import Answer
 from zigzag.core.errors import CONTROL, ConfigError, RunError, printable
-from zigzag.generate.answers import Answer
 from zigzag.generate.prompts import TooLong
 
 # -------------------------------------------------------------------------------------------
@@ -40,46 +39,33 @@ def is_conversation() -> bool:
     return bool(sys.stdin) and sys.stdin.isatty() and is_terminal()
 
 
-def _in_order(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer]
-              ) -> Iterator[tuple[Answer, str]]:
-    """Yield (answer, its new text), one answer after the other: the next begins when the previous
-    one has ended (it then has a reason)."""
-    at = sent = 0
-    pieces = iter(pieces)
-    while True:
-        while at < len(answers):
+def show(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer],
+         as_json: bool = False, pressed: Sequence[int] = ()) -> None:
+    """Print answers in their order: on a terminal as they grow, else when they have ended. Each of
+    `pieces` has the new ids of every answer (none if it has ended). Ctrl-C (`pressed`) stops it."""
+    is_live, at, sent = is_terminal() and not as_json, 0, 0
+    before, after = ([nothing] * len(answers) for nothing in (None, ()))
+    for piece in itertools.chain(
+            [before], itertools.takewhile(lambda _: not pressed, pieces), [after]):
+        for answer, ids in zip(answers, piece, strict=True):
+            answer.add(ids)
+        while at < len(answers):        # (the next begins when this one has ended)
             answer, text = answers[at], answers[at].shown()
-            yield answer, text[sent:]
+            if is_live:
+                write(text[sent:], "\n" if answer.reason else "")
+            elif answer.reason:
+                print(json_line(answer.record()) if as_json else text, flush=True)
             sent = len(text)
             if not answer.reason:
                 break
             at, sent = at + 1, 0
         if at == len(answers):
             return
-        for answer, ids in zip(answers, next(pieces, [()] * len(answers)), strict=True):
-            answer.add(ids)
-
-
-def show(pieces: Iterable[Sequence[Sequence[int]]], answers: Sequence[Answer],
-         as_json: bool = False, pressed: Sequence[int] = ()) -> None:
-    """Print answers in their order: on a terminal as they grow, else when they have ended. Each of
-    `pieces` has the new ids of every answer (none if it has ended). Ctrl-C (`pressed`) stops it."""
-    is_live = is_terminal() and not as_json
-    for answer, text in _in_order(itertools.takewhile(lambda _: not pressed, pieces), answers):
-        if is_live:
-            write(text, "\n" if answer.reason else "")
-        elif answer.reason:
-            print(json_line(answer.record()) if as_json else answer.shown(), flush=True)
 
 
 def write(text: str, end: str = "\n") -> None:
     """Print to a terminal at once, without control characters."""
     print(printable(text), end=end, flush=True)
-
-
-def note(text: str) -> None:
-    """Print a line for the person, on stderr."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def json_line(record: dict[str, Any]) -> str:

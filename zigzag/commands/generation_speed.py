@@ -8,20 +8,24 @@ a published model is also run by them. The measurements alternate, and medians a
 import importlib.util
 import statistics
 import time
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zigzag.core.errors import human_bytes
+import networks
+import sample
+from zigzag.core.errors import ConfigError, human_bytes
 
 PROMPT, TOKENS, TURNS = 128, 128, 3
 
 
-def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
-    """Print how many tokens per second `stream` (sample.py's) generates with these weights,
-    greedily, in batches of 1 and 8."""
+def bench(params: Any, c: Any, folder: str = "") -> None:
+    """Print how many tokens per second sample.stream generates with these weights, greedily, in
+    batches of 1 and 8."""
+    if networks.network_of(c).source_ids(c):
+        raise ConfigError("--bench: is for models that read text")
     weight_bytes = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
     dtype = jax.tree.leaves(params)[0].dtype.name
     transformers_speed, rng = _transformers(folder, dtype), np.random.default_rng(0)
@@ -30,9 +34,9 @@ def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
     for rows in (1, 8):
         prompts = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist()
         ours, theirs, read = [], [], []
-        _tokens_per_second(stream, params, c, prompts)      # compiles
+        _tokens_per_second(params, c, prompts)      # compiles
         for _ in range(TURNS):
-            ours.append(_tokens_per_second(stream, params, c, prompts))
+            ours.append(_tokens_per_second(params, c, prompts))
             read.append(_read_seconds(weight_bytes))
             if transformers_speed:
                 theirs.append(transformers_speed(prompts))
@@ -47,10 +51,10 @@ def bench(stream: Callable, params: Any, c: Any, folder: str = "") -> None:
                   f"{ratio:.2f} times as many")
 
 
-def _tokens_per_second(stream, params, c, prompts):
+def _tokens_per_second(params, c, prompts):
     """New tokens per second (prefill included), and the seconds of each token after the first."""
     begin = time.perf_counter()
-    parts = stream(params, prompts, c, TOKENS, temperature=0, piece=TOKENS)
+    parts = sample.stream(params, prompts, c, TOKENS, temperature=0, piece=TOKENS)
     next(parts)
     first = time.perf_counter()
     for _ in parts:

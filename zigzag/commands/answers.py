@@ -9,18 +9,15 @@ An Answer holds back text that a later id may still change:
 
 import math
 import sys
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Sequence
 
-import numpy as np
-
-from zigzag.core.errors import ConfigError
 from zigzag.generate.prompts import Prompt
 
 
 class Answer:
     """The text of at most `tokens` ids that follow a prompt, up to the first stop text. `room` is
     the number of ids that fit into the context, if the answer must end there. `more` are further
-    fields of its JSON; a list has one item for each id."""
+    fields of its JSON; `logprobs` among them has one number for each id."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Prompt, tokens: int,
                  stop: Sequence[str] = (), room: int = sys.maxsize, **more: Any):
@@ -78,40 +75,9 @@ class Answer:
 
     def record(self) -> dict[str, Any]:
         """The answer as a JSON object."""
-        more = {name: x[:len(self.ids)] if isinstance(x, list) else x
-                for name, x in self.more.items()}
+        more = self.more
         if "logprobs" in more:
-            more["logprob"] = math.fsum(more["logprobs"])
+            logprobs = more["logprobs"][:len(self.ids)]
+            more = {"ids": self.ids, "logprobs": logprobs, "logprob": math.fsum(logprobs)}
         return {"prompt": self.prompt.text, "text": self.text, "tokens": len(self.ids),
                 "stopped": self.reason, **more}
-
-
-def stops_of(stop: Sequence[int | str], tokenizer: Any, prompts: Sequence[Sequence[int]],
-             tokens: int) -> tuple[list[int], list[Answer]]:
-    """(the ids in `stop`; an Answer for each prompt, if there are texts in `stop`, which it looks
-    for)."""
-    stop = [stop] if np.ndim(stop) == 0 else stop
-    texts = [text for text in stop if isinstance(text, str)]
-    if texts and tokenizer is None:
-        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
-    return [i for i in stop if i not in texts], [
-        Answer(tokenizer.decode, Prompt("", prompt), tokens, texts) for prompt in prompts if texts]
-
-
-def collected(answers: Sequence[Answer], pieces: Iterable[Sequence[tuple[list, list] | None]]
-              ) -> list[tuple[list[int], list[float]]]:
-    """(ids, log-probabilities) of each prompt, from the pieces of a stream; as many as each of the
-    answers has, if there are any."""
-    results = []
-    for new in pieces:
-        results = results or [([], []) for _ in new]
-        for (ids, logs), pair in zip(results, new):
-            for known, more in zip((ids, logs), pair or ()):
-                known.extend(more)
-        for answer, pair in zip(answers, new):
-            answer.add(pair and pair[0])
-        if answers and all(answer.reason for answer in answers):
-            break
-    if answers:
-        return [(i[:len(a.ids)], p[:len(a.ids)]) for a, (i, p) in zip(answers, results)]
-    return results

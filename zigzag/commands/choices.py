@@ -13,11 +13,12 @@ import itertools
 import json
 import math
 import sys
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
+import sample
+from zigzag.commands import terminal
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.generate import terminal
 
 # The fields of a line: our names first, then those of published files.
 QUESTION = ("question", "query", "ctx")
@@ -103,16 +104,17 @@ def split_ids(tokenizer: Tokenizer, context: str, text: str) -> tuple[Sequence[i
     return ids, min(len(tokenizer.prompt(context.rstrip())), len(ids) - 1)
 
 
-def logprobs(score: Callable, tokenizer: Tokenizer, items: Sequence[Item], batch: int
+def logprobs(params: Any, config: Any, tokenizer: Tokenizer, items: Sequence[Item], batch: int
              ) -> Iterator[list[float]]:
-    """Yield, for each question, the log-probabilities of its choices. score(rows, given) is
-    sample.score for a model."""
+    """Yield, for each question, the log-probabilities of its choices."""
     rows = (split_ids(tokenizer, item.question, f" {choice}")
             for item in items for choice in item.choices)
 
     def scored():
         while part := list(itertools.islice(rows, 16 * batch)):
-            yield from (total for total, _ in score(*zip(*part)))
+            ids, given = zip(*part)
+            yield from (total for total, _ in sample.score(params, ids, config, batch=batch,
+                                                           given=given))
 
     totals = scored()
     for item in items:
