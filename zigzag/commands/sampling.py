@@ -76,7 +76,7 @@ class Model(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what a command line asks for. The files that it names are read before the model."""
     with terminal.ends_quietly():
-        given, _ = parse_flags(Flags, argv, renamed={"step": "checkpoint"}, groups=GROUPS)
+        given, _ = parse_flags(Flags, argv, groups=GROUPS)
         check_shards(given)
         check_given(given)
         flags, has_input = Flags(**given), any(name in given for name in INPUTS)
