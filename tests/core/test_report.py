@@ -114,7 +114,7 @@ def test_a_start_says_the_sizes_in_words(capsys):
     record without the values that the screen no longer shows."""
     say = report.Reporter(1)
     config = make(kv_heads=2, experts=4)
-    loop.report_header(program_of(config, "tensor=2"), say, set())
+    loop.report_header(program_of(config, "tensor=2"), say)
     printed = capsys.readouterr().out
     assert ("sizes    layers 2, d_model 32, 4 heads (2 kv_heads), d_ff 64, 4 experts, 2 a token, "
             "vocabulary 61, context 16 tokens\ntraining 20 steps of 8 rows of 16 tokens (128), "
@@ -125,11 +125,11 @@ def test_a_start_says_the_sizes_in_words(capsys):
     batch = {"x": jax.ShapeDtypeStruct((8, 3), "float32")}
     custom = build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
                          lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), batch)
-    loop.report_header(custom, say, set())
+    loop.report_header(custom, say)
     printed = capsys.readouterr().out
     assert "sizes" not in printed and "training 20 steps of 8 examples, adamw" in printed
     config = make(encoder_layers=1, source_len=12, positions="none", relative="buckets")
-    loop.report_header(program_of(config, ""), say, set())
+    loop.report_header(program_of(config, ""), say)
     printed = capsys.readouterr().out
     assert re.search("sizes    layers 2 and 1 of the encoder, .*, source 12, context 16 tokens\n",
                      printed)
@@ -140,9 +140,9 @@ def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
     """A table in which norms and biases hide the important weights; a short table in shard.py too;
     a matrix among the small weights; bytes that are not counted."""
     program, say = program_of(make(optimizer="muon"), "tensor=2"), report.Reporter(1)
-    loop.report_header(program, say, set())
+    loop.report_header(program, say)
     short = capsys.readouterr().out
-    loop.report_header(program, say, set(), is_short=False)
+    loop.report_header(program, say, is_short=False)
     whole = capsys.readouterr().out
     assert "layers.attn_norm" in whole and "small weights" not in whole
     held = 4 * 5 * 32

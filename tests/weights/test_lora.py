@@ -440,7 +440,7 @@ def test_a_start_tells_how_many_are_trained(capsys):
     """A start with only the number of all parameters, which says little about the cost."""
     config = adapted()
     say = report.Reporter(1)
-    loop.report_header(program_of(config, "tensor=2"), say, set())
+    loop.report_header(program_of(config, "tensor=2"), say)
     printed = capsys.readouterr().out
     count = count_of(lora.split(net.weight_shapes(config))[0])
     assert f", of which {count:,} are trained" in printed
