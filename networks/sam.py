@@ -80,13 +80,14 @@ def table(c: Config) -> dict[str, Any]:
     """The table of all weights."""
     D, out, first = c.d_model, record(c)["output_channels"], (c.channels * c.patch_size**2) ** -0.5
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
-    weights = {"patch": make("C y x D", first), "patch_bias": make("D", 0.0)}
+    weights = {"patch": make("C y x D/fsdp", first), "patch_bias": make("D", 0.0)}
     if record(c)["use_abs_pos"]:
-        weights["positions"] = make("1 P p D", 0.02)
+        weights["positions"] = make("1 P p D/fsdp", 0.02)
     weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
     one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
-    return weights | {"neck": one("k z D O", D**-0.5), **_norm(make, "neck_norm", "O"),
-                      "neck_out": three("k z o O", (9 * out) ** -0.5), **_norm(make, "norm", "O")}
+    return weights | {"neck": one("k z D/fsdp O", D**-0.5), **_norm(make, "neck_norm", "O"),
+                      "neck_out": three("k z o/fsdp O", (9 * out) ** -0.5),
+                      **_norm(make, "norm", "O")}
 
 
 def _norm(make, name, axes):
@@ -97,16 +98,18 @@ def _layer_weights(c, run):
     D, known = c.d_model, record(c)
     make = Table(L=len(run.numbers), D=D, H=c.heads, N=c.head_dim, F=c.d_ff, J=2 * run.window - 1)
     into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {name: make("L D H/tensor N", into) for name in ("wq", "wk", "wv")}
+    weights = {name: make("L/pipe D/fsdp H/tensor N", into) for name in ("wq", "wk", "wv")}
     if known["qkv_bias"]:
-        weights |= {f"{name}_bias": make("L 1 H/tensor N", 0.0) for name in weights}
+        weights |= {f"{name}_bias": make("L/pipe 1 H/tensor N", 0.0) for name in weights}
     if known["use_rel_pos"]:
-        weights |= {name: make("L J N", 0.02) for name in ("down", "right")}
-    weights |= {"wo": make("L H/tensor N D", into * back), "wo_bias": make("L D", 0.0),
-                "w_up": make("L D F/tensor", into), "w_up_bias": make("L 1 F/tensor", 0.0),
-                "w_down": make("L F/tensor D", c.d_ff**-0.5 * back),
-                "w_down_bias": make("L D", 0.0),
-                **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
+        weights |= {name: make("L/pipe J N/fsdp", 0.02) for name in ("down", "right")}
+    weights |= {"wo": make("L/pipe H/tensor N D/fsdp", into * back),
+                "wo_bias": make("L/pipe D", 0.0),
+                "w_up": make("L/pipe D/fsdp F/tensor", into),
+                "w_up_bias": make("L/pipe 1 F/tensor", 0.0),
+                "w_down": make("L/pipe F/tensor D/fsdp", c.d_ff**-0.5 * back),
+                "w_down_bias": make("L/pipe D", 0.0),
+                **_norm(make, "attn_norm", "L/pipe D"), **_norm(make, "mlp_norm", "L/pipe D")}
     return weights
 
 

@@ -77,17 +77,17 @@ def table(c: Config) -> dict[str, Any]:
     """The table of all weights."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
-    weights = {"patch": make("C y x D", (c.channels * c.patch_size**2) ** -0.5),
+    weights = {"patch": make("C y x D/fsdp", (c.channels * c.patch_size**2) ** -0.5),
                "patch_bias": make("D", 0.0), **_norm(make, "embed_norm", "D")}
     for stage in own:
         weights[stage.name] = {"layers": _layer_weights(c, stage)}
     for stage in own[:-1]:
         make = Table(m=4 * stage.width, d=2 * stage.width)
-        weights[stage.name] |= {"merge": make("m d", (4 * stage.width) ** -0.5),
+        weights[stage.name] |= {"merge": make("m/fsdp d", (4 * stage.width) ** -0.5),
                                 **_norm(make, "merge_norm", "m")}
     make = Table(D=last, A=c.labels)
     if c.head == "classes":
-        weights |= {"classifier": make("D A", last**-0.5), "classifier_bias": make("A", 0.0)}
+        weights |= {"classifier": make("D/fsdp A", last**-0.5), "classifier_bias": make("A", 0.0)}
     return weights | _norm(make, "norm", "D")
 
 
@@ -99,16 +99,19 @@ def _layer_weights(c, stage):
     known, D, H = record(c), stage.width, stage.heads
     make = Table(L=stage.layers, D=D, H=H, N=D // H, F=int(known["mlp_ratio"] * D),
                  J=(2 * known["window_size"] - 1) ** 2)
-    into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {name: make("L D H/tensor N", into) for name in ("wq", "wk", "wv")}
+    into, out = D**-0.5, int(known["mlp_ratio"] * D) ** -0.5
+    back = (2 * c.layers) ** -0.5
+    weights = {name: make("L/pipe D/fsdp H/tensor N", into) for name in ("wq", "wk", "wv")}
     if known["qkv_bias"]:
-        weights |= {f"{name}_bias": make("L 1 H/tensor N", 0.0) for name in weights}
-    weights |= {"wo": make("L H/tensor N D", into * back), "wo_bias": make("L D", 0.0),
-                "relative": make("L J H/tensor", 0.02),
-                "w_up": make("L D F/tensor", into), "w_up_bias": make("L 1 F/tensor", 0.0),
-                "w_down": make("L F/tensor D", int(known["mlp_ratio"] * D) ** -0.5 * back),
-                "w_down_bias": make("L D", 0.0),
-                **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
+        weights |= {f"{name}_bias": make("L/pipe 1 H/tensor N", 0.0) for name in weights}
+    weights |= {"wo": make("L/pipe H/tensor N D/fsdp", into * back),
+                "wo_bias": make("L/pipe D", 0.0),
+                "relative": make("L/pipe J/fsdp H/tensor", 0.02),
+                "w_up": make("L/pipe D/fsdp F/tensor", into),
+                "w_up_bias": make("L/pipe 1 F/tensor", 0.0),
+                "w_down": make("L/pipe F/tensor D/fsdp", out * back),
+                "w_down_bias": make("L/pipe D", 0.0),
+                **_norm(make, "attn_norm", "L/pipe D"), **_norm(make, "mlp_norm", "L/pipe D")}
     return weights
 
 

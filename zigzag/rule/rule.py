@@ -41,7 +41,10 @@ Taking F makes w_up a column and w_down a row. The two alternate by themselves, 
 splits only one dimension of a weight. No names are read.
 
 The other axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one that
-counts experts, and `fsdp` the one that a network's row names for it, or the largest that is left.
+counts experts, and `fsdp` the largest that is left.
+
+All this is for functions without a table of weights. Where a network has one, its rows say which
+dimension each axis splits (`_by_row`).
 """
 
 import dataclasses
@@ -73,8 +76,6 @@ from zigzag.rule.trace import Cost, trace
 # labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
 # that only read raw features or only make last outputs, if they are less than ENDS of all weights.
 NARROW, SHORT, ENDS = 4, 16, 1 / 8
-# In place of the number of a dimension that fsdp splits.
-NONE, BY_RULE = -1, -2
 # The bytes that an interconnect carries while one more reduction starts.
 LATENCY = 2**18
 # Why a weight is whole if no axis could split it.
@@ -124,26 +125,31 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
 
 def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
                   overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096,
-                  tensor_dims: Any = None, fsdp_dims: Any = None) -> Any:
+                  mesh_axes: Any = None) -> Any:
     """A Decision for each leaf of `params`; the arguments are those of infer_specs.
 
-    `tensor_dims` is for a model whose own code handles `tensor`: a tree like `params` with the one
-    dimension of each leaf that this code accepts split, or -1 for none. `fsdp_dims` is another with
-    the dimension that fsdp splits, -1 for none, or BY_RULE."""
+    `mesh_axes` is for a model with a table of weights, whose code accepts no other split: a tree
+    like `params` with the mesh axis that the leaf's row names behind each dimension, or ''. An axis
+    splits that dimension or nothing: nothing if its size does not divide it, or (fsdp) if the leaf
+    is small."""
     sizes = _axis_sizes(mesh)
     _, leaves, tree = flatten(params)
     choice, places = _choice(fn, params, args, sizes["tensor"])
     arrays = list(places.values())
-    code_dims = [None] * len(leaves) if tensor_dims is None else tree.flatten_up_to(tensor_dims)
-    fsdp_dims = [BY_RULE] * len(leaves) if fsdp_dims is None else tree.flatten_up_to(fsdp_dims)
+    named = [None] * len(leaves) if mesh_axes is None else tree.flatten_up_to(mesh_axes)
+    if mesh_axes is None:
+        placed = [_by_rule(choice, leaf, split, sizes, fsdp_min)
+                  for leaf, split in enumerate(choice.splits())]
+    else:
+        placed = [_by_row(choice, leaf, named[i], sizes, fsdp_min)
+                  for leaf, i in enumerate(arrays)]
     decisions = [Decision(P(), "not an array")] * len(leaves)
-    for leaf, split in enumerate(choice.splits([code_dims[i] for i in arrays])):
-        decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min,
-                                          fsdp_dims[arrays[leaf]])
+    for leaf, reductions in enumerate(choice.reductions([entries for entries, _ in placed])):
+        decisions[arrays[leaf]] = _decision(choice, leaf, *placed[leaf], reductions, mesh)
     shapes = {path: leaves[i].shape for path, i in places.items()}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
-        used = _spec_the_loss_gets(stored, decisions[i], code_dims[i])
+        used = _spec_the_loss_gets(stored, decisions[i], named[i])
         decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
                                            reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, decisions)
@@ -180,7 +186,7 @@ def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
     """The groups of a function's dimensions, those that are split first, each kind by price (step 3
     of the rule). For learn/prices.py."""
     choice, places = _choice(fn, params, args, shards)
-    paths, splits, found = list(places), choice.splits([None] * len(places)), []
+    paths, splits, found = list(places), choice.splits(), []
     for group, members in choice.members.items():
         costs = choice.facts.costs[group]
         verdict = choice.refuse(group) or "a cheaper group splits a weight of it"
@@ -255,17 +261,17 @@ def _check_spec(path, shape, spec, sizes):
             raise ConfigError(f"{path}: {spec} splits {dim} into {parts}, which does not divide")
 
 
-def _spec_the_loss_gets(stored, decision, code_dim):
+def _spec_the_loss_gets(stored, decision, named):
     """The spec that the loss receives for a weight that an override stores as `stored`. `pipe` and
-    `expert` are where the rule puts them, whatever the override says. `tensor` stays where the
-    override has it, if the model's code accepts that dimension split (`code_dim`; None: any).
-    `fsdp` stays too, except on the dimension that counts layers or experts: a device uses all of
-    its own layers. Every other axis of the override is gathered before the loss."""
+    `expert` are where they would be without it. `tensor` stays where the override has it, if the
+    weight's row (`named`; None: there is no table) names it there. `fsdp` stays
+    too, except on the dimension that counts layers or experts: a device uses all of its own layers.
+    Every other axis of the override is gathered before the loss."""
     entries = []
     for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
         if rule in ("pipe", "expert"):
             axis = rule
-        elif not (axis == "tensor" and code_dim in (None, d)
+        elif not (axis == "tensor" and (named is None or named[d] == "tensor")
                   or axis == "fsdp" and not (decision.stacked and d == 0)):
             axis = None
         entries.append(axis)
@@ -279,7 +285,6 @@ class _Split(NamedTuple):
     """The dimension of a leaf that `tensor` splits (None: no dimension), and why."""
     dim: int | None
     reason: str
-    reductions: tuple[Cost, ...] = ()
 
 
 class _Choice:
@@ -347,29 +352,27 @@ class _Choice:
             forbidden |= {facts.groups[leaf][d]: why for leaf, d in others}
         return forbidden
 
-    def splits(self, code_dims):
-        """A _Split for each leaf: the dimension that `tensor` splits, if any, and why. `code_dims`
-        has for each leaf the one dimension that the model's code accepts split, -1 if it accepts
-        none, or None if any will do."""
+    def splits(self):
+        """A _Split for each leaf: the dimension that `tensor` splits, if any, and why."""
         if self.shards == 1:
             return [_Split(None, "")] * len(self.sizes)
         refused = {group: why for group in self.members if (why := self.refuse(group))}
-        # (A group that the model's code accepts nowhere must not exclude one that it accepts.)
-        ranked = [group for group in self.ranked(refused)
-                  if any(code_dims[leaf] in (None, d) for leaf, d in self.members[group])]
-        chosen = {}
-        for group in self.arriving(self.begun(self.independent(ranked), refused), refused):
-            reductions = tuple(c for c in self.facts.costs[group] if c.is_reduction)
-            for leaf, d in self.members[group]:
-                if code_dims[leaf] not in (None, d):
-                    other = "another" if code_dims[leaf] >= 0 else "no"
-                    chosen[leaf] = _Split(
-                        None, f"whole: the model's code splits {other} dimension of it")
-                else:
-                    chosen[leaf] = _Split(d, self.why_split(leaf, d), reductions)
-                    reductions = ()
+        begun = self.begun(self.independent(self.ranked(refused)), refused)
+        chosen = {leaf: _Split(d, self.why_split(leaf, d))
+                  for group in self.arriving(begun, refused) for leaf, d in self.members[group]}
         return [chosen.get(leaf) or _Split(None, self.why_whole(leaf, refused))
                 for leaf in range(len(self.sizes))]
+
+    def reductions(self, placed):
+        """For each leaf the reductions of the group that tensor splits, if the leaf is the group's
+        first. `placed` has the axis of each dimension of each leaf."""
+        told, found = set(), []
+        for groups, entries in zip(self.facts.groups, placed):
+            new = {group for group, axis in zip(groups, entries) if axis == "tensor"} - told
+            told |= new
+            found.append(tuple(c for group in new for c in self.facts.costs[group]
+                               if c.is_reduction))
+        return found
 
     def ranked(self, refused):
         """All groups that are not refused, cheapest first. Ties go to the group with more weight
@@ -515,33 +518,60 @@ class _Choice:
 # -------------------------------------------------------------------------------------------
 # The other axes
 
-def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
-    """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp on dimensions that
-    are left. (fsdp_dim is the one that a row names for fsdp, -1 for none, or BY_RULE.)"""
-    sizes = _axis_sizes(mesh)
+# What the dimension counts that these axes split.
+COUNTED = {"pipe": "layers", "expert": "experts"}
+
+
+def _by_rule(choice, leaf, split, sizes, fsdp_min):
+    """(the axis of each dimension of a leaf, why): `split` over tensor, then pipe, expert and fsdp
+    on dimensions that are left."""
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
     why = [split.reason]
     stacks = [d for d, names in roles.items() if "stacked" in names]
-    for axis, dims, what in (("pipe", stacks, "layers"),
-                             ("expert", choice.expert_dims(leaf), "experts")):
+    for axis, dims in (("pipe", stacks), ("expert", choice.expert_dims(leaf))):
         free = [d for d in dims if entries[d] is None]
         if free and shape[free[0]] % sizes[axis] == 0:
             entries[free[0]] = axis
-            why += [f"{axis}: it counts {what}"] * (sizes[axis] > 1)
+            why += [f"{axis}: it counts {COUNTED[axis]}"] * (sizes[axis] > 1)
         elif free:
-            why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
-    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min,
-                    only=None if fsdp_dim == BY_RULE else [fsdp_dim])
+            why.append(_whole_over(axis, shape[free[0]], sizes))
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min)
     if "fsdp" in entries:
-        why.append("fsdp: its largest dimension left" if fsdp_dim == BY_RULE else
-                   "fsdp: as its row says")
+        why.append("fsdp: its largest dimension left")
     elif sizes["fsdp"] > 1:
         why.append("whole over fsdp: " + (
             f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
-            else f"no other dimension divides by {sizes['fsdp']}" if fsdp_dim == BY_RULE
-            else "its row does not name fsdp" if fsdp_dim < 0
-            else f"{shape[fsdp_dim]} does not divide by {sizes['fsdp']}"))
+            else f"no other dimension divides by {sizes['fsdp']}"))
+    return entries, why
+
+
+def _by_row(choice, leaf, row, sizes, fsdp_min):
+    """The same for a leaf whose `row` of a table names the axes."""
+    shape = choice.facts.shapes[leaf]
+    entries, why = [None] * len(shape), []
+    for axis in [axis for axis in ("tensor", "pipe", "expert", "fsdp") if sizes[axis] > 1]:
+        d = row.index(axis) if axis in row else None
+        if d is None:
+            why += [f"whole over {axis}: its row does not name {axis}"] * (axis not in COUNTED)
+        elif axis == "fsdp" and math.prod(shape) < fsdp_min:
+            why.append(f"whole over fsdp: fewer than {fsdp_min:,} elements")
+        elif shape[d] % sizes[axis]:
+            why.append(_whole_over(axis, shape[d], sizes))
+        else:
+            entries[d] = axis
+            why.append(choice.why_split(leaf, d) if axis == "tensor" else
+                       f"{axis}: it counts {COUNTED[axis]}" if axis in COUNTED else
+                       f"{axis}: as its row says")
+    return entries, why
+
+
+def _whole_over(axis, length, sizes):
+    return f"whole over {axis}: {length} does not divide by {sizes[axis]}"
+
+
+def _decision(choice, leaf, entries, why, reductions, mesh):
+    roles = choice.facts.roles[leaf]
     contracted, free = (
         tuple(d for d in choice.dims(leaf, role) if "batch" not in roles[d])
         for role in ("contracted", "free"))
@@ -549,15 +579,15 @@ def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
     if "indexed" in matrix_roles or set(contracted) & set(free):
         contracted = free = ()
     return Decision(drop_trivial_axes(P(*entries), mesh),
-                    "; ".join(filter(None, why)) or WHOLE,
-                    bool(matrix_roles), bool(stacks), (contracted, free), split.reductions)
+                    "; ".join(filter(None, why)) or WHOLE, bool(matrix_roles),
+                    any("stacked" in names for names in roles.values()), (contracted, free),
+                    reductions)
 
 
-def _put_on_largest(entries, shape, axis, size, fsdp_min, only=None):
-    """Write `axis` into `entries` at the largest unsplit dimension (of `only` these) that it
-    divides, if there is one and the weight has at least `fsdp_min` elements."""
-    free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0
-            and (only is None or d in only)]
+def _put_on_largest(entries, shape, axis, size, fsdp_min):
+    """Write `axis` into `entries` at the largest unsplit dimension that it divides, if there is one
+    and the weight has at least `fsdp_min` elements."""
+    free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0]
     if size > 1 and free and math.prod(shape) >= fsdp_min:
         entries[max(free, key=lambda d: shape[d])] = axis
 
