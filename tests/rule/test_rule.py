@@ -790,7 +790,7 @@ def test_rows_of_a_table_are_obeyed():
     for up, down, name, other in [(whole, rows, "up", "down"), (columns, whole, "down", "up")]:
         found = plan(up, down)
         assert found[name].spec == P() and found[other].spec == free[other].spec
-        assert found[name].reason == "whole over tensor: its row does not name tensor"
+        assert found[name].reason == "whole: as its row says"
         # The reductions of their group are still paid, and told by the weight that is split.
         assert found[other].reductions == reductions and found[name].reductions == ()
     assert plan(rows, columns)["up"].spec == P("tensor")        # (which the rule refuses)

@@ -44,7 +44,7 @@ The other axes need no prices: `pipe` splits the dimension that counts layers, `
 counts experts, and `fsdp` the largest that is left.
 
 All this is for functions without a table of weights. Where a network has one, its rows say which
-dimension each axis splits (`_by_row`).
+dimension each axis splits.
 """
 
 import dataclasses
@@ -136,16 +136,12 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     _, leaves, tree = flatten(params)
     choice, places = _choice(fn, params, args, sizes["tensor"])
     arrays = list(places.values())
-    named = [None] * len(leaves) if mesh_axes is None else tree.flatten_up_to(mesh_axes)
-    if mesh_axes is None:
-        placed = [_by_rule(choice, leaf, split, sizes, fsdp_min)
-                  for leaf, split in enumerate(choice.splits())]
-    else:
-        placed = [_by_row(choice, leaf, named[i], sizes, fsdp_min)
-                  for leaf, i in enumerate(arrays)]
+    named = [None] * len(leaves) if mesh_axes is None else [
+        {axis: d for d, axis in enumerate(row)} for row in tree.flatten_up_to(mesh_axes)]
+    rows = [named[i] for i in arrays]
     decisions = [Decision(P(), "not an array")] * len(leaves)
-    for leaf, reductions in enumerate(choice.reductions([entries for entries, _ in placed])):
-        decisions[arrays[leaf]] = _decision(choice, leaf, *placed[leaf], reductions, mesh)
+    for leaf, split in enumerate(choice.splits(rows)):
+        decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min, rows[leaf])
     shapes = {path: leaves[i].shape for path, i in places.items()}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
@@ -186,7 +182,7 @@ def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
     """The groups of a function's dimensions, those that are split first, each kind by price (step 3
     of the rule). For learn/prices.py."""
     choice, places = _choice(fn, params, args, shards)
-    paths, splits, found = list(places), choice.splits(), []
+    paths, splits, found = list(places), choice.splits([None] * len(places)), []
     for group, members in choice.members.items():
         costs = choice.facts.costs[group]
         verdict = choice.refuse(group) or "a cheaper group splits a weight of it"
@@ -261,17 +257,17 @@ def _check_spec(path, shape, spec, sizes):
             raise ConfigError(f"{path}: {spec} splits {dim} into {parts}, which does not divide")
 
 
-def _spec_the_loss_gets(stored, decision, named):
+def _spec_the_loss_gets(stored, decision, row):
     """The spec that the loss receives for a weight that an override stores as `stored`. `pipe` and
     `expert` are where they would be without it. `tensor` stays where the override has it, if the
-    weight's row (`named`; None: there is no table) names it there. `fsdp` stays
-    too, except on the dimension that counts layers or experts: a device uses all of its own layers.
-    Every other axis of the override is gathered before the loss."""
+    weight's row (None: there is no table) names it there. `fsdp` stays too, except on the dimension
+    that counts layers or experts: a device uses all of its own layers. Every other axis of the
+    override is gathered before the loss."""
     entries = []
     for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
         if rule in ("pipe", "expert"):
             axis = rule
-        elif not (axis == "tensor" and (named is None or named[d] == "tensor")
+        elif not (axis == "tensor" and (row is None or row.get("tensor") == d)
                   or axis == "fsdp" and not (decision.stacked and d == 0)):
             axis = None
         entries.append(axis)
@@ -285,6 +281,7 @@ class _Split(NamedTuple):
     """The dimension of a leaf that `tensor` splits (None: no dimension), and why."""
     dim: int | None
     reason: str
+    reductions: tuple[Cost, ...] = ()
 
 
 class _Choice:
@@ -352,26 +349,28 @@ class _Choice:
             forbidden |= {facts.groups[leaf][d]: why for leaf, d in others}
         return forbidden
 
-    def splits(self):
-        """A _Split for each leaf: the dimension that `tensor` splits, if any, and why."""
+    def splits(self, rows):
+        """A _Split for each leaf: the dimension that `tensor` splits, if any, and why. `rows` has
+        for each leaf {axis: the dimension behind which its row names it}, or None: then the choice
+        is the rule's."""
         if self.shards == 1:
             return [_Split(None, "")] * len(self.sizes)
         refused = {group: why for group in self.members if (why := self.refuse(group))}
         begun = self.begun(self.independent(self.ranked(refused)), refused)
-        chosen = {leaf: _Split(d, self.why_split(leaf, d))
-                  for group in self.arriving(begun, refused) for leaf, d in self.members[group]}
-        return [chosen.get(leaf) or _Split(None, self.why_whole(leaf, refused))
-                for leaf in range(len(self.sizes))]
-
-    def reductions(self, placed):
-        """For each leaf the reductions of the group that tensor splits, if the leaf is the group's
-        first. `placed` has the axis of each dimension of each leaf."""
-        told, found = set(), []
-        for groups, entries in zip(self.facts.groups, placed):
-            new = {group for group, axis in zip(groups, entries) if axis == "tensor"} - told
-            told |= new
-            found.append(tuple(c for group in new for c in self.facts.costs[group]
-                               if c.is_reduction))
+        chosen = {leaf: d for group in self.arriving(begun, refused)
+                  for leaf, d in self.members[group]}
+        found, told = [], set()         # (the first leaf of a group has its reductions)
+        for leaf, (row, shape) in enumerate(zip(rows, self.facts.shapes)):
+            d = chosen.get(leaf) if row is None else row.get("tensor")
+            if d is None or shape[d] % self.shards:
+                found.append(_Split(None, "whole: as its row says" if leaf in chosen else
+                                    self.why_whole(leaf, refused)))
+                continue
+            group = self.facts.groups[leaf][d]
+            costs = () if group in told else self.facts.costs[group]
+            found.append(_Split(d, self.why_split(leaf, d),
+                                tuple(c for c in costs if c.is_reduction)))
+            told.add(group)
         return found
 
     def ranked(self, refused):
@@ -518,60 +517,32 @@ class _Choice:
 # -------------------------------------------------------------------------------------------
 # The other axes
 
-# What the dimension counts that these axes split.
-COUNTED = {"pipe": "layers", "expert": "experts"}
-
-
-def _by_rule(choice, leaf, split, sizes, fsdp_min):
-    """(the axis of each dimension of a leaf, why): `split` over tensor, then pipe, expert and fsdp
-    on dimensions that are left."""
+def _decide(choice, leaf, split, mesh, fsdp_min, row):
+    """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp where its row
+    names them or (None: there is no table) on dimensions that are left."""
+    sizes = _axis_sizes(mesh)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
     why = [split.reason]
     stacks = [d for d, names in roles.items() if "stacked" in names]
-    for axis, dims in (("pipe", stacks), ("expert", choice.expert_dims(leaf))):
-        free = [d for d in dims if entries[d] is None]
+    places = {"pipe": stacks, "expert": choice.expert_dims(leaf), "fsdp": range(len(shape))}
+    if row is not None:
+        places = {axis: [row[axis]] if axis in row else [] for axis in places}
+    for axis, what in (("pipe", "layers"), ("expert", "experts")):
+        free = [d for d in places[axis] if entries[d] is None]
         if free and shape[free[0]] % sizes[axis] == 0:
             entries[free[0]] = axis
-            why += [f"{axis}: it counts {COUNTED[axis]}"] * (sizes[axis] > 1)
+            why += [f"{axis}: it counts {what}"] * (sizes[axis] > 1)
         elif free:
-            why.append(_whole_over(axis, shape[free[0]], sizes))
-    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min)
+            why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min, places["fsdp"])
     if "fsdp" in entries:
-        why.append("fsdp: its largest dimension left")
+        why.append("fsdp: its largest dimension left" if row is None else "fsdp: as its row says")
     elif sizes["fsdp"] > 1:
         why.append("whole over fsdp: " + (
-            f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
-            else f"no other dimension divides by {sizes['fsdp']}"))
-    return entries, why
-
-
-def _by_row(choice, leaf, row, sizes, fsdp_min):
-    """The same for a leaf whose `row` of a table names the axes."""
-    shape = choice.facts.shapes[leaf]
-    entries, why = [None] * len(shape), []
-    for axis in [axis for axis in ("tensor", "pipe", "expert", "fsdp") if sizes[axis] > 1]:
-        d = row.index(axis) if axis in row else None
-        if d is None:
-            why += [f"whole over {axis}: its row does not name {axis}"] * (axis not in COUNTED)
-        elif axis == "fsdp" and math.prod(shape) < fsdp_min:
-            why.append(f"whole over fsdp: fewer than {fsdp_min:,} elements")
-        elif shape[d] % sizes[axis]:
-            why.append(_whole_over(axis, shape[d], sizes))
-        else:
-            entries[d] = axis
-            why.append(choice.why_split(leaf, d) if axis == "tensor" else
-                       f"{axis}: it counts {COUNTED[axis]}" if axis in COUNTED else
-                       f"{axis}: as its row says")
-    return entries, why
-
-
-def _whole_over(axis, length, sizes):
-    return f"whole over {axis}: {length} does not divide by {sizes[axis]}"
-
-
-def _decision(choice, leaf, entries, why, reductions, mesh):
-    roles = choice.facts.roles[leaf]
+            "its row does not name fsdp" if not places["fsdp"]
+            else f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
+            else f"no dimension for it divides by {sizes['fsdp']}"))
     contracted, free = (
         tuple(d for d in choice.dims(leaf, role) if "batch" not in roles[d])
         for role in ("contracted", "free"))
@@ -579,15 +550,14 @@ def _decision(choice, leaf, entries, why, reductions, mesh):
     if "indexed" in matrix_roles or set(contracted) & set(free):
         contracted = free = ()
     return Decision(drop_trivial_axes(P(*entries), mesh),
-                    "; ".join(filter(None, why)) or WHOLE, bool(matrix_roles),
-                    any("stacked" in names for names in roles.values()), (contracted, free),
-                    reductions)
+                    "; ".join(filter(None, why)) or WHOLE,
+                    bool(matrix_roles), bool(stacks), (contracted, free), split.reductions)
 
 
-def _put_on_largest(entries, shape, axis, size, fsdp_min):
-    """Write `axis` into `entries` at the largest unsplit dimension that it divides, if there is one
-    and the weight has at least `fsdp_min` elements."""
-    free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0]
+def _put_on_largest(entries, shape, axis, size, fsdp_min, places):
+    """Write `axis` into `entries` at the largest unsplit dimension of `places` that it divides, if
+    there is one and the weight has at least `fsdp_min` elements."""
+    free = [d for d in places if entries[d] is None and shape[d] % size == 0]
     if size > 1 and free and math.prod(shape) >= fsdp_min:
         entries[max(free, key=lambda d: shape[d])] = axis
 
@@ -601,7 +571,8 @@ def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any
     def one(leaf, spec):
         entries = full_spec(spec, leaf.ndim)
         if "data" not in entries:
-            _put_on_largest(entries, leaf.shape, "data", mesh.shape["data"], fsdp_min)
+            _put_on_largest(entries, leaf.shape, "data", mesh.shape["data"], fsdp_min,
+                            range(leaf.ndim))
         return trimmed(entries)
 
     return jax.tree.map(one, params, specs)
