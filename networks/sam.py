@@ -13,9 +13,9 @@ are other models. It is saved as a SamVisionModel, without them.
 
 Windows need all of the time, and runs differ, so the axes pipe and seq are refused.
 
-B batch, T time, D model, H heads, N per head, F feed-forward, L layers of a run, J distances, C
-channels, y and x the sides of a patch, P and p rows and columns of tokens, O width of the result
-(o the same), k and z the sides of a convolution.
+B batch, T time, D model, H heads (K of keys), N per head (M of values), F feed-forward, L layers of
+a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of tokens, O
+width of the result (o the same), k and z the sides of a convolution.
 """
 
 import itertools
@@ -30,6 +30,7 @@ from jax import Array, lax
 import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
+from networks.tables import layer_weights
 from networks.transformer import feed_forward, norm, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
@@ -95,21 +96,10 @@ def _norm(make, name, axes):
 
 
 def _layer_weights(c, run):
-    D, known = c.d_model, record(c)
-    make = Table(L=len(run.numbers), D=D, H=c.heads, N=c.head_dim, F=c.d_ff, J=2 * run.window - 1)
-    into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {name: make("L/pipe D/fsdp H/tensor N", into) for name in ("wq", "wk", "wv")}
-    if known["qkv_bias"]:
-        weights |= {f"{name}_bias": make("L/pipe 1 H/tensor N", 0.0) for name in weights}
-    if known["use_rel_pos"]:
+    weights = layer_weights(c, len(run.numbers))
+    if record(c)["use_rel_pos"]:
+        make = Table(L=len(run.numbers), J=2 * run.window - 1, N=c.head_dim)
         weights |= {name: make("L/pipe J N/fsdp", 0.02) for name in ("down", "right")}
-    weights |= {"wo": make("L/pipe H/tensor N D/fsdp", into * back),
-                "wo_bias": make("L/pipe D", 0.0),
-                "w_up": make("L/pipe D/fsdp F/tensor", into),
-                "w_up_bias": make("L/pipe 1 F/tensor", 0.0),
-                "w_down": make("L/pipe F/tensor D/fsdp", c.d_ff**-0.5 * back),
-                "w_down_bias": make("L/pipe D", 0.0),
-                **_norm(make, "attn_norm", "L/pipe D"), **_norm(make, "mlp_norm", "L/pipe D")}
     return weights
 
 
@@ -272,13 +262,13 @@ def _fields_of_whole(r):
 
 def _arrays(c):
     known = record(c)
-    attention = {"qkv.weight": "(H N | H N | H N) D -> wq wk wv"}
+    attention = {"qkv.weight": "(H N | K N | K M) D -> wq wk wv"}
     if known["qkv_bias"]:
-        attention["qkv.bias"] = "(H N | H N | H N) -> wq_bias wk_bias wv_bias"
+        attention["qkv.bias"] = "(H N | K N | K M) -> wq_bias wk_bias wv_bias"
     if known["use_rel_pos"]:
         attention |= {"rel_pos_h": "J N -> down", "rel_pos_w": "J N -> right"}
     layer = under(
-        "layers.{l}.", under("attn.", attention, rows("proj", "H N", "wo")),
+        "layers.{l}.", under("attn.", attention, rows("proj", "H M", "wo")),
         layer_norm("layer_norm1", "attn_norm"), layer_norm("layer_norm2", "mlp_norm"),
         columns("mlp.lin1", "F", "w_up"), rows("mlp.lin2", "F", "w_down"))
     neck = {"conv1.weight": "O D k z -> neck", "conv2.weight": "O o k z -> neck_out",

@@ -16,11 +16,12 @@ Each score has a learned bias for the distance of the two tokens (`relative`). B
 tokens are a residual stream [B, T, D], T = h * w, whose time tensor may split. Windows need all of
 the time, and layers differ from stage to stage, so the axes pipe and seq are refused.
 
-B batch, T time, D width of a stage (d of the next, m of four tokens), H heads, N per head,
-F feed-forward, L layers of a stage, J distances in a window, A classes, C channels, y and x the
-sides of a patch.
+B batch, T time, D width of a stage (d of the next, m of four tokens), H heads (K of keys), N per
+head (M of values), F feed-forward, L layers of a stage, J distances in a window, A classes,
+C channels, y and x the sides of a patch.
 """
 
+import dataclasses
 import functools
 import json
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
 from networks.positions import relative_bias
-from networks.tables import labels_shape
+from networks.tables import labels_shape, layer_weights
 from networks.transformer import class_loss, feed_forward, heads_of, norm, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
@@ -97,22 +98,10 @@ def _norm(make, name, axes):
 
 def _layer_weights(c, stage):
     known, D, H = record(c), stage.width, stage.heads
-    make = Table(L=stage.layers, D=D, H=H, N=D // H, F=int(known["mlp_ratio"] * D),
-                 J=(2 * known["window_size"] - 1) ** 2)
-    into, out = D**-0.5, int(known["mlp_ratio"] * D) ** -0.5
-    back = (2 * c.layers) ** -0.5
-    weights = {name: make("L/pipe D/fsdp H/tensor N", into) for name in ("wq", "wk", "wv")}
-    if known["qkv_bias"]:
-        weights |= {f"{name}_bias": make("L/pipe 1 H/tensor N", 0.0) for name in weights}
-    weights |= {"wo": make("L/pipe H/tensor N D/fsdp", into * back),
-                "wo_bias": make("L/pipe D", 0.0),
-                "relative": make("L/pipe J/fsdp H/tensor", 0.02),
-                "w_up": make("L/pipe D/fsdp F/tensor", into),
-                "w_up_bias": make("L/pipe 1 F/tensor", 0.0),
-                "w_down": make("L/pipe F/tensor D/fsdp", out * back),
-                "w_down_bias": make("L/pipe D", 0.0),
-                **_norm(make, "attn_norm", "L/pipe D"), **_norm(make, "mlp_norm", "L/pipe D")}
-    return weights
+    own = dataclasses.replace(c, d_model=D, heads=H, kv_heads=H, head_dim=D // H,
+                              d_ff=int(known["mlp_ratio"] * D))
+    make = Table(L=stage.layers, H=H, J=(2 * known["window_size"] - 1) ** 2)
+    return layer_weights(own, stage.layers) | {"relative": make("L/pipe J/fsdp H/tensor", 0.02)}
 
 
 # -------------------------------------------------------------------------------------------
@@ -305,9 +294,9 @@ def _arrays(c):
         found |= under(
             f"{name}blocks.{{{letter}}}.", layer_norm("layernorm_before", "attn_norm"),
             columns("attention.self.query", "H N", "wq", bias),
-            columns("attention.self.key", "H N", "wk", bias),
-            columns("attention.self.value", "H N", "wv", bias),
-            rows("attention.output.dense", "H N", "wo"), layer_norm("layernorm_after", "mlp_norm"),
+            columns("attention.self.key", "K N", "wk", bias),
+            columns("attention.self.value", "K M", "wv", bias),
+            rows("attention.output.dense", "H M", "wo"), layer_norm("layernorm_after", "mlp_norm"),
             columns("intermediate.dense", "F", "w_up"), rows("output.dense", "F", "w_down"),
             {"attention.self.relative_position_bias_table": "J H -> relative"})
         if i + 1 < len(stages(c)):

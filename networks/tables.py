@@ -24,9 +24,9 @@ def table(c: Any) -> dict[str, Any]:
     make = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows, d=D, A=c.labels, k=3,
                  J=relative_rows(c), H=c.heads, Z=c.token_types, C=c.channels, y=c.patch_size,
                  x=c.patch_size)
-    weights = {"layers": _layer_weights(c, c.layer_groups or c.layers - c.dense_layers, c.experts)}
+    weights = {"layers": layer_weights(c, c.layer_groups or c.layers - c.dense_layers, c.experts)}
     if c.dense_layers:
-        weights["dense_layers"] = _layer_weights(c, c.dense_layers, 0)
+        weights["dense_layers"] = layer_weights(c, c.dense_layers)
     if c.encoder_layers:
         weights["encoder"] = table(encoder_config(c))
         weights["encoder"].pop("embed", None)       # (the decoder's is used)
@@ -74,7 +74,7 @@ def _head_weights(c, make):
     return weights
 
 
-def _layer_weights(c, L, experts):
+def layer_weights(c: Any, L: int, experts: int = 0) -> dict[str, Any]:
     """The weights of a stack of L equal layers."""
     D, G = c.d_model, c.expert_d_ff or c.d_ff
     F = c.shared_experts * G if experts else c.d_ff
