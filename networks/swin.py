@@ -21,7 +21,6 @@ head (M of values), F feed-forward, L layers of a stage, J distances in a window
 C channels, y and x the sides of a patch.
 """
 
-import dataclasses
 import functools
 import json
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from networks.positions import relative_bias
 from networks.tables import labels_shape, layer_weights
 from networks.transformer import class_loss, feed_forward, heads_of, norm, with_bias
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
 from zigzag.core.mesh import cast
 from zigzag.hub.encoders import classed, classifier
 from zigzag.hub.family import Family, biased, columns, keys, layer_norm, pair_index, rows, under
@@ -98,8 +98,8 @@ def _norm(make, name, axes):
 
 def _layer_weights(c, stage):
     known, D, H = record(c), stage.width, stage.heads
-    own = dataclasses.replace(c, d_model=D, heads=H, kv_heads=H, head_dim=D // H,
-                              d_ff=int(known["mlp_ratio"] * D))
+    own = change(c, d_model=D, heads=H, kv_heads=H, head_dim=D // H,
+                 d_ff=int(known["mlp_ratio"] * D))
     make = Table(L=stage.layers, H=H, J=(2 * known["window_size"] - 1) ** 2)
     return layer_weights(own, stage.layers) | {"relative": make("L/pipe J/fsdp H/tensor", 0.02)}
 
