@@ -67,22 +67,19 @@ class Config(Computed):
 
 
 def weights(c: Config) -> Params:
-    """Every weight on a line: its dimensions, each with the mesh axis that may split it, and
-    its initial standard deviation (None: all ones, 0.0: all zeros).
-
-    zigzag/rule chooses among these dimensions, and among all where a line names none. With D/fsdp,
-    fsdp splits D or nothing: nothing if the size of the axis does not divide D, or if the weight is
-    small (--fsdp_min). python shard.py prints the result for any mesh."""
+    """Every weight on a line: its dimensions, each with the mesh axis that splits it (if the axis'
+    size divides it and, for fsdp, the weight is not smaller than --fsdp_min), and its initial
+    standard deviation (None: all ones, 0.0: all zeros). python shard.py prints the result."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
     into, out = c.d_model**-0.5, (2 * c.layers) ** -0.5
-    layers = {"attn_norm": make("L D"),
+    layers = {"attn_norm": make("L/pipe D"),
               "wq": make("L/pipe D/fsdp H/tensor N", into),
               "wk": make("L/pipe D/fsdp K/tensor N", into),
               "wv": make("L/pipe D/fsdp K/tensor N", into),
               "wo": make("L/pipe H/tensor N D/fsdp", (c.heads * c.head_dim) ** -0.5 * out),
-              "mlp_norm": make("L D")}
+              "mlp_norm": make("L/pipe D")}
     if c.experts:
         layers |= {"router": make("L/pipe D/fsdp E", into),
                    "e_gate": make("L/pipe E/expert D/fsdp F/tensor", into),

@@ -125,12 +125,13 @@ def table(c: Any) -> dict[str, Any]:
     own = half["layers"]
     cross = {f"cross_{name}": w for name, w in own.items() if name[:2] in ("wq", "wk", "wv", "wo")}
     cross |= {"cross_norm": own["attn_norm"], "cross_norm_bias": own["attn_norm_bias"],
-              "cross_wk": make("L X K/tensor N", v.d_model**-0.5),
-              "cross_wv": make("L X K/tensor M", v.d_model**-0.5)}
+              "cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
+              "cross_wv": make("L/pipe X/fsdp K/tensor M", v.d_model**-0.5)}
     return {"vision": tables.table(v), "text": tables.table(c),
-            "qformer": {"query": make("Q d", 0.02), "norm": make("d"), "norm_bias": make("d", 0.0),
-                        "cross_layers": half["layers"] | cross, "layers": half["layers"]},
-            "projection": make("d D", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
+            "qformer": {"query": make("Q d/fsdp", 0.02), "norm": make("d"),
+                        "norm_bias": make("d", 0.0), "cross_layers": half["layers"] | cross,
+                        "layers": half["layers"]},
+            "projection": make("d D/fsdp", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
 
 
 def _arrays(c):

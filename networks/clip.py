@@ -88,8 +88,8 @@ def table(c: Any) -> dict[str, Any]:
     make = Table(D=c.d_model, d=v.d_model, I=r["projection_dim"])
     scale = dataclasses.replace(make(""), values=lambda: np.float32(r["logit_scale_init_value"]))
     return {"text": tables.table(c), "vision": tables.table(v), "logit_scale": scale,
-            "text_projection": make("D I", c.d_model**-0.5),
-            "vision_projection": make("d I", v.d_model**-0.5)}
+            "text_projection": make("D/fsdp I", c.d_model**-0.5),
+            "vision_projection": make("d/fsdp I", v.d_model**-0.5)}
 
 
 def _arrays(c):

@@ -13,9 +13,9 @@ are other models. It is saved as a SamVisionModel, without them.
 
 Windows need all of the time, and runs differ, so the axes pipe and seq are refused.
 
-B batch, T time, D model, H heads, N per head, F feed-forward, L layers of a run, J distances, C
-channels, y and x the sides of a patch, P and p rows and columns of tokens, O width of the result
-(o the same), k and z the sides of a convolution.
+B batch, T time, D model, H heads (K of keys), N per head (M of values), F feed-forward, L layers of
+a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of tokens, O
+width of the result (o the same), k and z the sides of a convolution.
 """
 
 import itertools
@@ -30,6 +30,7 @@ from jax import Array, lax
 import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
+from networks.tables import layer_weights
 from networks.transformer import feed_forward, norm, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
@@ -80,13 +81,14 @@ def table(c: Config) -> dict[str, Any]:
     """The table of all weights."""
     D, out, first = c.d_model, record(c)["output_channels"], (c.channels * c.patch_size**2) ** -0.5
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
-    weights = {"patch": make("C y x D", first), "patch_bias": make("D", 0.0)}
+    weights = {"patch": make("C y x D/fsdp", first), "patch_bias": make("D", 0.0)}
     if record(c)["use_abs_pos"]:
-        weights["positions"] = make("1 P p D", 0.02)
+        weights["positions"] = make("1 P p D/fsdp", 0.02)
     weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
     one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
-    return weights | {"neck": one("k z D O", D**-0.5), **_norm(make, "neck_norm", "O"),
-                      "neck_out": three("k z o O", (9 * out) ** -0.5), **_norm(make, "norm", "O")}
+    return weights | {"neck": one("k z D/fsdp O", D**-0.5), **_norm(make, "neck_norm", "O"),
+                      "neck_out": three("k z o/fsdp O", (9 * out) ** -0.5),
+                      **_norm(make, "norm", "O")}
 
 
 def _norm(make, name, axes):
@@ -94,19 +96,10 @@ def _norm(make, name, axes):
 
 
 def _layer_weights(c, run):
-    D, known = c.d_model, record(c)
-    make = Table(L=len(run.numbers), D=D, H=c.heads, N=c.head_dim, F=c.d_ff, J=2 * run.window - 1)
-    into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {name: make("L D H/tensor N", into) for name in ("wq", "wk", "wv")}
-    if known["qkv_bias"]:
-        weights |= {f"{name}_bias": make("L 1 H/tensor N", 0.0) for name in weights}
-    if known["use_rel_pos"]:
-        weights |= {name: make("L J N", 0.02) for name in ("down", "right")}
-    weights |= {"wo": make("L H/tensor N D", into * back), "wo_bias": make("L D", 0.0),
-                "w_up": make("L D F/tensor", into), "w_up_bias": make("L 1 F/tensor", 0.0),
-                "w_down": make("L F/tensor D", c.d_ff**-0.5 * back),
-                "w_down_bias": make("L D", 0.0),
-                **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
+    weights = layer_weights(c, len(run.numbers))
+    if record(c)["use_rel_pos"]:
+        make = Table(L=len(run.numbers), J=2 * run.window - 1, N=c.head_dim)
+        weights |= {name: make("L/pipe J N/fsdp", 0.02) for name in ("down", "right")}
     return weights
 
 
@@ -269,13 +262,13 @@ def _fields_of_whole(r):
 
 def _arrays(c):
     known = record(c)
-    attention = {"qkv.weight": "(H N | H N | H N) D -> wq wk wv"}
+    attention = {"qkv.weight": "(H N | K N | K M) D -> wq wk wv"}
     if known["qkv_bias"]:
-        attention["qkv.bias"] = "(H N | H N | H N) -> wq_bias wk_bias wv_bias"
+        attention["qkv.bias"] = "(H N | K N | K M) -> wq_bias wk_bias wv_bias"
     if known["use_rel_pos"]:
         attention |= {"rel_pos_h": "J N -> down", "rel_pos_w": "J N -> right"}
     layer = under(
-        "layers.{l}.", under("attn.", attention, rows("proj", "H N", "wo")),
+        "layers.{l}.", under("attn.", attention, rows("proj", "H M", "wo")),
         layer_norm("layer_norm1", "attn_norm"), layer_norm("layer_norm2", "mlp_norm"),
         columns("mlp.lin1", "F", "w_up"), rows("mlp.lin2", "F", "w_down"))
     neck = {"conv1.weight": "O D k z -> neck", "conv2.weight": "O o k z -> neck_out",

@@ -35,10 +35,10 @@ def weights(c: Any, table: Any) -> dict[str, Any]:
     """The table of a stem's weights, with the letters of transformer.py's table."""
     if c.stem == "patches":
         bias = {"patch_bias": table("D", 0.0)} if "embed" in c.biases.split(",") else {}
-        return {"patch": table("C y x D", (c.channels * c.patch_size**2) ** -0.5), **bias,
+        return {"patch": table("C y x D/fsdp", (c.channels * c.patch_size**2) ** -0.5), **bias,
                 "class_token": table("D", 0.02)}
-    return {"conv1": table("k C D", (3 * c.channels) ** -0.5), "conv1_bias": table("D", 0.0),
-            "conv2": table("k d D", (3 * c.d_model) ** -0.5), "conv2_bias": table("D", 0.0)}
+    return {"conv1": table("k C D/fsdp", (3 * c.channels) ** -0.5), "conv1_bias": table("D", 0.0),
+            "conv2": table("k d/fsdp D", (3 * c.d_model) ** -0.5), "conv2_bias": table("D", 0.0)}
 
 
 def _check(source, c):

@@ -16,9 +16,9 @@ Each score has a learned bias for the distance of the two tokens (`relative`). B
 tokens are a residual stream [B, T, D], T = h * w, whose time tensor may split. Windows need all of
 the time, and layers differ from stage to stage, so the axes pipe and seq are refused.
 
-B batch, T time, D width of a stage (d of the next, m of four tokens), H heads, N per head,
-F feed-forward, L layers of a stage, J distances in a window, A classes, C channels, y and x the
-sides of a patch.
+B batch, T time, D width of a stage (d of the next, m of four tokens), H heads (K of keys), N per
+head (M of values), F feed-forward, L layers of a stage, J distances in a window, A classes,
+C channels, y and x the sides of a patch.
 """
 
 import functools
@@ -34,9 +34,10 @@ import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
 from networks.positions import relative_bias
-from networks.tables import labels_shape
+from networks.tables import labels_shape, layer_weights
 from networks.transformer import class_loss, feed_forward, heads_of, norm, with_bias
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
 from zigzag.core.mesh import cast
 from zigzag.hub.encoders import classed, classifier
 from zigzag.hub.family import Family, biased, columns, keys, layer_norm, pair_index, rows, under
@@ -77,17 +78,17 @@ def table(c: Config) -> dict[str, Any]:
     """The table of all weights."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
-    weights = {"patch": make("C y x D", (c.channels * c.patch_size**2) ** -0.5),
+    weights = {"patch": make("C y x D/fsdp", (c.channels * c.patch_size**2) ** -0.5),
                "patch_bias": make("D", 0.0), **_norm(make, "embed_norm", "D")}
     for stage in own:
         weights[stage.name] = {"layers": _layer_weights(c, stage)}
     for stage in own[:-1]:
         make = Table(m=4 * stage.width, d=2 * stage.width)
-        weights[stage.name] |= {"merge": make("m d", (4 * stage.width) ** -0.5),
+        weights[stage.name] |= {"merge": make("m/fsdp d", (4 * stage.width) ** -0.5),
                                 **_norm(make, "merge_norm", "m")}
     make = Table(D=last, A=c.labels)
     if c.head == "classes":
-        weights |= {"classifier": make("D A", last**-0.5), "classifier_bias": make("A", 0.0)}
+        weights |= {"classifier": make("D/fsdp A", last**-0.5), "classifier_bias": make("A", 0.0)}
     return weights | _norm(make, "norm", "D")
 
 
@@ -97,19 +98,10 @@ def _norm(make, name, axes):
 
 def _layer_weights(c, stage):
     known, D, H = record(c), stage.width, stage.heads
-    make = Table(L=stage.layers, D=D, H=H, N=D // H, F=int(known["mlp_ratio"] * D),
-                 J=(2 * known["window_size"] - 1) ** 2)
-    into, back = D**-0.5, (2 * c.layers) ** -0.5
-    weights = {name: make("L D H/tensor N", into) for name in ("wq", "wk", "wv")}
-    if known["qkv_bias"]:
-        weights |= {f"{name}_bias": make("L 1 H/tensor N", 0.0) for name in weights}
-    weights |= {"wo": make("L H/tensor N D", into * back), "wo_bias": make("L D", 0.0),
-                "relative": make("L J H/tensor", 0.02),
-                "w_up": make("L D F/tensor", into), "w_up_bias": make("L 1 F/tensor", 0.0),
-                "w_down": make("L F/tensor D", int(known["mlp_ratio"] * D) ** -0.5 * back),
-                "w_down_bias": make("L D", 0.0),
-                **_norm(make, "attn_norm", "L D"), **_norm(make, "mlp_norm", "L D")}
-    return weights
+    own = change(c, d_model=D, heads=H, kv_heads=H, head_dim=D // H,
+                 d_ff=int(known["mlp_ratio"] * D))
+    make = Table(L=stage.layers, H=H, J=(2 * known["window_size"] - 1) ** 2)
+    return layer_weights(own, stage.layers) | {"relative": make("L/pipe J/fsdp H/tensor", 0.02)}
 
 
 # -------------------------------------------------------------------------------------------
@@ -302,9 +294,9 @@ def _arrays(c):
         found |= under(
             f"{name}blocks.{{{letter}}}.", layer_norm("layernorm_before", "attn_norm"),
             columns("attention.self.query", "H N", "wq", bias),
-            columns("attention.self.key", "H N", "wk", bias),
-            columns("attention.self.value", "H N", "wv", bias),
-            rows("attention.output.dense", "H N", "wo"), layer_norm("layernorm_after", "mlp_norm"),
+            columns("attention.self.key", "K N", "wk", bias),
+            columns("attention.self.value", "K M", "wv", bias),
+            rows("attention.output.dense", "H M", "wo"), layer_norm("layernorm_after", "mlp_norm"),
             columns("intermediate.dense", "F", "w_up"), rows("output.dense", "F", "w_down"),
             {"attention.self.relative_position_bias_table": "J H -> relative"})
         if i + 1 < len(stages(c)):

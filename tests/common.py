@@ -120,7 +120,7 @@ class net:
 
     init, weight_specs, weight_shapes = map(_named, ("init", "weight_specs", "weight_shapes"))
     parameters, batch_shapes = _named("parameters"), _named("batch_shapes")
-    plan_weights, tensor_dims = _named("plan_weights"), _named("tensor_dims")
+    plan_weights = _named("plan_weights")
 
 
 def gradients_of(config, mesh, batch, weights=None):

@@ -378,7 +378,8 @@ def edit_weights(monkeypatch, change):
     """model.py with another table of weights."""
     def weights(c):
         table = usual(c)
-        change(table["layers"], lambda *size: Weight(("L", "D", "F")[:len(size)], size, 0.1, -1))
+        change(table["layers"], lambda *size: Weight(("L", "D", "F")[:len(size)], size, 0.1,
+                                                      ("pipe", "", "")[:len(size)]))
         return table
 
     usual = model.weights

@@ -123,7 +123,7 @@ def test_both_networks_agree_on_a_mesh(mesh, changes):
 
 ATTEND, NORMED = "shard.row((attend(q, k, v), ", 'h = norm(x, w["attn_norm"], c)\n'
 TURNED = '    q, k = (rotary(a, batch["positions"], c) for a in (q, k))\n'
-WEIGHT = 'layers = {"attn_norm": make("L D"),'
+WEIGHT = 'layers = {"attn_norm": make("L/pipe D"),'
 
 
 def with_attend(more):
@@ -145,9 +145,9 @@ EDITS = {
 
 def swiglu(""")],
     "a soft cap by name": [with_attend("softcap=0.5")],
-    "q-k norm": [(WEIGHT, WEIGHT + ' "q_norm": make("L N"), "k_norm": make("L N"),'), (
+    "q-k norm": [(WEIGHT, WEIGHT + ' "q_norm": make("L/pipe N"), "k_norm": make("L/pipe N"),'), (
         TURNED, '    q, k = norm(q, w["q_norm"], c), norm(k, w["k_norm"], c)\n' + TURNED)],
-    "a second norm scale": [(WEIGHT, WEIGHT + ' "attn_scale": make("L D"),'), (
+    "a second norm scale": [(WEIGHT, WEIGHT + ' "attn_scale": make("L/pipe D"),'), (
         NORMED, NORMED + '    h = h * w["attn_scale"]\n')]}
 LEAVES_THE_KERNEL = {"a window", "a mask by document", "a soft cap", "ALiBi"}
 
@@ -363,7 +363,7 @@ def test_a_published_model_is_not_read_into_other_code(edit, edits_of_the_code, 
 def test_a_new_weight_that_begins_with_zeros_does_not_matter(edit, monkeypatch, tmp_path):
     """A refusal of a fork that adds to a LLaMA what changes nothing at first: weights that the
     folder lacks are zeros."""
-    monkeypatch.setitem(EDITS, "a gate", [(WEIGHT, WEIGHT + ' "gate": make("L D", 0.1),'), (
+    monkeypatch.setitem(EDITS, "a gate", [(WEIGHT, WEIGHT + ' "gate": make("L/pipe D", 0.1),'), (
         NORMED, NORMED + '    h = h * (1 + w["gate"])\n')])
     usual = make(kv_heads=2).network
     networks.save_hf(tmp_path / "m", model.init(usual, jax.random.key(0)), usual)

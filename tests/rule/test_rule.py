@@ -774,36 +774,38 @@ def test_what_an_override_stores_otherwise_is_given_to_the_loss_as_it_can_use_it
     assert several["up"].spec == P("data") and several["down"].spec == P(None, "data")
 
 
-def test_tensor_splits_what_the_models_code_splits():
+def test_rows_of_a_table_are_obeyed():
     """A weight that is split along a dimension that the model's code takes for unsplit: each device
     would compute with only a part of it. ((out, in) weights, with code for (in, out).)"""
-    def plan(dims, overrides=(), mesh="tensor=4"):
-        return plan_sharding(feed, MLP, X, mesh=mesh_of(mesh), overrides=overrides,
-                             tensor_dims=dims)
+    def plan(up, down, overrides=(), fsdp_min=1, **mesh):
+        rows = None if up is None else {"up": up, "down": down}
+        return plan_sharding(feed, MLP, X, mesh=abstract_mesh({"tensor": 4, **mesh}),
+                             overrides=overrides, fsdp_min=fsdp_min, mesh_axes=rows)
 
-    free = plan(None)
-    assert plan({"up": 1, "down": 0}) == free
+    rows, columns, whole = ("tensor", ""), ("", "tensor"), ("", "")
+    free = plan(None, None)
+    assert plan(columns, rows) == free
     reductions = free["down"].reductions        # "down" is the group's first leaf, and tells them
     assert reductions and not free["up"].reductions
-    for dims, name, other, which in [({"up": 0, "down": 0}, "up", "down", "another"),
-                                     ({"up": -1, "down": 0}, "up", "down", "no"),
-                                     ({"up": 1, "down": 1}, "down", "up", "another")]:
-        found = plan(dims)
+    for up, down, name, other in [(whole, rows, "up", "down"), (columns, whole, "down", "up")]:
+        found = plan(up, down)
         assert found[name].spec == P() and found[other].spec == free[other].spec
-        assert found[name].reason == f"whole: the model's code splits {which} dimension of it"
+        assert found[name].reason == "whole: as its row says"
         # The reductions of their group are still paid, and told by the weight that is split.
         assert found[other].reductions == reductions and found[name].reductions == ()
-    assert all(d.reductions == () for d in plan({"up": 0, "down": 1}).values())
-    # fsdp may take a dimension that tensor leaves free.
-    split = plan({"up": -1, "down": 0}, mesh="fsdp=2,tensor=4")
-    assert split["up"].spec == P(None, "fsdp") and split["down"].spec == P("tensor", "fsdp")
+    assert plan(rows, columns)["up"].spec == P("tensor")        # (which the rule refuses)
+    assert all(d.reductions == () for d in plan(whole, whole).values())
+    # fsdp splits what its row names, or nothing.
+    named = ("fsdp", "tensor")
+    split = plan(named, rows, fsdp=2)
+    assert split["up"].spec == P("fsdp", "tensor") and split["down"].spec == P("tensor")
+    assert plan(named, rows, fsdp=2, fsdp_min=10**6)["up"].spec == COLUMN
+    assert plan(named, rows, fsdp=3)["up"].spec == COLUMN
     # An override may store it differently: then it is gathered before the code sees it.
-    for dims, stored, given in [({"up": 1, "down": 0}, P("tensor"), P()),
-                                ({"up": 1, "down": 0}, COLUMN, COLUMN),
-                                ({"up": -1, "down": 0}, COLUMN, P()),
-                                (None, P("tensor"), P("tensor"))]:
-        decision = plan(dims, [("up", stored)])["up"]
-        assert decision.spec == stored and decision.used == given, (dims, stored)
+    for up, stored, given in [(columns, P("tensor"), P()), (columns, COLUMN, COLUMN),
+                              (whole, COLUMN, P()), (None, P("tensor"), P("tensor"))]:
+        decision = plan(up, rows, [("up", stored)])["up"]
+        assert decision.spec == stored and decision.used == given, (up, stored)
 
 
 # -------------------------------------------------------------------------------------------

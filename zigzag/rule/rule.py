@@ -41,7 +41,10 @@ Taking F makes w_up a column and w_down a row. The two alternate by themselves, 
 splits only one dimension of a weight. No names are read.
 
 The other axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one that
-counts experts, and `fsdp` the one that a network's row names for it, or the largest that is left.
+counts experts, and `fsdp` the largest that is left.
+
+All this is for functions without a table of weights. Where a network has one, its rows say which
+dimension each axis splits.
 """
 
 import dataclasses
@@ -73,8 +76,6 @@ from zigzag.rule.trace import Cost, trace
 # labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
 # that only read raw features or only make last outputs, if they are less than ENDS of all weights.
 NARROW, SHORT, ENDS = 4, 16, 1 / 8
-# In place of the number of a dimension that fsdp splits.
-NONE, BY_RULE = -1, -2
 # The bytes that an interconnect carries while one more reduction starts.
 LATENCY = 2**18
 # Why a weight is whole if no axis could split it.
@@ -124,26 +125,27 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
 
 def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
                   overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096,
-                  tensor_dims: Any = None, fsdp_dims: Any = None) -> Any:
+                  mesh_axes: Any = None) -> Any:
     """A Decision for each leaf of `params`; the arguments are those of infer_specs.
 
-    `tensor_dims` is for a model whose own code handles `tensor`: a tree like `params` with the one
-    dimension of each leaf that this code accepts split, or -1 for none. `fsdp_dims` is another with
-    the dimension that fsdp splits, -1 for none, or BY_RULE."""
+    `mesh_axes` is for a model with a table of weights, whose code accepts no other split: a tree
+    like `params` with the mesh axis that the leaf's row names behind each dimension, or ''. An axis
+    splits that dimension or nothing: nothing if its size does not divide it, or (fsdp) if the leaf
+    is small."""
     sizes = _axis_sizes(mesh)
     _, leaves, tree = flatten(params)
     choice, places = _choice(fn, params, args, sizes["tensor"])
     arrays = list(places.values())
-    code_dims = [None] * len(leaves) if tensor_dims is None else tree.flatten_up_to(tensor_dims)
-    fsdp_dims = [BY_RULE] * len(leaves) if fsdp_dims is None else tree.flatten_up_to(fsdp_dims)
+    named = [None] * len(leaves) if mesh_axes is None else [
+        {axis: d for d, axis in enumerate(row)} for row in tree.flatten_up_to(mesh_axes)]
+    rows = [named[i] for i in arrays]
     decisions = [Decision(P(), "not an array")] * len(leaves)
-    for leaf, split in enumerate(choice.splits([code_dims[i] for i in arrays])):
-        decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min,
-                                          fsdp_dims[arrays[leaf]])
+    for leaf, split in enumerate(choice.splits(rows)):
+        decisions[arrays[leaf]] = _decide(choice, leaf, split, mesh, fsdp_min, rows[leaf])
     shapes = {path: leaves[i].shape for path, i in places.items()}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
-        used = _spec_the_loss_gets(stored, decisions[i], code_dims[i])
+        used = _spec_the_loss_gets(stored, decisions[i], named[i])
         decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
                                            reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, decisions)
@@ -255,17 +257,17 @@ def _check_spec(path, shape, spec, sizes):
             raise ConfigError(f"{path}: {spec} splits {dim} into {parts}, which does not divide")
 
 
-def _spec_the_loss_gets(stored, decision, code_dim):
+def _spec_the_loss_gets(stored, decision, row):
     """The spec that the loss receives for a weight that an override stores as `stored`. `pipe` and
-    `expert` are where the rule puts them, whatever the override says. `tensor` stays where the
-    override has it, if the model's code accepts that dimension split (`code_dim`; None: any).
-    `fsdp` stays too, except on the dimension that counts layers or experts: a device uses all of
-    its own layers. Every other axis of the override is gathered before the loss."""
+    `expert` are where they would be without it. `tensor` stays where the override has it, if the
+    weight's row (None: there is no table) names it there. `fsdp` stays too, except on the dimension
+    that counts layers or experts: a device uses all of its own layers. Every other axis of the
+    override is gathered before the loss."""
     entries = []
     for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
         if rule in ("pipe", "expert"):
             axis = rule
-        elif not (axis == "tensor" and code_dim in (None, d)
+        elif not (axis == "tensor" and (row is None or row.get("tensor") == d)
                   or axis == "fsdp" and not (decision.stacked and d == 0)):
             axis = None
         entries.append(axis)
@@ -347,29 +349,29 @@ class _Choice:
             forbidden |= {facts.groups[leaf][d]: why for leaf, d in others}
         return forbidden
 
-    def splits(self, code_dims):
-        """A _Split for each leaf: the dimension that `tensor` splits, if any, and why. `code_dims`
-        has for each leaf the one dimension that the model's code accepts split, -1 if it accepts
-        none, or None if any will do."""
+    def splits(self, rows):
+        """A _Split for each leaf: the dimension that `tensor` splits, if any, and why. `rows` has
+        for each leaf {axis: the dimension behind which its row names it}, or None: then the choice
+        is the rule's."""
         if self.shards == 1:
             return [_Split(None, "")] * len(self.sizes)
         refused = {group: why for group in self.members if (why := self.refuse(group))}
-        # (A group that the model's code accepts nowhere must not exclude one that it accepts.)
-        ranked = [group for group in self.ranked(refused)
-                  if any(code_dims[leaf] in (None, d) for leaf, d in self.members[group])]
-        chosen = {}
-        for group in self.arriving(self.begun(self.independent(ranked), refused), refused):
-            reductions = tuple(c for c in self.facts.costs[group] if c.is_reduction)
-            for leaf, d in self.members[group]:
-                if code_dims[leaf] not in (None, d):
-                    other = "another" if code_dims[leaf] >= 0 else "no"
-                    chosen[leaf] = _Split(
-                        None, f"whole: the model's code splits {other} dimension of it")
-                else:
-                    chosen[leaf] = _Split(d, self.why_split(leaf, d), reductions)
-                    reductions = ()
-        return [chosen.get(leaf) or _Split(None, self.why_whole(leaf, refused))
-                for leaf in range(len(self.sizes))]
+        begun = self.begun(self.independent(self.ranked(refused)), refused)
+        chosen = {leaf: d for group in self.arriving(begun, refused)
+                  for leaf, d in self.members[group]}
+        found, told = [], set()         # (the first leaf of a group has its reductions)
+        for leaf, (row, shape) in enumerate(zip(rows, self.facts.shapes)):
+            d = chosen.get(leaf) if row is None else row.get("tensor")
+            if d is None or shape[d] % self.shards:
+                found.append(_Split(None, "whole: as its row says" if leaf in chosen else
+                                    self.why_whole(leaf, refused)))
+                continue
+            group = self.facts.groups[leaf][d]
+            costs = () if group in told else self.facts.costs[group]
+            found.append(_Split(d, self.why_split(leaf, d),
+                                tuple(c for c in costs if c.is_reduction)))
+            told.add(group)
+        return found
 
     def ranked(self, refused):
         """All groups that are not refused, cheapest first. Ties go to the group with more weight
@@ -515,33 +517,32 @@ class _Choice:
 # -------------------------------------------------------------------------------------------
 # The other axes
 
-def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
-    """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp on dimensions that
-    are left. (fsdp_dim is the one that a row names for fsdp, -1 for none, or BY_RULE.)"""
+def _decide(choice, leaf, split, mesh, fsdp_min, row):
+    """The Decision for one leaf: `split` over tensor, then pipe, expert and fsdp where its row
+    names them or (None: there is no table) on dimensions that are left."""
     sizes = _axis_sizes(mesh)
     shape, roles = choice.facts.shapes[leaf], choice.facts.roles[leaf]
     entries = ["tensor" if d == split.dim else None for d in range(len(shape))]
     why = [split.reason]
     stacks = [d for d, names in roles.items() if "stacked" in names]
-    for axis, dims, what in (("pipe", stacks, "layers"),
-                             ("expert", choice.expert_dims(leaf), "experts")):
-        free = [d for d in dims if entries[d] is None]
+    places = {"pipe": stacks, "expert": choice.expert_dims(leaf), "fsdp": range(len(shape))}
+    if row is not None:
+        places = {axis: [row[axis]] if axis in row else [] for axis in places}
+    for axis, what in (("pipe", "layers"), ("expert", "experts")):
+        free = [d for d in places[axis] if entries[d] is None]
         if free and shape[free[0]] % sizes[axis] == 0:
             entries[free[0]] = axis
             why += [f"{axis}: it counts {what}"] * (sizes[axis] > 1)
         elif free:
             why.append(f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}")
-    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min,
-                    only=None if fsdp_dim == BY_RULE else [fsdp_dim])
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min, places["fsdp"])
     if "fsdp" in entries:
-        why.append("fsdp: its largest dimension left" if fsdp_dim == BY_RULE else
-                   "fsdp: as its row says")
+        why.append("fsdp: its largest dimension left" if row is None else "fsdp: as its row says")
     elif sizes["fsdp"] > 1:
         why.append("whole over fsdp: " + (
-            f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
-            else f"no other dimension divides by {sizes['fsdp']}" if fsdp_dim == BY_RULE
-            else "its row does not name fsdp" if fsdp_dim < 0
-            else f"{shape[fsdp_dim]} does not divide by {sizes['fsdp']}"))
+            "its row does not name fsdp" if not places["fsdp"]
+            else f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
+            else f"no dimension for it divides by {sizes['fsdp']}"))
     contracted, free = (
         tuple(d for d in choice.dims(leaf, role) if "batch" not in roles[d])
         for role in ("contracted", "free"))
@@ -553,11 +554,10 @@ def _decide(choice, leaf, split, mesh, fsdp_min, fsdp_dim):
                     bool(matrix_roles), bool(stacks), (contracted, free), split.reductions)
 
 
-def _put_on_largest(entries, shape, axis, size, fsdp_min, only=None):
-    """Write `axis` into `entries` at the largest unsplit dimension (of `only` these) that it
-    divides, if there is one and the weight has at least `fsdp_min` elements."""
-    free = [d for d, length in enumerate(shape) if entries[d] is None and length % size == 0
-            and (only is None or d in only)]
+def _put_on_largest(entries, shape, axis, size, fsdp_min, places):
+    """Write `axis` into `entries` at the largest unsplit dimension of `places` that it divides, if
+    there is one and the weight has at least `fsdp_min` elements."""
+    free = [d for d in places if entries[d] is None and shape[d] % size == 0]
     if size > 1 and free and math.prod(shape) >= fsdp_min:
         entries[max(free, key=lambda d: shape[d])] = axis
 
@@ -571,7 +571,8 @@ def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any
     def one(leaf, spec):
         entries = full_spec(spec, leaf.ndim)
         if "data" not in entries:
-            _put_on_largest(entries, leaf.shape, "data", mesh.shape["data"], fsdp_min)
+            _put_on_largest(entries, leaf.shape, "data", mesh.shape["data"], fsdp_min,
+                            range(leaf.ndim))
         return trimmed(entries)
 
     return jax.tree.map(one, params, specs)

@@ -240,8 +240,6 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at what a device computes: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
-    tensor_dims, fsdp_dims = ((network.tensor_dims(config.network),
-                               network.fsdp_dims(config.network)) if network else (None, None))
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
     calls = Calls()
@@ -252,7 +250,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                           "the second result of shard.token_loss in its third); leave it out")
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
-                              tensor_dims=tensor_dims, fsdp_dims=fsdp_dims)
+                              mesh_axes=network.mesh_axes(config.network) if network else None)
     if network:
         check_tensor(config.network, mesh, jax.tree.map(lambda d: d.spec, decisions))
     if config.lora_rank:

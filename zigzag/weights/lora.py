@@ -5,10 +5,10 @@
           +-------> a [D, r] --> b [r, F] --+                     b   [r, F], zeros at first
 
 The model computes with w + a b, which is w at first. Adapters are leaves beside the weights that
-they belong to (wq, wq_a, wq_b), so the rule splits them like any other weight. All other weights
-are frozen: they are stored in the dtype of the computation, have no gradient and no optimizer
-state, and are not in checkpoints, which hold only the adapters. To read such a checkpoint, the
-frozen weights are loaded from where the run got them, and a fingerprint is compared.
+they belong to (wq, wq_a, wq_b), and are split as it is. All other weights are frozen: they are
+stored in the dtype of the computation, have no gradient and no optimizer state, and are not in
+checkpoints, which hold only the adapters. To read such a checkpoint, the frozen weights are loaded
+from where the run got them, and a fingerprint is compared.
 
 There is no alpha, the usual factor on a b: the first values of a, with standard deviation
 1 / sqrt(D), are about those of the usual alpha = 2 r (times a, uniform between -1 / sqrt(D) and
@@ -54,10 +54,22 @@ def _adapters(name, w, rank):
     is_row = w.tensor == first
     last = len(w.axes) - 1 if is_row else first + 1
     a = Weight((*w.axes[:last], "r"), (*w.shape[:last], rank),
-               math.prod(w.shape[first:last])**-0.5, w.tensor if is_row else -1)
+               math.prod(w.shape[first:last])**-0.5, (*w.mesh_axes[:last], ""))
     b = Weight((*w.axes[:first], "r", *w.axes[last:]), (*w.shape[:first], rank, *w.shape[last:]),
-               0.0, -1 if is_row else w.tensor - last + first + 1)
-    return {f"{name}_a": a, f"{name}_b": b}
+               0.0, (*w.mesh_axes[:first], "", *w.mesh_axes[last:]))
+    return {f"{name}_{end}": _over_fsdp(x) if "fsdp" in w.mesh_axes else x
+            for end, x in (("a", a), ("b", b))}
+
+
+def _over_fsdp(w):
+    """The adapter with fsdp at its longest free dimension, if it is the other one that has the
+    dimension at which fsdp splits their weight."""
+    if "fsdp" in w.mesh_axes:
+        return w
+    free = [d for d, axis in enumerate(w.mesh_axes) if not axis]
+    longest = max(free, key=w.shape.__getitem__)
+    return dataclasses.replace(w, mesh_axes=tuple(
+        "fsdp" if d == longest else axis for d, axis in enumerate(w.mesh_axes)))
 
 
 def adapted(w: dict[str, Any]) -> dict[str, Any]:

@@ -266,13 +266,9 @@ class Network:
             raise ConfigError("this model has no encoder to give a source to")
         return self.apply(params, tokens, config, **more)
 
-    def tensor_dims(self, config: Any) -> Params:
-        """The dimension of each weight that tensor may split, or -1."""
-        return jax.tree.map(lambda w: w.tensor, self.table(config))
-
-    def fsdp_dims(self, config: Any) -> Params:
-        """The dimension of each weight that its row names for fsdp (table.Weight.fsdp)."""
-        return jax.tree.map(lambda w: w.fsdp, self.table(config))
+    def mesh_axes(self, config: Any) -> Params:
+        """The mesh axis that each weight's row names behind each dimension, or ''."""
+        return jax.tree.map(lambda w: w.mesh_axes, self.table(config))
 
     def parameters(self, config: Any) -> tuple[int, int]:
         """(the number of parameters, how many of them one token visits)."""
@@ -297,8 +293,8 @@ class Network:
         """A rule.Decision for each weight: how it is split over the mesh, and why."""
         return plan_sharding(
             lambda p, b: self.loss(p, b, config)[:2], self.weight_shapes(config),
-            self.batch_shapes(config, 1), mesh=mesh, tensor_dims=self.tensor_dims(config),
-            fsdp_dims=self.fsdp_dims(config), **options)
+            self.batch_shapes(config, 1), mesh=mesh, mesh_axes=self.mesh_axes(config),
+            **options)
 
     def weight_specs(self, config: Any, mesh: Any) -> Params:
         return jax.tree.map(lambda d: d.spec, self.plan_weights(config, mesh))

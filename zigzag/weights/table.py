@@ -4,13 +4,11 @@ file): first values, parameter and FLOP counts."""
 import dataclasses
 import math
 import zlib
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-
-from zigzag.rule.rule import BY_RULE, NONE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +17,13 @@ class Weight:
     axes: tuple[str, ...]   # a letter for each dimension; L counts layers, E experts
     shape: tuple[int, ...]
     scale: float | None     # initial standard deviation; None: all ones
-    tensor: int             # the dimension that the tensor axis may split; -1: none
+    mesh_axes: tuple[str, ...]      # the mesh axis that splits each dimension; '': none
     values: Any = None      # a function of the shape that makes the first values, instead of scale
-    mesh_axes: Sequence[str] = ()   # the mesh axis that its row names behind each dimension, or ''
 
     @property
-    def fsdp(self) -> int:
-        """The dimension that fsdp splits; NONE, or BY_RULE if the row names no axis but tensor."""
-        if not {*self.mesh_axes} - {"", "tensor"}:
-            return BY_RULE
-        return self.mesh_axes.index("fsdp") if "fsdp" in self.mesh_axes else NONE
+    def tensor(self) -> int:
+        """The dimension that tensor splits, or -1."""
+        return self.mesh_axes.index("tensor") if "tensor" in self.mesh_axes else -1
 
     @property
     def is_table(self) -> bool:
@@ -50,19 +45,18 @@ MESH_AXES = {"tensor": "", "fsdp": "", "pipe": "L", "expert": "E"}
 
 class Table:
     """Makes Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] of
-    standard deviation 0.1, and tensor may split F. (`tensor` can also name the letter.)
+    standard deviation 0.1, fsdp splits D, and tensor splits F.
 
-    A mesh axis splits the dimension behind which its row names it, and no other. In a row that
-    names no axis but tensor the rule finds places for the others: L for pipe, E for expert, the
-    largest dimension left for fsdp. /tensor may stand only where the network's code accepts a part
-    of the dimension. Letters with a meaning of their own: L layers, E experts, 1 one, and
-    LOOKED_UP."""
+    An axis splits the letter behind which it stands or nothing: nothing if its size does not divide
+    it, or (fsdp) if the weight has fewer elements than --fsdp_min. A letter without an axis is
+    whole. pipe always splits L, and expert E, if E counts experts (a router, [D, E], ends with
+    them). /tensor may stand only where the network's code accepts a part of the dimension. Letters
+    with a meaning of their own: L layers, E experts, 1 one, and LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
 
-    def __call__(self, axes: str, scale: float | None = None, tensor: str = "", values: Any = None
-                 ) -> Weight:
+    def __call__(self, axes: str, scale: float | None = None, values: Any = None) -> Weight:
         letters, mesh_axes = [], []
         for entry in axes.split():
             letter, _, axis = entry.partition("/")
@@ -71,19 +65,12 @@ class Table:
                                  f"/fsdp, /pipe (L) or /expert (E), each once")
             letters.append(letter)
             mesh_axes.append(axis)
-        others = {*mesh_axes} - {"", "tensor"}
-        if others and "L" in letters and "pipe" not in others or "expert" not in others and (
-                others and "E" in letters[:-1]):
-            raise ValueError(f"{axes!r}: names {', '.join(sorted(others))}, so it must name all "
-                             f"axes that split it: pipe always splits L, and expert E: L/pipe, "
-                             f"E/expert")
-        if tensor and any(mesh_axes):
-            raise ValueError(f"{axes!r} and {tensor!r}: name the axes in the row alone")
-        if tensor:
-            mesh_axes[letters.index(tensor)] = "tensor"
-        split = mesh_axes.index("tensor") if "tensor" in mesh_axes else -1
-        return Weight(tuple(letters), tuple(self.sizes[a] for a in letters), scale, split, values,
-                      tuple(mesh_axes))
+        if "L" in letters and "pipe" not in mesh_axes or (
+                "E" in letters[:-1] and "expert" not in mesh_axes):
+            raise ValueError(f"{axes!r}: must name all axes that split it: pipe always splits L, "
+                             f"and expert E: L/pipe, E/expert")
+        return Weight(tuple(letters), tuple(self.sizes[a] for a in letters), scale,
+                      tuple(mesh_axes), values)
 
 
 def padded(vocab_size: int) -> int:
