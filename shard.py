@@ -10,11 +10,12 @@
                    |
                  y [B, T, D]          whole again, after one all-reduce (or split along T: below)
 
-Column, row, column, row: two matrix products for one reduction. `infer_specs` finds that
-alternation in any function (zigzag/rule/trace.py, zigzag/rule/rule.py) and so decides what is
-split. The functions below are the collectives for weights that are split so. Each parallelism is
-one section, which can be read alone: data, fsdp, tensor (and the vocabulary), seq, expert, pipe.
-Without a mesh, each function that a model calls is the plain computation.
+Column, row, column, row: two matrix products for one reduction. A network's table of weights says
+which dimension each axis splits; for any other function `infer_specs` finds that alternation by
+itself (zigzag/rule/trace.py, zigzag/rule/rule.py). The functions below are the collectives for
+weights that are split so. Each parallelism is one section, which can be read alone: data, fsdp,
+tensor (and the vocabulary), seq, expert, pipe. Without a mesh, each function that a model calls is
+the plain computation.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
@@ -267,7 +268,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
-#   more        zigzag/rule/rule.py decides which weights are split; zigzag/parallel/products.py (a
+#   more        the table of weights says which ones are split; zigzag/parallel/products.py (a
 #               whole weight beside split ones, several products, adapters, repeat_kv);
 #               zigzag/parallel/overlap.py, strips.py
 #

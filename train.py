@@ -115,7 +115,7 @@ def learning_rate(config: Config, at: jax.Array) -> jax.Array:
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
     """Clipping by the global norm, then one of OPTIMIZERS and weight decay, without the learning
-    rate, which the step applies. `decisions` is what the rule knows of each weight."""
+    rate, which the step applies. `decisions` is what is known of each weight."""
     scaled = OPTIMIZERS[config.optimizer](config, decisions)
     matrices = jax.tree.map(lambda d: d.is_matrix, decisions)
     return optax.chain(optax.clip_by_global_norm(config.clip), scaled,
@@ -124,8 +124,8 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
     """The weights as the loss takes them: gathered over fsdp, except those of layers where each
-    layer gathers its own. `decisions` is what the rule (zigzag/rule) decided for each weight. (A
-    weight that --override stores in another place is first moved to where the loss expects it.)"""
+    layer gathers its own. `decisions` has for each weight where it lives. (A weight that
+    --override stores in another place is first moved to where the loss expects it.)"""
     chunks, sum_dtype = plan.config.chunks, plan.config.sum_dtype
     return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
