@@ -192,7 +192,7 @@ def test_a_run_in_a_thread_leaves_signals_alone():
 # train.py, in which a step or a compilation is long: inside C, where no Python code of the main
 # thread runs, until a file is there.
 LONG = """
-import ctypes, os, sys, threading, time
+import contextlib, ctypes, os, sys, threading, time
 sys.path.insert(0, os.getcwd())
 import train
 from zigzag.core import flags
@@ -207,7 +207,7 @@ def wait():
     C.pthread_mutex_lock(mutex)
     threading.Thread(target=unlock, daemon=True).start()
     C.pthread_mutex_lock(mutex)         # (a signal does not end this)
-run, compiled, made = train.run_loop, loop.compiled, []
+running, compiled, made = train.running, loop.compiled, []
 def long_step(step):
     def one(state, batch):
         made.append(1)
@@ -215,8 +215,13 @@ def long_step(step):
             wait()
         return step(state, batch)
     return one
+@contextlib.contextmanager
+def with_long_step(*given):
+    with running(*given) as run:
+        run.step = long_step(run.step)
+        yield run
 if where == "step":
-    train.run_loop = lambda loop, step, stop: run(loop, long_step(step), stop)
+    train.running = with_long_step
 else:
     loop.compiled = lambda program: wait() or compiled(program)
 flags.run_main(train.main)
