@@ -32,7 +32,7 @@ def main(argv=None):
         sys.exit("error: give --teacher FOLDER, the --out of a train.py (--help says more)")
     teacher, teacher_config, _ = sample.load(folder)
     teacher = jax.device_get(teacher)
-    with opened(config) as (config, task, say):
+    with opened(config) as (config, task, _):
 
         def init(key):
             return {"student": task.init(key), "teacher": jax.tree.map(jnp.asarray, teacher)}
@@ -56,7 +56,7 @@ def main(argv=None):
         return train.fit(config, train.Task(
             init, task.collate, of_student, examples=task.examples, held_out=task.held_out,
             bits_per_nat=task.bits_per_nat,
-            record=task.record | {"alone": alone, "teacher": folder}), step=step, say=say)
+            record=task.record | {"alone": alone, "teacher": folder}), step=step)
 
 
 if __name__ == "__main__":
