@@ -178,8 +178,8 @@ for name, (good, bad) in BUGS.items():
 # on the mesh, on one device, and on one device with weights moved by rounding errors. The last two
 # show how far rounding alone can go: allowed is four times that, and a small share of the value.
 # The loss is refused if a batch is off by more than three times what is allowed, or two of the
-# three by more than once. Then the rows in parts, in another order, or exchanged with other rows
-# tell why: the loss is not a sum over rows, or it uses a row's index, or it compares rows.
+# three by more than once. The refusal says which values differ, and by how much. The usual causes:
+# the loss is not a sum over rows, or it uses a row's index, or it compares rows.
 #
 # ## Exercises
 #

@@ -402,7 +402,8 @@ def noise_beside_rows(trees, batch):
 
 @pytest.mark.parametrize("loss, says", [
     full(a_mean, r"gradients\(a_mean, \.\.\., 'critic', \.\.\.\): .*must be a sum over rows"),
-    (all_pairs, "get them by shard.all_rows"), full(noise_by_row, r"with noise from batch\['seeds'\] alone"),
+    (all_pairs, "get them by shard.all_rows"),
+    full(noise_by_row, r"with noise from batch\['seeds'\] alone"),
     full(noise_beside_rows, r"with noise from batch\['seeds'\] alone")])
 def test_a_wrong_second_loss_is_refused_before_the_first_update(loss, says):
     """Only the first loss is compared with one device; the critic's gradient is that of a mesh."""
