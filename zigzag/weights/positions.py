@@ -23,14 +23,16 @@ def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
     return rates.astype(np.float32), _attention_factor(known)
 
 
-def rotate(x: Array, positions: Array, rates: Array, factor: Any = 1.0) -> Array:
+def rotate(x: Array, positions: Array, rates: Array, factor: Any = None) -> Array:
     """Rotary positions: x [B, T, H, N] with each pair (x[i], x[i + N/2]) of a head rotated by its
     rate times the position, so that q.k depends on their distance. If there are rates for only
-    a part of a head, its first numbers are rotated."""
+    a part of a head, its first numbers are rotated. `factor` is one on sine and cosine."""
     half = rates.shape[-1]
     angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
-    sin, cos = jnp.sin(angle) * factor, jnp.cos(angle) * factor
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:2 * half].astype(jnp.float32)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    if factor is not None:
+        sin, cos = sin * factor, cos * factor
+    a, b = jnp.split(x[..., :2 * half].astype(jnp.float32), 2, -1)
     parts = [jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)]
     return jnp.concatenate([*parts, x[..., 2 * half:]], -1) if x.shape[-1] > 2 * half else parts[0]
 
