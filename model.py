@@ -29,7 +29,15 @@ from zigzag.generate import cache as kv_cache
 from zigzag.hub import folders
 from zigzag.hub.llama import PLAIN, as_llama
 from zigzag.weights import lora
-from zigzag.weights.network import Computed, Layer, Network, Params, Traffic, check_decoder
+from zigzag.weights.network import (
+    Computed,
+    Layer,
+    Network,
+    Params,
+    Traffic,
+    check_decoder,
+    with_hits,
+)
 from zigzag.weights.positions import rotary_rates, rotate
 from zigzag.weights.table import Table, padded
 
@@ -67,9 +75,9 @@ class Config(Computed):
 
 
 def weights(c: Config) -> Params:
-    """Every weight on a line: its dimensions, each with the mesh axis that splits it (if the axis'
-    size divides it and, for fsdp, the weight is not smaller than --fsdp_min), and its initial
-    standard deviation (None: all ones, 0.0: all zeros). python shard.py prints the result."""
+    """Every weight on a line: its dimensions, each with the mesh axis that splits it (if it divides
+    it and, for fsdp, the weight has at least --fsdp_min elements), and its initial standard
+    deviation (None: all ones, 0.0: all zeros). python shard.py prints the result."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
@@ -223,8 +231,7 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     def head(params, x, batch):
         total, hits = shard.token_loss(*norm_and_head(params, x, config), batch["targets"],
                                        batch["weights"], config.vocab_size)
-        sums = total, jnp.sum(batch["weights"])
-        return (*sums, {"accuracy": hits}) if config.accuracy else sums
+        return with_hits(total, jnp.sum(batch["weights"]), hits, config)
 
     params = cast(params, config.dtype)
     others = {name: w for name, w in params.items() if name != "layers"}

@@ -39,7 +39,7 @@ from zigzag.hub import llama
 from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
 from zigzag.hub.published_config import Record, count, refuse, refuse_other_classes
 from zigzag.parallel.products import lookup, matmul
-from zigzag.weights.network import Layer, Network, Params
+from zigzag.weights.network import Layer, Network, Params, with_hits
 from zigzag.weights.table import Table
 
 # -------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
     x = transformer.stack(w, "layers", x, c, batch, specs and specs["text"])
     x, head = transformer.loss_head(w, x, c)
     total, hits = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size)
-    return transformer.with_hits(total, jnp.sum(batch["weights"]), hits, c)
+    return with_hits(total, jnp.sum(batch["weights"]), hits, c)
 
 
 # -------------------------------------------------------------------------------------------

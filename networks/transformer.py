@@ -50,7 +50,15 @@ from zigzag.parallel import attention, remat
 from zigzag.parallel.pipeline import options_of
 from zigzag.parallel.products import lookup, matmul, merged
 from zigzag.weights import lora
-from zigzag.weights.network import Layer, Network, Params, Traffic, check_stack, expert_share
+from zigzag.weights.network import (
+    Layer,
+    Network,
+    Params,
+    Traffic,
+    check_stack,
+    expert_share,
+    with_hits,
+)
 from zigzag.weights.positions import rotate
 from zigzag.weights.table import attention_flops, product_flops
 
@@ -639,11 +647,6 @@ def class_loss(logits, labels, c):
     hits = jnp.sum(jnp.argmax(logits, 1) == labels, dtype=jnp.float32)
     return with_hits(-jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits)), hits,
                      c)
-
-
-def with_hits(total, count, hits, c):
-    """(sum, count), and with --accuracy the sum of what was predicted rightly."""
-    return (total, count, {"accuracy": hits}) if c.accuracy else (total, count)
 
 
 def _repeat(w, x, group, c, batch):

@@ -53,7 +53,7 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] |
         one, devices, network.weight_shapes(one.network),
         check=lambda config, mesh: check_network(config, network, mesh),
         flops=flops_of_update(one),
-        compile_program=lambda config: ready_to_run(config),
+        compile_program=ready_to_run,
         say=Reporter(config.steps).line)
     return dataclasses.replace(config, mesh=mesh, shards=0), ready
 

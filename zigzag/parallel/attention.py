@@ -209,22 +209,22 @@ class Calls:
         return iter(sorted(self.found))
 
 
-def describe(asked: Call, mesh: Any, manual: Sequence[str]) -> str:
-    """Text that says how shard.attend computes this on a mesh. The rows and heads of `asked` are
+def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
+    """Text that says how shard.attend computes this on a mesh. The rows and heads of `call` are
     the ones that the traced code sees: a device's own over axes that are `manual`, and all of them
     over axes that the compiler splits."""
-    sizes, rows, heads, T, S = mesh.shape, asked.rows, asked.heads, asked.queries, asked.keys
-    own = asked._replace(queries=T // sizes["seq"])     # (the loss was traced with the whole time)
+    sizes, rows, heads, T, S = mesh.shape, call.rows, call.heads, call.queries, call.keys
+    own = call._replace(queries=T // sizes["seq"])     # (the loss was traced with the whole time)
     kernel = kernel_for(own, sizes["seq"] > 1, mesh, manual)
-    how = f"by the {kernel} kernel" + ", within documents" * asked.documents if kernel else ""
+    how = f"by the {kernel} kernel" + ", within documents" * call.documents if kernel else ""
     if sizes["seq"] > 1:
         return "around a ring: " + (
             "a device has an early and a late part of the queries, and keys that none of them sees "
-            "are left out" if asked.causal else "each device's queries meet all keys in turn") + (
+            "are left out" if call.causal else "each device's queries meet all keys in turn") + (
             how and f"; {how}")
     if how:
         return how
-    causal = asked.causal and S == T
+    causal = call.causal and S == T
     scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
     ends, parts = block_ends(scores, T, causal, not may_unroll(mesh))
     blocks = f"{len(ends)} block{'s' if len(ends) > 1 else ''} of "
@@ -318,17 +318,17 @@ def ring_kernel_name(dtype: Any, time: int, width: int, causal: bool, window: bo
     return name if name == "splash" else ""
 
 
-def kernel_for(asked: Call, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
+def kernel_for(call: Call, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
     """The name of the kernel by which shard.attend computes this on a mesh, in a `ring` over seq or
     not; '' if by none. (A compiler cannot split a kernel, so every axis must be manual.)"""
     is_own = all(size == 1 or axis in manual for axis, size in mesh.shape.items())
-    if not (asked.by_kernel and asked.same_shape and is_own) or ring and not asked.in_ring:
+    if not (call.by_kernel and call.same_shape and is_own) or ring and not call.in_ring:
         return ""
-    dtype, T, width = asked.dtype, asked.queries, asked.width
+    dtype, T, width = call.dtype, call.queries, call.width
     if ring:
-        return ring_kernel_name(dtype, T, width, asked.causal, asked.window, mesh)
-    return kernel_name(dtype, T, width, mesh, asked.softcap,
-                       asked.rows * T * T if asked.documents else 0)
+        return ring_kernel_name(dtype, T, width, call.causal, call.window, mesh)
+    return kernel_name(dtype, T, width, mesh, call.softcap,
+                       call.rows * T * T if call.documents else 0)
 
 
 def kernel_fits(q: Array, k: Array, v: Array, asked: Asked) -> bool:

@@ -377,18 +377,18 @@ def describe_attention(plan: Any) -> str:
     if plan.network is None:
         return ""
     config, sizes, found = plan.config, plan.sizes, {}
-    for asked in plan.attends:      # (rows are of a group of devices, heads of all)
-        rows, heads = asked.rows, asked.heads
+    for call in plan.attends:      # (rows are of a group of devices, heads of all)
+        rows, heads = call.rows, call.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)
         elif sizes["pipe"] > 1:
             rows //= config.microbatches
         if plan.mode == BY_HAND and heads % sizes["tensor"] == 0:
             heads //= sizes["tensor"]
-        how = describe(asked._replace(rows=rows, heads=heads), plan.mesh, plan.manual)
-        what = "causal" if asked.causal else "all to all"
+        how = describe(call._replace(rows=rows, heads=heads), plan.mesh, plan.manual)
+        what = "causal" if call.causal else "all to all"
         found.setdefault(how, []).append(
-            f"{what}, {asked.queries:,} queries and {asked.keys:,} keys")
+            f"{what}, {call.queries:,} queries and {call.keys:,} keys")
     lines = [*found] if len(found) == 1 else [
         f"{'; '.join(dict.fromkeys(what))}: {how}" for how, what in found.items()]
     more = [f"and {len(lines) - 4} more"] if len(lines) > 4 else []

@@ -78,6 +78,12 @@ class Computed:
                                   # config.json of the published model that this came from
 
 
+def with_hits(total: Any, count: Any, hits: Any, c: Any) -> tuple:
+    """What a network's loss returns: (sum, count), and with --accuracy the weights of the targets
+    that it predicted."""
+    return (total, count, {"accuracy": hits}) if c.accuracy else (total, count)
+
+
 def check_published(c: Any) -> None:
     """Refuse a `published` that is not a config.json, in a run written by another program."""
     try:
