@@ -12,13 +12,12 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import jax
 import numpy as np
 
 import shard
-from learn import draw
 from learn.answers import ANSWERS
 
 HERE = Path(__file__).parent
@@ -43,19 +42,29 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
 
 def show(x: jax.Array) -> None:
     """Print which devices hold which part of an array of one or two dimensions."""
-    cells = [["".join(map(str, cell)) for cell in row] for row in draw.holders_of(x).tolist()]
+    held = np.full(x.shape, "", object)
+    for part in x.addressable_shards:
+        held[part.index] += str(part.device.id)
+    cells = np.atleast_2d(held).tolist()
     width = max(len(cell) for row in cells for cell in row)
     print(f"{list(x.shape)}, split as {x.sharding.spec}; each number with the devices that hold it")
     for row in cells:
         print("   ", " ".join(cell.ljust(width) for cell in row))
 
 
-def picture(name: str, drawn: draw.Picture) -> draw.Picture:
-    """Write a picture into learn/pictures. (A notebook also shows it, if the cell ends here.)"""
-    (HERE / "pictures").mkdir(exist_ok=True)
-    drawn.save(HERE / "pictures" / f"{name}.svg")
-    print(f"picture: learn/pictures/{name}.svg")
-    return drawn
+class Picture(NamedTuple):
+    """A picture of docs/pictures."""
+    path: Path
+
+    def _repr_svg_(self) -> str:        # (what a notebook shows, if a cell ends with the picture)
+        return self.path.read_text()
+
+
+def picture(name: str) -> Picture:
+    """Say where a picture is, and show it in a notebook."""
+    path = HERE.parent / "docs" / "pictures" / f"{name}.svg"
+    print(f"picture: {path.relative_to(HERE.parent)}")
+    return Picture(path)
 
 
 def sends(function: Callable, *args: Any) -> dict[str, int]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
-from learn import draw, lesson
+from learn import lesson
 from learn.lesson import check, sends, show
 
 lesson.begin(8)
@@ -46,7 +46,7 @@ placed = {str(spec): jax.device_put(x, NamedSharding(mesh, spec)) for spec in (
     P("data", "tensor"), P("tensor"), P(None, ("data", "tensor")), P())}
 for one in placed.values():
     show(one)
-lesson.picture("held", draw.held("A 4 by 8 array on data=2, tensor=4, split by four specs", placed))
+lesson.picture("held")
 
 # %% [markdown]
 # ## A shard_map

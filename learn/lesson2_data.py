@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import draw, lesson, tiny
+from learn import lesson, tiny
 from learn.lesson import check, quote, sends
 
 lesson.begin(8)
@@ -36,12 +36,7 @@ x, y = (rng.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
 # rows, grey for what is the same on all devices.
 
 # %%
-SAME, DEVICES = 7, [f"device {d}" for d in range(4)]
-lesson.picture("data", draw.steps("Data parallelism on four devices, from step to step", DEVICES, {
-    "weights": [[(SAME, "w")]] * 4,
-    "rows": [[(d, f"rows {8 * d} to {8 * d + 7}")] for d in range(4)],
-    "gradient of its rows": [[(d, f"gradient {d}")] for d in range(4)],
-    "after the all-reduce": [[(SAME, "sum of all")]] * 4}))
+lesson.picture("data")
 
 # %% [markdown]
 # As code:

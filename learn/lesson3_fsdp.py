@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import draw, lesson
+from learn import lesson
 from learn.lesson import check, quote, sends, show
 
 lesson.begin(8)
@@ -45,14 +45,7 @@ show(jax.device_put(np.zeros((4, 8)), NamedSharding(mesh, P("fsdp"))))
 # is for that device's rows.
 
 # %%
-OWN = [[(d, "") if part == d else None for part in range(4)] for d in range(4)]
-lesson.picture("fsdp", draw.steps("One weight over fsdp=4, from step to step", [
-    f"device {d}" for d in range(4)], {
-        "kept": OWN, "all-gather, forward": [[(part, "") for part in range(4)]] * 4, "dropped": OWN,
-        "all-gather, backward": [[(part, "") for part in range(4)]] * 4,
-        "its rows' gradient": [[(part, d) for part in range(4)] for d in range(4)],
-        "reduce-scatter": [[(d, "sum") if part == d else None for part in range(4)]
-                           for d in range(4)]}))
+lesson.picture("fsdp")
 
 # %% [markdown]
 # ## A step

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-import train
-from learn import draw, lesson, walk
+from learn import lesson
 from learn.lesson import check, quote, sends, show
 
 lesson.begin(8)
@@ -40,7 +39,7 @@ def mlp(x, up, down):
 # the backward pass uses it; dy is the gradient for y.)
 
 # %%
-lesson.picture("products", draw.products(4))
+lesson.picture("products")
 
 # %% [markdown]
 # ## Four cases
@@ -125,13 +124,11 @@ assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0
 
 # %% [markdown]
 # The block of model.py is two such pairs: column, row, column, row. Line by line, which part of
-# each dimension a device has on data=4,tensor=2 (python -m learn.walk block.svg --mesh ... draws it
-# for any mesh and any network):
+# each dimension a device has on data=4,tensor=2 (python -m learn.walk --mesh ... prints it for any
+# mesh and any network):
 
 # %%
-config = train.parse(["--mesh", "data=4,tensor=2"])
-where = walk.block_of(config)
-lesson.picture("block", walk.drawn(walk.walk(config, [where]), *where))
+lesson.picture("block")
 
 # %% [markdown]
 # In this repository these are two functions, `columns` and `row`. The second ends with

@@ -14,7 +14,7 @@ import numpy as np
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import draw, lesson, prices
+from learn import lesson, prices
 from learn.lesson import check
 
 lesson.begin(8)
@@ -65,12 +65,6 @@ print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=
 
 # %%
 assert (16384 + 2**18) / (2 * 64 * 256) == 8.5
-given = zeros(up=(64, 256), down=(256, 64))
-lesson.picture("prices", draw.bars("The price of each group of dimensions in two_matrices", [
-    (f"{path}, dimension {d}, and what meets it", group.price,
-     f"{group.price:.3g}: {group.verdict}", 0 if group.verdict == "split" else 7)
-    for group in prices.groups(two_matrices, given, x, shards=4)
-    for path, d, _ in group.members[:1]]))
 
 # %% [markdown]
 # ## Attention

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import draw, lesson
+from learn import lesson
 from learn.lesson import check, quote, sends, show
 
 lesson.begin(8)
@@ -112,7 +112,7 @@ for name, parts in (("in order", [(2 * d, 2 * d + 1) for d in range(n)]),
     work = [[sum(a >= b for a in parts[d] for b in parts[(d - t) % n]) for t in range(n)]
             for d in range(n)]
     print(f"{name}: {work}; the slowest of each turn add up to {sum(map(max, zip(*work)))}")
-lesson.picture("ring", draw.ring(n))
+lesson.picture("ring")
 
 # %% [markdown]
 # Backward, the transpose of each send is a send the other way: the gradients of keys and values

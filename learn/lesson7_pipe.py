@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import draw, lesson
+from learn import lesson
 from learn.lesson import check, quote, sends
 
 lesson.begin(8)
@@ -133,8 +133,7 @@ for M in (4, 8, 32):
 # long as a forward pass:
 
 # %%
-lesson.picture("timetables", draw.timetables(4, 12, {
-    "GPipe": ("gpipe", 1), "interleaved, two chunks": ("interleaved", 2), "1F1B": ("1f1b", 1)}))
+lesson.picture("timetables")
 
 # %% [markdown]
 # ## When it pays

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import shard
-from learn import draw, lesson
+from learn import lesson
 from learn.lesson import check, quote, sends
 
 lesson.begin(8)
@@ -59,7 +59,7 @@ for token in (8, 24, 40):
     chosen = choose(x)[1][token]
     print(f"    token {token}, of device {token // 16}: experts {chosen}, on devices "
           f"{sorted({int(e) * n // E for e in chosen})}")
-lesson.picture("visits", draw.visits(np.asarray(choose(x)[1]), n, E, (8, 24, 40)))
+lesson.picture("visits")
 
 # %% [markdown]
 # ## There and back

@@ -14,7 +14,7 @@ import jax
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
 
 import train
-from learn import draw, lesson
+from learn import lesson
 from learn.lesson import check
 from zigzag.commands import dry_runs
 
@@ -99,13 +99,13 @@ for mesh in sorted((m for m in meshes if fits(*m)), key=lambda m: sum(seconds(*m
 # byte that this axis, on 64 chips or on four, makes it send; with rows of 4,096 tokens and of 256:
 
 # %%
-points = {}
 for time in (4096, 256):
     work = 8 * weights * rows * time / chips
-    points[f"data=64, rows of {time}"] = "links", work / (2 * 63 / 64 * 4 * weights)
-    points[f"fsdp=64, rows of {time}"] = "links", work / (3 * 63 / 64 * 2 * weights)
-points["tensor=4, any rows"] = "links", 8 * weights / (10 * 3 / 4 * 2 * 4 * width * layers)
-lesson.picture("roofline", draw.roofline("A chip of TPU v5e", flops, {"links": link}, points))
+    print(f"    data=64, rows of {time}: {work / (2 * 63 / 64 * 4 * weights):,.0f}")
+    print(f"    fsdp=64, rows of {time}: {work / (3 * 63 / 64 * 2 * weights):,.0f}")
+print(f"    tensor=4, any rows: {8 * weights / (10 * 3 / 4 * 2 * 4 * width * layers):,.0f}; "
+      f"the roof is at {flops / link:,.0f}")
+lesson.picture("roofline")
 
 # %% [markdown]
 # fsdp alone hides its sending here. Its 3 W do not depend on the tokens: with shorter rows they no

@@ -3,7 +3,6 @@
     python -m learn.walk --mesh data=2,tensor=2
     python -m learn.walk networks/transformer.py:block --model transformer --mesh tensor=4
     python -m learn.walk model.py:norm --mesh fsdp=2,seq=2,tensor=2 --experts 4
-    python -m learn.walk block.svg --mesh seq=2,tensor=4        draws the shapes, too
 
 prints the lines of model.py's block (or of the functions given), and of the functions in the same
 file that it calls, if they send anything. Under each line are
@@ -27,13 +26,9 @@ import jax
 import networks
 import shard
 import train
-from learn import draw
 from zigzag.commands import dry_runs
-from zigzag.core.flags import change
-from zigzag.core.mesh import make_mesh
 from zigzag.measure import forecast, hlo
 from zigzag.rule.jaxprs import equations_below
-from zigzag.run.task import without_data
 
 # {the name that jax gives a collective: ours}
 COLLECTIVES = {
@@ -75,18 +70,7 @@ class Traced(NamedTuple):
 def trace(config: Any, watched: set[str]) -> Traced:
     """What the step of a configuration sends, and makes in functions of the files `watched`."""
     config, _ = dry_runs.choose_mesh(config)
-    return _trace(dry_runs.program_of(config), watched)
-
-
-def trace_alone(config: Any, watched: set[str]) -> Traced:
-    """The same for one device. The configuration is that of a Traced."""
-    config = change(config, mesh="", shards=0, topology="", override=(),
-                                   microbatches=1, chunks=1, schedule="gpipe")
-    mesh = make_mesh(jax.devices()[:1])
-    return _trace(train.build(config, mesh, *without_data(config)), watched)
-
-
-def _trace(program, watched):
+    program = dry_runs.program_of(config)
     made: dict[tuple[str, str, int], dict] = {}
     entered = set()
 
@@ -202,25 +186,6 @@ def annotated(file: str, function: str, sent: list[Sent], made: dict) -> str:
     return "\n".join(out)
 
 
-def drawn(found: Traced, file: str, function: str) -> draw.Picture:
-    """A function line by line: which part of each array a device has, and what it sends forward.
-    (The whole arrays are those of the same step on one device.)"""
-    alone = trace_alone(found.config, {file})
-    whole = {(n, name): a.shape
-             for n, line in enumerate(lines_of(file, function, alone.sent, alone.made))
-             for name, a in line.arrays}
-    rows = []
-    for n, line in enumerate(lines_of(file, function, found.sent, found.made)):
-        arrays = [(name, [*zip(a.shape, whole[n, name], strict=True)]) for name, a in line.arrays
-                  if a.shape and "[" not in name and (n, name) in whole]
-        ahead = dict.fromkeys(text.removeprefix("forward: ").partition(":")[0]
-                              for text in line.sent if text.startswith("forward"))
-        if arrays:
-            rows.append((" ".join(" ".join(line.code).split()), arrays, [*ahead]))
-    return draw.lines(f"{function} line by line on {found.config.mesh}: the part of each dimension "
-                      "that a device has", rows)
-
-
 def callees(file: str, function: str, sent: list[Sent]) -> list[str]:
     """The functions of the same file that this one calls, and that send in the forward pass."""
     found = []
@@ -235,19 +200,13 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     if "-h" in argv or "--help" in argv:
         return print(__doc__)
-    chosen, picture = [], ""
-    if argv and argv[0].endswith(".svg"):
-        picture = argv.pop(0)
+    chosen = []
     while argv and ".py:" in argv[0]:
         file, _, function = argv.pop(0).partition(":")
         chosen.append((str(Path(file).resolve()), function))
     config = train.parse(argv)
     chosen = chosen or [block_of(config)]
-    found = walk(config, chosen)
-    print(text(found, chosen))
-    if picture:
-        drawn(found, *chosen[0]).save(picture)
-        print(f"\npicture: {picture}")
+    print(text(walk(config, chosen), chosen))
 
 
 def block_of(config: Any) -> tuple[str, str]:

@@ -87,8 +87,8 @@ def without(word, path, folder):
 def test_a_lesson_runs(number, long, tmp_path):
     """A prediction that the compiled program does not keep to; a planted bug that is found by
     something else than the lesson says, or not at all; one that is wrong on one device, where the
-    lesson calls it right; an exercise without an answer, or with a wrong one; a picture in docs/
-    that is not the one drawn now."""
+    lesson calls it right; an exercise without an answer, or with a wrong one; a picture that
+    is not there."""
     path = without(long, lesson.LESSONS[number], tmp_path) if long else lesson.LESSONS[number]
     done = subprocess.run([sys.executable, "-c", RUN, str(path)], cwd=ROOT, text=True,
                           capture_output=True)
@@ -98,11 +98,8 @@ def test_a_lesson_runs(number, long, tmp_path):
     assert asked == [name for name in ANSWERS if name[0] == number] and len(asked) >= 3
     if long != LONG["2"]:       # (whose bugs are in that cell)
         assert_found(BUGS[number], done.stdout.splitlines())
-    drawn = re.findall(r"^picture: learn/pictures/(.*)$", done.stdout, re.M)
-    assert drawn
-    for name in drawn:
-        now, shown = (ROOT / folder / name for folder in ("learn/pictures", "docs/pictures"))
-        assert now.read_text() == shown.read_text(), f"cp {now} {shown}"
+    for name in re.findall(r"^picture: (.*)$", done.stdout, re.M):
+        assert (ROOT / name).is_file(), name
     text = path.read_text()
     for part in ("## When it pays", "## Exercises", "One idea: **"):
         assert part in text, part

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import train
-from learn import draw, walk
+from learn import walk
 from tests.common import full, refused
 from tests.helpers import ROOT
 from zigzag.commands import dry_runs
@@ -94,21 +94,6 @@ def test_the_whole_step_sends_what_the_header_expects():
     sent, _, _ = walk.trace(config, {BLOCK})
     assert sum(one.bytes for one in sent if "over tensor" in one.text) == pytest.approx(
         want, rel=0.02)
-
-
-def test_a_picture_of_a_block(tmp_path, monkeypatch, capsys):
-    """A device's part of another dimension, or of the whole of another array; sends in another
-    order."""
-    rows = []
-    monkeypatch.setattr(draw, "lines", lambda title, found: rows.extend(found) or draw.held("", {}))
-    file = str(tmp_path / "block.svg")
-    walk.main([file, *FLAGS.split(), "--mesh", "data=2,seq=2,tensor=2"])
-    assert f"picture: {file}" in capsys.readouterr().out
-    found = {code.partition(" = ")[0]: (arrays, sends) for code, arrays, sends in rows}
-    assert found["q, k, v"] == ([(name, [(4, 8), (16, 32), (2, 4), (16, 16)]) for name in "qkv"],
-                                ["all-gather over tensor"])
-    assert found["y"][0] == [("y", [(4, 8), (8, 32), (64, 64)])]
-    assert found["y, aux"][1] == ["all-gather over tensor", "reduce-scatter over tensor"]
 
 
 def test_any_function_of_any_file(capsys):
