@@ -334,8 +334,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(saved, har
 def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
     """A change recorded at the step of a damaged checkpoint, which was not used."""
     largest(run / "checkpoints/6/params").unlink()
-    learn(make(steps=5, save_every=9, lr=0.001, change=("lr",), out=str(run)))
-    learn(make(steps=5, save_every=9, lr=0.001, out=str(run)))
+    learn(make(steps=7, save_every=9, lr=0.001, change=("lr",), out=str(run)))
+    learn(make(steps=7, save_every=9, lr=0.001, out=str(run)))
     record = json.loads((run / "config.json").read_text())
     assert record["changes"] == [{"step": 4, "lr": [0.015625, 0.001]}]
 

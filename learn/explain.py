@@ -1,0 +1,326 @@
+"""One page about a run: who holds what, what fills the memory, what is sent, how long it takes.
+
+    python -m learn.explain out.html --mesh data=2,fsdp=2,tensor=2
+    python -m learn.explain out.html --topology v5e:4x4 --mesh fsdp=16 --model 1.2b --batch 32
+    python -m learn.explain out.html --run out/one --run out/two --shards 2
+
+The step is compiled as train.py would, for the devices here (simulated ones on a CPU) or for those
+of --topology, and does not run. All other flags are train.py's. With --run, the page has the curves
+of these runs, and is about the step of the first: its model, batch and mesh. Flags beside --run may
+change what leaves the run's numbers as they are (--mesh, --remat, --topology ...). The page needs
+no network, and has no scripts.
+"""
+
+import collections
+import html
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, Iterable, NamedTuple, Sequence
+
+import jax
+
+import networks
+import shard
+import train
+from learn import walk
+from zigzag.commands import command_line, continued, dry_runs
+from zigzag.measure import chips, forecast, hlo
+from zigzag.measure.traffic import expected_traffic
+from zigzag.parallel.pipeline import passes
+from zigzag.weights.network import flops_of_update
+
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; background: #fff }
+a { color: #0645ad } a:focus, summary:focus, .wide:focus { outline: 3px solid #ee8866 }
+table { border-collapse: collapse } caption { text-align: left; font-weight: bold }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8884;
+         vertical-align: top }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+.wide { overflow-x: auto } pre { font-size: 13px; line-height: 1.35 }
+svg text { fill: currentColor; font-size: 13px } polyline { fill: none; stroke-width: 2 }
+@media (prefers-color-scheme: dark) { body { color: #eee; background: #1b1b1b }
+                                      a { color: #8ab4f8 } }
+"""
+COLORS = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#aa3377", "#0088aa")
+# A device whose numbers are not known is taken to be a chip of this name.
+USUAL_CHIP = "TPU v5 lite"
+
+
+class Run(NamedTuple):
+    """What the page is about."""
+    program: Any
+    compiled: jax.stages.Compiled
+    chip: chips.Chip
+    about_chip: str
+    sent: Sequence[hlo.Collective]          # by the compiled program
+    expected: Sequence[hlo.Collective]      # by formulas
+    flops: float                            # of a device, in one update
+    note: str                               # where `sent` and `flops` are expected ones, that
+
+    @property
+    def config(self) -> Any:
+        return self.program.config
+
+
+def compiled(config: Any) -> Run:
+    """The configuration's step, compiled, and what can be read off it."""
+    program, step = dry_runs.ready_to_run(config)
+    device = program.mesh.devices.flat[0]
+    chip = chips.chip_of(device)
+    about = (f"{device.device_kind}, as published" if chip else
+             f"those of a {USUAL_CHIP}, as this device's ({device.device_kind}) are not known")
+    c, mesh = program.config, program.mesh
+    expected = expected_traffic(program.plan)
+    sent, flops, note = forecast.work_of(
+        c, mesh, step, expected=expected,
+        flops=flops_of_update(c) / mesh.size)
+    return Run(program, step, chip or chips.CHIPS[USUAL_CHIP], about, sent, expected, flops, note)
+
+
+# -------------------------------------------------------------------------------------------
+# The sections: each returns HTML
+
+def who_holds_what(run: Run) -> str:
+    """A row for each weight, with the part of one device."""
+    rows, total = [], 0
+    decisions = jax.tree.leaves(run.program.plan.decisions)
+    shapes = jax.tree.leaves_with_path(run.program.plan.params)
+    for (path, x), decision in zip(shapes, decisions):
+        place = jax.NamedSharding(run.program.mesh, decision.spec)
+        part = place.shard_shape(x.shape)
+        size = math.prod(part) * x.dtype.itemsize
+        total += size
+        rows.append([jax.tree_util.keystr(path, simple=True, separator="."), str([*x.shape]),
+                     _of_spec(decision.spec), str([*part]), _bytes(size), decision.reason])
+    return (f"<p>Each device stores {_bytes(total)} of weights. In <code>layers</code>, dimension "
+            f"0 counts the layers.</p>" + _table(
+                "The weights, and the part of one device",
+                ["weight", "shape", "split over", "a device's part", "bytes", "why"], rows))
+
+
+def _of_spec(spec):
+    over = [f"dimension {d} over {entry if isinstance(entry, str) else ', '.join(entry)}"
+            for d, entry in enumerate(spec) if entry]
+    return "; ".join(over) or "whole on each device"
+
+
+def memory(run: Run) -> str:
+    """What a device's memory holds: exactly, by formulas, and by the compiled program."""
+    program, c = run.program, run.config
+
+    def held(tree):
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+                   for x in jax.tree.leaves(tree))
+
+    network = networks.network_of(c.network)
+    cost = forecast.cost_model(c, network.weight_shapes(c.network), dict(program.mesh.shape),
+                               run.chip, flops=0)
+    stats = run.compiled.memory_analysis()
+    names = {"params": "trained weights", "frozen": "frozen weights", "opt": "optimizer"}
+    exact = [(names.get(name, name), held(x))
+             for name, x in {**program.state, "batch": program.batch}.items()]
+    peak = chips.peak_memory(run.compiled)
+    found = [("state and batch", stats.argument_size_in_bytes),
+             ("temporary arrays", stats.temp_size_in_bytes), ("peak", peak)]
+    fits = "it fits" if peak < run.chip.memory else "it does not fit"
+    return (f"<p>At its peak the compiled step uses {_bytes(peak)} of a device's memory, and the "
+            f"chip has {_bytes(run.chip.memory)}: {fits}.</p>"
+            + _sizes("What a device stores from step to step", exact)
+            + _sizes("By formulas, while it computes", cost.parts.items())
+            + _sizes("By the compiled program", found))
+
+
+def timeline(run: Run) -> str:
+    """How long a device computes and sends, and how long a stage of a pipeline is idle."""
+    c, plan = run.config, run.program.plan
+    arithmetic = run.flops / run.chip.flops
+    sends = [(f"{one.kind} over {one.axis}", one.bytes / run.chip.links) for one in run.sent]
+    rows = [[name, _seconds(x)] for name, x in [("computing", arithmetic), *sends]]
+    text = (f"<p>Computing takes {_seconds(arithmetic)}, and sending "
+            f"{_seconds(sum(x for _, x in sends))}, by "
+            f"these rates ({html.escape(run.about_chip)}). An update takes at least the longer of "
+            f"the two, if all that is sent travels over all links while something is computed; "
+            f"about their sum, if nothing does; more where stages or memory are waited for. What "
+            f"feeds the very next product (tensor) waits; what is needed "
+            f"a layer later (fsdp) need not.</p>" + _table(
+                "The time of an update in which a device computes, and sends",
+                ["what", "time, at the chip's rates"], rows))
+    stages = run.program.mesh.shape["pipe"]
+    if stages > 1:
+        turns = passes(stages, c.microbatches, c.schedule, c.chunks, plan.skips_idle)
+        work = c.microbatches * (c.chunks if c.schedule == "interleaved" else 1)
+        text += (f"<p>A stage of the pipeline works in {work} of {turns} turns: "
+                 f"{c.schedule} is idle for {1 - work / turns:.0%} of the time.</p>")
+    return text
+
+
+def traffic(run: Run) -> str:
+    """What is sent, expected and found."""
+    wanted = {(one.kind, one.axis): one for one in run.expected}
+    rows = []
+    for one in () if run.note else run.sent:
+        match = wanted.pop((one.kind, one.axis), None)
+        rows.append([one.axis, one.kind, f"{one.count:,}", f"{one.bytes:,}",
+                     f"{match.bytes:,}" if match else "no formula",
+                     f"{one.bytes / match.bytes:.3f}" if match and match.bytes else ""])
+    found = ["not known"] * 2 if run.note else ["0"] * 2
+    rows += [[axis, kind, *found, f"{one.bytes:,}", ""] for (kind, axis), one in wanted.items()]
+    note = f"<p>Not read off the program: {html.escape(run.note)}.</p>" if run.note else ""
+    return note + _table("What a device sends in one update", ["over", "collective", "times",
+                  "bytes, compiled", "bytes, by formulas", "ratio"], rows)
+
+
+def roofline(run: Run) -> str:
+    """Operations for each byte, from memory and over each axis."""
+    sizes = collections.Counter()
+    for one in run.sent:
+        sizes[f"what is sent over {one.axis}"] += one.bytes
+    rates = dict.fromkeys(sizes, run.chip.links)
+    name = "memory, if temporary memory is used once"
+    sizes[name], rates[name] = forecast.bytes_moved(run.compiled), run.chip.bandwidth
+    rows = []
+    for name, size in sizes.items():
+        if size:
+            has, needs = run.flops / size, run.chip.flops / rates[name]
+            rows.append([name, f"{has:,.0f}", f"{needs:,.0f}",
+                         "arithmetic" if has > needs else "bytes"])
+    return _table(f"One update on one device; rates: {run.about_chip}", [
+        "bytes", "operations for each", "as many as the chip does meanwhile", "it waits for"], rows)
+
+
+def block(run: Run) -> str:
+    """The network's block, line by line, if it has one."""
+    try:
+        where = walk.block_of(run.config)
+        lines = walk.text(walk.walk(run.config, [where]), [where])
+    except shard.ConfigError as e:
+        return f"<p>{html.escape(str(e))}</p>"
+    return f'<div class="wide" tabindex="0"><pre>{html.escape(lines)}</pre></div>'
+
+
+def curves(folders: Iterable[str]) -> str:
+    """The loss of each run."""
+    runs = {}
+    for folder in folders:
+        path = Path(folder) / "metrics.jsonl"
+        try:
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+        except (OSError, ValueError) as e:
+            raise shard.ConfigError(f"--run {folder}: cannot read metrics.jsonl ({e})") from None
+        points = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+        if not points:
+            raise shard.ConfigError(f"--run {folder}: no step in its metrics.jsonl")
+        runs[folder] = points[::max(1, len(points) // 500)]
+    return _curves(f"The loss of {', '.join(runs)}", runs)
+
+
+# -------------------------------------------------------------------------------------------
+# The page
+
+SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline,
+            "What is sent": traffic, "Operations for each byte": roofline,
+            "A block, line by line": block}
+
+
+def page(run: Run, of_runs: str = "", name: str = "") -> str:
+    """The whole page; of_runs: its section about runs that were made; name: the run whose step it
+    is about."""
+    c, parts = run.config, {name: make(run) for name, make in SECTIONS.items()}
+    if of_runs:
+        parts["Curves"] = of_runs
+    mesh = " ".join(f"{axis}={n}" for axis, n in run.program.mesh.shape.items() if n > 1)
+    count, _ = run.program.plan.counts
+    title = f"{count:,} parameters on {mesh or 'one device'}"
+    links = "".join(f'<li><a href="#part{i}">{name}</a></li>' for i, name in enumerate(parts))
+    body = "".join(f'<section aria-labelledby="part{i}"><h2 id="part{i}">{name}</h2>{text}'
+                   f"</section>" for i, (name, text) in enumerate(parts.items()))
+    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width, initial-scale=1"><title>{title}</title>'
+            f"<style>{STYLE}</style></head><body><header><h1>{title}</h1><p>An update has "
+            f"{c.batch:,} rows of {c.seq_len:,} tokens, in {c.accumulate} part"
+            f"{'s' * (c.accumulate > 1)}; {c.dtype}; --remat "
+            f"{html.escape(c.remat)}; {run.program.mesh.size:,} device"
+            f"{'s' * (run.program.mesh.size > 1)}"
+            f"{name and f'; the step of the run {html.escape(name)}'}.</p></header>"
+            f'<nav aria-label="sections"><ul>{links}</ul></nav><main>{body}</main></body></html>\n')
+
+
+def _table(caption, names, rows):
+    def cell(x):
+        is_number = x.replace(",", "").replace(".", "").isdigit()
+        return f"<td{' class=number' if is_number else ''}>{html.escape(x)}</td>"
+
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = "".join(f'<tr><th scope="row">{html.escape(first)}</th>{"".join(map(cell, rest))}</tr>'
+                   for first, *rest in rows)
+    return (f'<div class="wide" tabindex="0" role="region" aria-label="{caption}"><table><caption>'
+            f"{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>")
+
+
+def _sizes(title, rows):
+    return _table(title, ["what", "bytes"], [[name, _bytes(size)] for name, size in rows if size])
+
+
+def _curves(title, runs):
+    """Lines through the points (x, y) of each run."""
+    xs, ys = zip(*(point for points in runs.values() for point in points))
+    low, size, last = min(ys), (max(ys) - min(ys)) or 1, max(xs) or 1
+    drawn = [f'<text y="12">{max(ys):.4g}</text><text y="212">{low:.4g}</text>'
+             f'<text x="630" y="232" text-anchor="end">step {last:,g}</text>']
+    for number, (name, points) in enumerate(runs.items()):
+        line = " ".join(f"{70 + 560 * x / last:.4g},{210 - 200 * (y - low) / size:.4g}"
+                        for x, y in points)
+        color = COLORS[number % len(COLORS)]
+        drawn.append(f'<polyline points="{line}" stroke="{color}"/><text x="88" '
+                     f'y="{254 + 20 * number}" style="fill:{color}">{html.escape(name)}</text>')
+    return (f'<figure class="wide" tabindex="0"><svg role="img" aria-label="{html.escape(title)}" '
+            f'viewBox="0 0 640 {250 + 20 * len(runs)}">{"".join(drawn)}</svg></figure>')
+
+
+def _seconds(x):
+    return f"{x:,.3g} s" if x >= 1 else f"{1e3 * x:,.3g} ms"
+
+
+def _bytes(size):
+    return forecast.human_bytes(size)
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "-h" in argv or "--help" in argv:
+        return print(__doc__)
+    if not argv or argv[0].startswith("-"):
+        raise shard.ConfigError("expected the file to write first: "
+                                "python -m learn.explain out.html --mesh ...")
+    out, runs = Path(argv.pop(0)), []
+    if out.is_dir() or not out.parent.is_dir():
+        raise shard.ConfigError(f"{out}: expected the name of a file, in a folder that exists")
+    argv = [part for word in argv
+            for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
+    while "--run" in argv:
+        at = argv.index("--run")
+        if at + 1 == len(argv):
+            raise shard.ConfigError("--run: expected the folder of a run after it")
+        runs.append(argv[at + 1])
+        del argv[at:at + 2]
+    of_runs = curves(runs) if runs else ""      # (first: to compile may take minutes)
+    given = command_line.read_flags(argv)
+    if given.get("data"):
+        raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
+                                "vocabulary can be given by --vocab_size")
+    config = (continued.of_run(runs[0], given) if runs else
+              command_line.config_of_flags(given))
+    text = page(compiled(config), of_runs, *runs[:1])
+    try:
+        out.write_text(text)
+    except OSError as e:
+        raise shard.ConfigError(f"{out}: {e.strerror}") from None
+    print(f"{out}: {forecast.human_bytes(len(text))}")
+
+
+if __name__ == "__main__":
+    train.run_main(main)

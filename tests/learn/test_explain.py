@@ -1,0 +1,147 @@
+"""learn/explain.py: a page that needs nothing else, whose figures are the program's."""
+
+import json
+import math
+from html.parser import HTMLParser
+
+import jax
+import pytest
+
+import train
+from learn import explain
+from tests.common import refused
+from zigzag.commands import dry_runs
+from zigzag.run.record import record_of
+from zigzag.weights.network import network_of
+
+FLAGS = "--layers 4 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 16"
+
+
+class Page(HTMLParser):
+    """What a reader, a keyboard and a screen reader meet on a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.rows, self.text = [], [], [], [], [], ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append((tag, attrs))
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs["href"]] if "href" in attrs else []
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if {"td", "th"} & {*self.open} and "svg" not in self.open:
+            self.rows[-1][-1] += data
+
+
+def written(tmp_path, *flags):
+    explain.main([str(tmp_path / "page.html"), *FLAGS.split(), *flags])
+    text = (tmp_path / "page.html").read_text()
+    return text, Page(text)
+
+
+def write_run(folder, *flags):
+    """A run as explain reads it, of FLAGS and these flags."""
+    folder.mkdir()
+    config = train.parse([*FLAGS.split(), *flags])
+    (folder / "config.json").write_text(json.dumps(record_of(config)))
+    rows = [{"step": i, "loss": 5 / i} for i in (1, 2)] + [{"eval_loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_a_page(tmp_path):
+    """A weight's part or a collective's bytes that are not the program's; something that is loaded;
+    a picture without words, a table without headings, a place that no key reaches."""
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    text, page = written(tmp_path, "--mesh", "data=2,fsdp=2,tensor=2",
+                         *(word for folder in runs for word in ("--run", folder)))
+    program = dry_runs.program_of(train.parse(
+        ["--mesh", "data=2,fsdp=2,tensor=2", *FLAGS.split()]))
+    for path, x in jax.tree.leaves_with_path(program.state["params"]):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        row, = (row for row in page.rows if row[0] == name)
+        part = x.sharding.shard_shape(x.shape)
+        assert row[1] == str(list(x.shape)) and row[3] == str(list(part))
+        split = {a for entry in x.sharding.spec for a in
+                 ((entry,) if isinstance(entry, str) else entry or ())}
+        assert split == {axis for axis in program.mesh.shape if axis in row[2]}
+    sent = explain.compiled(program.config).sent
+    first = next(i for i, row in enumerate(page.rows) if row[-1] == "ratio") + 1
+    rows = page.rows[first:first + len(sent)]
+    assert [row[:4] for row in rows] == [
+        [one.axis, one.kind, f"{one.count:,}", f"{one.bytes:,}"] for one in sent]
+    assert all(0.98 < float(row[5]) < 1.02 for row in rows if row[5])
+    total = sum(4 * math.prod(x.sharding.shard_shape(x.shape))
+                for x in jax.tree.leaves(program.state["params"]))
+    assert f"Each device stores {explain._bytes(total)} of weights" in page.text
+
+    assert len(text) < 2e6 and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    assert all(link[1:] in page.ids for link in page.links) and len(page.links) == 7
+    assert len({*page.ids}) == len(page.ids)
+    for tag, attrs in page.tags:
+        assert tag != "svg" or attrs["role"] == "img" and attrs["aria-label"]
+        assert tag != "th" or attrs["scope"] in ("col", "row")
+        assert "wide" not in attrs.get("class", "") or attrs["tabindex"] == "0"
+    assert "prefers-color-scheme: dark" in text and 'lang="en"' in text
+    assert "model.py:block" in page.text and "q, k, v = shard.columns" in page.text
+
+
+def test_a_page_about_a_run(tmp_path, capsys):
+    """The default model beside the curves of another; a flag that is ignored, or that the curves
+    were not made with; 1 devices."""
+    run = write_run(tmp_path / "small", "--layers", "1", "--batch", "8", "--mesh", "tensor=8")
+    explain.main([str(tmp_path / "page.html"), "--run", run, "--mesh", "data=2,fsdp=4",
+                  "--layers", "1"])
+    page = Page((tmp_path / "page.html").read_text())
+    config = train.parse([*FLAGS.split(), "--layers", "1"])
+    count, _ = network_of(config).parameters(config.network)
+    assert f"{count:,} parameters on data=2 fsdp=4" in page.text
+    assert "8 rows of 32 tokens" in page.text and f"; 8 devices; the step of the run {run}." in (
+        page.text)
+    assert f"--layers 2: --run {run} has layers 1; leave" in refused(
+        capsys, tmp_path / "page.html", "--run", run, "--layers", 2, main=explain.main)
+    assert f"--run {run} has model tiny; leave out" in refused(
+        capsys, tmp_path / "page.html", "--run", run, "--model", "1.2b", main=explain.main)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh, idle", [("pipe=4,tensor=2", "43%"), ("pipe=4,seq=2", "64%")])
+def test_a_page_with_a_pipeline(tmp_path, mesh, idle):
+    """Another schedule's idle time; idle passes that a ring does not let a stage skip, and that the
+    page leaves out."""
+    text, _ = written(tmp_path, "--mesh", mesh, "--schedule", "1f1b", "--microbatches", "4")
+    assert f"1f1b is idle for {idle} of the time" in text
+
+
+def test_what_is_refused(tmp_path, capsys):
+    says = refused(capsys, "--mesh", "data=8", main=explain.main)
+    assert "expected the file to write first" in says
+    assert "expected the folder of a run" in refused(capsys, "out.html", "--run", main=explain.main)
+    assert "run no: cannot read" in refused(capsys, "out.html", "--run=no", main=explain.main)
+    assert "reads no data" in refused(capsys, "out.html", "--data", "a.txt", main=explain.main)
+    for out in (tmp_path, tmp_path / "no" / "out.html"):    # (before minutes of compiling)
+        assert "a folder that exists" in refused(capsys, out, main=explain.main)
+    explain.main(["--help"])
+    assert "python -m learn.explain out.html" in capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}\n')
+    for folder, said in (("no", "cannot read metrics.jsonl"), (".", "no step in its")):
+        with pytest.raises(explain.shard.ConfigError, match=said):
+            explain.curves([str(tmp_path / folder)])
