@@ -1,6 +1,5 @@
 """Pipelines: the timetable, the memory of each schedule, and the order of layers."""
 
-import dataclasses
 import functools
 import re
 
@@ -15,6 +14,7 @@ import model
 import shard
 from tests.common import assert_same_on, full, slow
 from tests.helpers import batch_of, build, learn, make, mesh_of, program_of
+from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.disk.batches import place_batch
 from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
@@ -234,7 +234,7 @@ HEADS = {"self_attend": attends, "slots_of": numbers_slots, "dropout without slo
 
 def first_update(change, mesh, all_time=False, timed={}, extra={}, **how):
     """(loss, norm of the gradient) of the plain decoder with `change` at the end of its head."""
-    config = dataclasses.replace(PIPED, **how)
+    config = flags.change(PIPED, **how)
 
     def head(p, x, batch):
         given = change(p, x, batch)
