@@ -9,10 +9,10 @@ from typing import Any, Iterator, Sequence
 import data
 import sample
 from zigzag.core.errors import ConfigError
-from zigzag.disk.corpus import Sources, opened_sources, tokenizer_record
+from zigzag.disk.corpus import Sources, opened_sources
 from zigzag.disk.mixture import Spread, mixed
 from zigzag.disk.packing import parts_of, question_in
-from zigzag.disk.tokenizers import Tokenizer
+from zigzag.disk.tokenizers import Tokenizer, tokenizer_record
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
 from zigzag.run import checks, schedules
@@ -76,10 +76,10 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     for part in (p for rows in held_out.values() for row in rows for p in parts_of(row)):
         weight += part.weights.sum(dtype=float)
         size += float(lengths[part.targets] @ part.weights)
-    if config.eval_every and not weight and any(map(len, held_out.values())) and not (
-            sources.is_learned_in_part):
-        raise ConfigError("all held-out weights are 0, so there is nothing to evaluate; give "
-                          "--held_out other data, or --eval_every 0")
+    if config.eval_every and not weight and any(map(len, held_out.values())):
+        raise ConfigError("all held-out weights are 0 (of conversations: within --seq_len), so "
+                          "there is nothing to evaluate; give --held_out other data, a longer "
+                          "--seq_len, or --eval_every 0")
 
     def write(params, batch):
         more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)
@@ -99,4 +99,5 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
                 show=show, predicted=1, flops=flops_of_update(config),
                 samples=continuations(config.sample_prompts, tokenizer, room, write,
                                       sources.has_chats),
+                tokenizer=tokenizer,
                 bits_per_nat=weight / size / math.log(2) if size else None)

@@ -24,6 +24,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
+from zigzag.disk.examples import is_text
 from zigzag.disk.tokenizers import Tokenizer, read_record
 from zigzag.disk.weights import weights_of_answers
 
@@ -218,7 +219,7 @@ def check_record(record: dict[str, Any], form: str) -> str:
 
 
 def _not_texts(record, *names):
-    wrong = [name for name in names if not _is_text(record.get(name))]
+    wrong = [name for name in names if not is_text(record.get(name))]
     return f"{wrong[0]!r} is not a text" if wrong else ""
 
 
@@ -226,7 +227,7 @@ def _wrong_prompt(prompt, record):
     """What is wrong with the prompt of two conversations."""
     if not prompt:
         return ""
-    if not _is_text(prompt):
+    if not is_text(prompt):
         return _wrong_in(prompt, answers=False)
     begins = [messages[0]["role"] == "assistant" or messages[0].get("content") == prompt
               for messages in (record["chosen"], record["rejected"])]
@@ -243,18 +244,11 @@ def _wrong_in(messages, answers=True):
             return (f"the role {message['role']!r:.40}; expected {', '.join(ROLES)}"
                     + did_you_mean(message["role"], ROLES))
         content = message.get("content")
-        if not (_is_text(content) or content is None and message.get("tool_calls")):
+        if not (is_text(content) or content is None and message.get("tool_calls")):
             return "a message whose content is not a text"
     if answers and not any(message["role"] == "assistant" for message in messages):
         return "no answer of the assistant"
     return ""
-
-
-def _is_text(x):
-    try:
-        return isinstance(x, str) and x.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 
 # -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ Each has
     with_ends           the ids of a text with those that its tokenizer adds, at least an end
     separator           the id before each document
     ends                the ids that end a text, the usual one first
-    lengths             the number of bytes of text that each id stands for
+    lengths             the number of bytes of text that each id stands for (a special one: none)
 
 This file needs no jax.
 """
@@ -52,6 +52,14 @@ class Tokenizer:
         ids = [self.encode(text) for text in texts]
         return np.concatenate([np.zeros(0, np.uint8), *ids]), np.array(list(map(len, ids)), int)
 
+    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        # The character of each byte; an id of so many bytes begins with that of its first one.
+        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
+        size = self.sizes(ids)
+        ends = np.cumsum(size)
+        return ids, characters[ends - size], characters[ends - 1] + 1
+
     def prompt(self, text: str) -> list[int]:
         return [*self.begins, *self.encode(text).tolist()] or [self.separator]
 
@@ -69,10 +77,8 @@ class Bytes(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
 
-    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids, sizes = self.encode(text), [len(character.encode()) for character in text]
-        places = np.repeat(np.arange(len(text)), sizes)
-        return ids, places, places + 1
+    def sizes(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), int)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -286,13 +292,8 @@ class Tiktoken(Tokenizer):
         return np.array([i for part in tiktoken.BLANK.split(_checked(text))
                          for i in self.model.encode(part, allowed_special="all")], np.int64)
 
-    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids = self.encode(text)
-        size = [len(self.model.decode_single_token_bytes(int(i))) for i in ids]
-        # The character of each byte; a token goes from the character of its first byte on.
-        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-        ends = np.cumsum(size)
-        return ids, characters[ends - size], characters[ends - 1] + 1
+    def sizes(self, ids: np.ndarray) -> np.ndarray:
+        return np.array([len(self.model.decode_single_token_bytes(int(i))) for i in ids], int)
 
     def with_ends(self, text: str) -> list[int]:
         return [*self.begins, *super().with_ends(text)]
