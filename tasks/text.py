@@ -10,7 +10,7 @@ import data
 import sample
 from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Sources, opened_sources
-from zigzag.disk.mixture import Spread, mixed
+from zigzag.disk.mixture import mixed, spread
 from zigzag.disk.packing import parts_of, question_in
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_record
 from zigzag.generate.decoding import Sampling
@@ -67,7 +67,7 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
     # The same rows each time, spread over all of the held-out text.
     count = max(1, config.eval_tokens // T // len(sources.evaluated))
-    held_out = {name: Spread(mixed([data.rows_of(c, split, T, pack, config.seed)
+    held_out = {name: spread(mixed([data.rows_of(c, split, T, pack, config.seed)
                                     for c, split in parts]), count)
                 for name, parts in sources.evaluated.items()}
     # (Their weights together, and the bytes of text that their targets stand for, each as often as

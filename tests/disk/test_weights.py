@@ -82,10 +82,9 @@ def test_the_weights_of_lines_are_those_of_their_tokens(tmp_path, text, kind, ca
     data.main([str(path), "--out", str(out), "--weight_field", "w", *words])
     corpus, want = Corpus(out), by_hand(rows, tokenizer)
     assert sorted(documents_of(corpus)) == sorted(want)
-    zero = sum(not any(w) for _, w in want)
-    assert zero and (f"weights  by 'w': {zero} of 40 documents have weight 0, "
-                     f"{sum(row.get('w') is None for row in rows)} without it have weight 1; "
-                     f"{sum(x > 0 for _, w in want for x in w):,} of ") in capsys.readouterr().out
+    learned, total = sum(x > 0 for _, w in want for x in w), sum(len(w) for _, w in want)
+    assert 0 < learned < total and (f"learned  {learned:,} of {total:,} tokens have a weight above "
+                                    f"0, by 'w'") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pack", ["stream", "documents"])
@@ -166,7 +165,7 @@ def test_a_wrong_weight_ends_the_command_with_its_line(tmp_path, capsys, weight,
         error = refused(capsys, tmp_path / "a.jsonl", "--out", out, "--vocab_size", 0,
                         "--weight_field", "w", main=data.main)
         assert f"error: {tmp_path}/a.jsonl line 42: 'w' {says}" in error
-        assert not any(out.iterdir())
+        assert not any(out.iterdir()), "a refusal that stays"
 
 
 def test_a_field_that_no_line_has_is_refused(tmp_path, capsys):
@@ -176,7 +175,7 @@ def test_a_field_that_no_line_has_is_refused(tmp_path, capsys):
     made = data.prepare([str(lines)], tmp_path / "made").folder
     assert "no field 'x', it has 'text', 'w'" in refused(
         capsys, lines, "--out", tmp_path / "o", "--weight_field", "x", main=data.main)
-    assert "--weight_field w: is for lines of JSON" in refused(
+    assert "--weight_field w: no field 'w', it has nothing; it is for lines of JSON" in refused(
         capsys, tmp_path / "a.txt", "--out", tmp_path / "o", "--weight_field", "w", main=data.main)
     for name in "a.txt", made:
         assert "--weight_field w: has no effect on" in refused(
@@ -186,8 +185,8 @@ def test_a_field_that_no_line_has_is_refused(tmp_path, capsys):
 
 
 def test_an_interrupted_encoding_of_weights_goes_on(tmp_path, text, monkeypatch):
-    """Weights that are lost or doubled around the place of an interruption, or that go on with
-    another field; others with several processes. Also where the last tenth is held out."""
+    """Weights that are lost or doubled around the place of an interruption; others with several
+    processes. Also where the last tenth is held out."""
     monkeypatch.setattr(reading, "PIECE", 200)
     monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
     add, weighted = output.Output.add, Options(weight_field="w")
@@ -205,19 +204,17 @@ def test_an_interrupted_encoding_of_weights_goes_on(tmp_path, text, monkeypatch)
             int((whole.weights[split] > 0).sum()) for split in output.SPLITS]
         out, count = tmp_path / f"{name}2", []
 
-        def failing(self, task, found, count=count):
+        def failing(self, found, count=count):
             count.append(1)
             if len(count) == 3:
                 self.files["weights"].write(b"half")
                 raise OSError(28, "No space left on device")
-            add(self, task, found)
+            add(self, found)
 
         monkeypatch.setattr(output.Output, "add", failing)
         with pytest.raises(RunError, match="No space"):
             data.prepare(paths, out, options=weighted)
         monkeypatch.setattr(output.Output, "add", add)
-        with pytest.raises(ConfigError, match="other weight_field"):
-            data.prepare(paths, out)
         again = data.prepare(paths, out, options=weighted)
         assert files(out) == files(tmp_path / name)
         assert again.record["weights"] == whole.record["weights"]
@@ -305,10 +302,6 @@ def test_weights_beside_token_files(tmp_path, capsys):
         assert f"x.weights.npy: {says}" in refused(
             capsys, *SMALL, "--batch", 8, "--data", whole, "--vocab_size", 300, "--out",
             tmp_path / "o")
-    (tmp_path / "x.weights.npy").rename(folder / "y.weights.npy")
-    TokenFiles(whole, 300)
-    with pytest.raises(ConfigError, match="weights of no token file; expected y.bin or y.npy"):
-        TokenFiles(folder, 300)
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +351,7 @@ def test_a_run_keeps_its_weights(weighted, tmp_path, text, capsys):
     words = (*SMALL, "--batch", 8, "--steps", 1, "--weight_field", "w")
     run, made = tmp_path / "run", tmp_path / "made"
     go(*words, "--data", weighted, text, "--weights", 1, 1, "--held_out", text, "--out", run)
-    assert "weights by 'w': " in capsys.readouterr().out
+    assert "tokens have a weight above 0, by 'w'" in capsys.readouterr().out
     assert "weight_field 'w', and '' was given" in refused(
         capsys, "--weight_field", "", "--out", run, "--steps", 2)
     rows = [*rows_of_text(400)]

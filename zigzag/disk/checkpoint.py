@@ -446,14 +446,9 @@ def _differences(saved, item):
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
 
-    def change(path):
-        if path not in before:
-            return f"is new: {now[path]}"
-        return f"was {before[path]} and is {now[path]}" if path in now else (
-            f"is gone: it was {before[path]}")
-
-    paths = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
-    found = [f"{path.removeprefix('params.')} {change(path)}" for path in paths]
+    found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
+             f"{now.get(path, 'gone')}"
+             for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
     more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
     return "; ".join(found[:6] + more)
 

@@ -398,10 +398,5 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
 
 def _names(paths):
     """Short names of the paths, all different."""
-    parts = [[*Path(path).parts[:-1], Path(path).name if Path(path).is_dir() else Path(path).stem]
-             for path in paths]
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        names = ["_".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{i}" for i in range(len(paths))]
+    names = [Path(path).name if Path(path).is_dir() else Path(path).stem for path in paths]
+    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]

@@ -16,31 +16,17 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line
 from zigzag.core.files import sha256
+from zigzag.disk.mixture import Part
 from zigzag.disk.tokenizers import Tokenizer, is_tenth
 
 
-class Part:
-    """A part of a data set: a sequence of the examples with these numbers."""
-
-    def __init__(self, example: Callable[[int], Any], numbers: np.ndarray):
-        self.example, self.numbers = example, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < len(self.numbers):
-            raise IndexError(i)
-        return self.example(int(self.numbers[i]))
-
-
-def _split(example, is_held_out, what, whole):
+def _split(examples, is_held_out, what, whole):
     """(train, held_out), two `Part`s, by marks for each example. If the marks hold out almost none
     or too many, the last tenth is held out instead. If `whole`, nothing is held out."""
     marks = np.array(is_held_out, bool)
@@ -51,7 +37,7 @@ def _split(example, is_held_out, what, whole):
                           f"and one to hold out")
     elif not 0.03 < marks.mean() < 0.3:
         marks = np.arange(len(marks)) >= len(marks) - max(1, len(marks) // 10)
-    return Part(example, np.flatnonzero(~marks)), Part(example, np.flatnonzero(marks))
+    return Part(examples, np.flatnonzero(~marks)), Part(examples, np.flatnonzero(marks))
 
 
 def beside(own: Any, other: Any = None) -> tuple[Part, str, str]:
@@ -116,9 +102,9 @@ class Pairs:
         for path in sorted(arrays):
             digest.update(sha256(path).encode())
         self.fingerprint = digest.hexdigest()
-        self.train, self.held_out = _split(self._pair, is_held_out, self.name, whole)
+        self.train, self.held_out = _split(self, is_held_out, self.name, whole)
 
-    def _pair(self, i):
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(source ids or array, target ids), with the tokenizer's own ends."""
         number, line, start = self.places[3 * i:3 * i + 3]
         file = self.files[number]
@@ -265,9 +251,9 @@ class Arrays:
         self.fingerprint = hashlib.sha256("".join(
             p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
         marks = np.zeros(next(iter(lengths.values())), bool)        # (_split takes the last tenth)
-        self.train, self.held_out = _split(self._rows, marks, path, whole)
+        self.train, self.held_out = _split(self, marks, path, whole)
 
-    def _rows(self, i):
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         rows = {name: np.asarray(a[i]) for name, a in self.arrays.items()}
         for name, count in self.below.items():
             x = rows[name]
