@@ -218,12 +218,9 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("record, says", [
-    (b"", "not a JSON object"), (b"{", "not a JSON object"), (b"[1]", "not a JSON object"),
-    (b"null", "not a JSON object"), (b"\xff", "not a JSON object"),
-    (b'{"name": 1}', "no configuration"), (None, "cannot be read"),
-    (b'{"biases": true}', "damaged: biases is True"), (b'{"layers": 1.5}', "layers is 1.5"),
-    (b'{"rope_scaling": -1}', "rope_scaling is -1"), (b'{"kernel": []}', "kernel is \\[\\]"),
-    (b'{"dropout": false}', "dropout is False"), (b'{"published": {}}', "published is {}"),
+    (b"", "no run there"), (b"{", "cannot be read"), (b"[1]", "cannot be read"),
+    (b"null", "cannot be read"), (b"\xff", "cannot be read"), (None, "cannot be read"),
+    (b'{"name": 1}', "no configuration"),
     (b'{"layers": 2, "published": "{}"}', "with its model_type"),
     (b'{"layers": 2, "published": "[3"}', "with its model_type"),
     (b'{"layers": 2, "published": "{\\"model_type\\": []}"}', "with its model_type")])
@@ -337,16 +334,6 @@ def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
     learn(make(steps=5, save_every=9, lr=0.001, out=str(run)))
     record = json.loads((run / "config.json").read_text())
     assert record["changes"] == [{"step": 4, "lr": [0.015625, 0.001]}]
-
-
-@pytest.mark.full
-def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(run):
-    """A run that cannot be continued because the name of its damaged checkpoint is taken."""
-    (run / "checkpoints/damaged-6").mkdir()
-    (run / "checkpoints/damaged-6-1").mkdir()
-    largest(run / "checkpoints/6/params").unlink()
-    learn(make(steps=7, save_every=9, out=str(run)))
-    assert (run / "checkpoints/damaged-6-2/meta").is_dir()
 
 
 def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itself(run):

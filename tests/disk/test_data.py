@@ -108,11 +108,9 @@ def test_data_that_was_changed_is_refused(tmp_path, text):
 
     assert "not what data.json says" in says("train.bin", flip)
     assert "not what data.json says" in says("held_out.bin", flip)
-    assert "not a whole number" in says("train.bin", lambda raw: raw[:-1])
-    assert "data.json" in says("train.bin", lambda raw: raw + raw[:20])
-    assert "data.json" in says("train.bin", lambda raw: b"")
-    assert re.search("tokens; data.json says|whole number of uint32",
-                     says("data.json", lambda raw: raw.replace(b"uint16", b"uint32")))
+    for change in (lambda raw: raw[:-1], lambda raw: raw + raw[:20], lambda raw: b""):
+        assert "data.json says" in says("train.bin", change)
+    assert "data.json says" in says("data.json", lambda raw: raw.replace(b"uint16", b"uint32"))
     assert "was changed, or is damaged" in says("tokenizer.model", flip)
     for raw in (b"", b"{", b"[]", b"null"):
         assert "not a folder made by data.py" in says("data.json", lambda _, raw=raw: raw)

@@ -34,6 +34,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, Callable, Sequence
@@ -57,7 +58,7 @@ from zigzag.core.files import (
 )
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
-from zigzag.core.options import fits, options
+from zigzag.core.options import options
 from zigzag.disk.corpus import tokenizer_of
 from zigzag.disk.tokenizers import Tokenizer
 
@@ -86,13 +87,10 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
     """A `config` (a dataclass) with the values in a run's config.json, except for the fields that
     are `given`."""
     record, path = run_record(folder, flag), Path(folder) / "config.json"
-    fields = {name: option for name, option in options(config).items() if name not in given}
-    known = {name: record[name] for name in fields if name in record}
+    known = {name: record[name] for name in options(config)
+             if name in record and name not in given}
     if not known:
         raise ConfigError(f"{path} is damaged, or not a run's: it has no configuration")
-    for name, value in known.items():
-        if not fits(fields[name], value):
-            raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
     try:
         return config(**{name: tuple(value) if isinstance(value, list) else value
                          for name, value in known.items()}, **given)
@@ -104,14 +102,10 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
     """The content of config.json of the run that `flag` names."""
     path = Path(folder) / "config.json"
     try:
-        record = json.loads(path.read_text())
-    except OSError:
-        raise ConfigError(f"{flag} {folder}: no run there ({path} cannot be read); give the --out "
-                          f"of a train.py that has begun") from None
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path} is damaged: not a JSON object")
+        record = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as e:
+        raise ConfigError(f"{flag} {folder}: no run there ({path} cannot be read: {one_line(e)}); "
+                          f"give the --out of a train.py that has begun") from None
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
     check_format(record, FORMAT, f"{flag} {folder}", "train a new run")
@@ -280,13 +274,11 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def _set_aside(self, at):
         """Rename a damaged checkpoint, which no process reads any more. Returns its new name."""
-        folder, name, number = self.folder / "checkpoints", f"damaged-{at}", 0
-        while (folder / name).exists():
-            number += 1
-            name = f"damaged-{at}-{number}"
+        folder, name = self.folder / "checkpoints", f"damaged-{at}"
         if self.is_process_0:
+            shutil.rmtree(folder / name, ignore_errors=True)    # (an earlier one of this step)
             (folder / str(at)).rename(folder / name)
-        name = process_allgather(name)[0]       # process 0's: others may see it renamed already
+        process_allgather(name)         # (the others wait)
         self.manager.reload()
         return name
 

@@ -167,22 +167,20 @@ class Corpus:
                 self.starts[split] = self._numbers(split, "docs", np.dtype("uint64"))
                 kind = next((kind for kind in MARKS if kind in self.record[split]), None)
                 self.weights[split] = kind and self._numbers(split, kind, MARKS[kind])
-            self.fingerprint = _fingerprint(self.record)
+            self.fingerprint = _fingerprint(self.record["train"])
+            self.tokenizer = tokenizer_of(self.folder, self.record)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
-        self.tokenizer = tokenizer_of(self.folder, self.record)
 
     def _numbers(self, split, kind, dtype):
         """The numbers in a file of a split, if they are what data.json says."""
         file, wanted = self.folder / f"{split}.{kind}", self.record[split]
-        found, what = mapped(file, dtype), "documents" if kind == "docs" else "tokens"
-        if len(found) != wanted[what]:
-            raise ConfigError(f"{file} is not what data.json says: it is of {len(found)} {what}; "
-                              f"data.json says {wanted[what]}; make the folder again")
+        found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
         digest = wanted.get({"bin": "digest"}.get(kind, kind))
-        if isinstance(digest, str) and sha256(file) != digest:
-            raise ConfigError(f"{file} is not what data.json says it is: it was changed, or is "
-                              f"damaged; make the folder again")
+        if len(found) != count or isinstance(digest, str) and sha256(file) != digest:
+            raise ConfigError(f"{file} is not what data.json says it is ({count:,} numbers; there "
+                              f"are {len(found):,}): it was changed, or is damaged; make the "
+                              f"folder again")
         return found
 
     def documents(self, split: str) -> Documents:
@@ -203,9 +201,8 @@ class Corpus:
                 f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
 
 
-def _fingerprint(record):
+def _fingerprint(train):
     """A digest of a corpus' tokens, and of their weights if it has any."""
-    train = record["train"]
     return hashlib.sha256(f"{train['digest']} {train['weights']}".encode()).hexdigest() if (
         "weights" in train) else train["digest"]
 
@@ -216,10 +213,7 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
         return Bytes()
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
-    kind = KINDS.get(record["tokenizer"])
-    if kind is None:
-        raise ConfigError(f"{folder}: its tokenizer is of the kind {record['tokenizer']!r}; "
-                          f"expected bytes, {', '.join(KINDS)}")
+    kind = KINDS[record["tokenizer"]]
     # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
     path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
                  if path.exists()), folder / kind.file)

@@ -256,11 +256,6 @@ def _texts_in(content):
 # -------------------------------------------------------------------------------------------
 # What was made
 
-def some(count: int, what: str) -> str:
-    """A count as text: 1 file, 2,000 files."""
-    return f"{count:,} {what}" + "s" * (count != 1)
-
-
 def what_was_skipped(record: dict[str, Any]) -> list[str]:
     """From data.json: the kinds of files that were skipped ('': none), and a line for each kind of
     problem within files."""
@@ -286,8 +281,8 @@ def summary(record: dict[str, Any]) -> str:
     tokens, size = (sum(record[split][name] for split in SPLITS) for name in ("tokens", "bytes"))
     files, *lines = what_was_skipped(record)
     return "\n".join([
-        f"read     {some(record['files'], 'file')}" + (files and f"; skipped {files}"),
+        f"read     {record['files']:,} files" + (files and f"; skipped {files}"),
         *(f"skipped  {line}" for line in lines),
         *(f"learned  {line}" for line in about_learned(record)),
-        f"made     {some(record['documents'], 'document')}, {tokens:,} tokens, "
+        f"made     {record['documents']:,} documents, {tokens:,} tokens, "
         f"{size / max(tokens, 1):.2f} bytes per token"])

@@ -17,7 +17,6 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
 from zigzag.core.files import write_json
 from zigzag.disk.reading import Trouble
 from zigzag.disk.tokenizers import Tokenizer
@@ -168,8 +167,5 @@ def _write(path: Path, values: np.ndarray, parts: list[tuple[int, int]],
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     """The array in a file, mapped into memory."""
-    size = path.stat().st_size
-    if size % dtype.itemsize:
-        raise ConfigError(f"{path} has {size} bytes, which is not a whole number of {dtype} "
-                          f"tokens")
-    return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+    count = path.stat().st_size // dtype.itemsize
+    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)

@@ -119,8 +119,7 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None,
     `out`."""
     files, skipped, seen, own = [], {}, set(), out and out.resolve()
     for path in paths:
-        root, found = _under(path, f"{flag} {path}".strip(), out)
-        for p in found:
+        for root, p in _under(path, f"{flag} {path}".strip(), out):
             real = p.resolve()
             if real in seen or path != "-" and own in real.parents:
                 continue
@@ -151,7 +150,7 @@ def counted(counts: dict[str, int]) -> str:
 
 
 def _under(path, name, spool):
-    """(the folder that names are relative to, the files at or under a path)."""
+    """Yield each file at or under a path, with the folder that its name is relative to."""
     if not path:
         raise ConfigError(f"{name} '': an empty path; expected a text file or a folder")
     if path == "-":
@@ -161,23 +160,23 @@ def _under(path, name, spool):
         spool.mkdir(parents=True, exist_ok=True)
         with open(spool / "stdin", "wb") as f:
             shutil.copyfileobj(sys.stdin.buffer, f, PIECE)
-        return spool, [spool / "stdin"]
-    path, text = Path(path), str(path)
-    if is_prepared(path):
-        raise ConfigError(f"{name} was made by data.py: its text is encoded already; give it to "
-                          f"train.py as --data, alone or with --weights")
-    if glob.has_magic(text) and not os.path.exists(text):
-        matches = sorted(map(Path, glob.glob(text, recursive=True)))
-        root = Path(text[:min(i for i, c in enumerate(text) if c in "*?[")])
-        root = root if text[len(str(root)):len(str(root)) + 1] == os.sep else root.parent
+        yield spool, spool / "stdin"
+    elif glob.has_magic(str(path)) and not os.path.exists(path):
+        matches = sorted(glob.glob(str(path), recursive=True))
         if not matches:
             raise ConfigError(f"{name}: no file matches it")
+        for match in matches:
+            yield from _under(match, name, None)
+    elif is_prepared(path := existing(path, name)):
+        raise ConfigError(f"{name} was made by data.py: its text is encoded already; give it to "
+                          f"train.py as --data, alone or with --weights")
+    elif path.is_dir():
+        for file in _walk(path):
+            if file.is_file() and not any(part.startswith(".")
+                                          for part in file.relative_to(path).parts):
+                yield path, file
     else:
-        existing(path, name)
-        root, matches = path.parent if path.is_file() else path, [path]
-    found = [p for match in matches for p in (_walk(match) if match.is_dir() else [match])]
-    return root, [p for p in found if p.is_file() and (p == path or not any(
-        part.startswith(".") for part in p.relative_to(root).parts))]
+        yield path.parent, path
 
 
 def _walk(folder):

@@ -408,18 +408,18 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
                  default: int = -1) -> tuple[int, tuple[int, ...]]:
     """(separator, all ids that end a text), read from the files beside a tokenizer. The separator
     is the id that begins a text, or, if there is none, one that ends a text."""
-    named = [read_record(folder / n) for n in ("tokenizer_config.json", "special_tokens_map.json")]
-    numbered = [read_record(folder / n) for n in ("generation_config.json", "config.json")]
-    if isinstance(text := numbered[1].get("text_config"), dict):    # (of a model with other towers)
-        numbered.append(text)
+    records = [read_record(folder / f"{name}.json") for name in (
+        "tokenizer_config", "special_tokens_map", "generation_config", "config")]
+    if isinstance(text := records[-1].get("text_config"), dict):    # (of a model with other towers)
+        records.append(text)
 
     def ids(name):
-        tokens = [r.get(name) for r in named]
-        tokens = [t.get("content") if isinstance(t, dict) else t for t in tokens]
-        found = [id_of(t) for t in tokens if isinstance(t, str)]
-        for record in numbered:
-            value = record.get(f"{name}_id")
-            found += value if isinstance(value, list) else [value]
+        found = []
+        for record in records:
+            token, numbers = record.get(name), record.get(f"{name}_id")
+            token = token.get("content") if isinstance(token, dict) else token
+            found += [id_of(token)] if isinstance(token, str) else []
+            found += numbers if isinstance(numbers, list) else [numbers]
         return [i for i in found if isinstance(i, int) and i >= 0]
 
     begin, end = ids("bos_token"), ids("eos_token")
