@@ -176,7 +176,7 @@ def _jsonl_files(path):
 
 
 def lacks(field: str, there: Sequence[str] | dict[str, Any]) -> str:
-    """What to say of an object without this field."""
+    """What to say of what has these names, and not this one."""
     names = ", ".join(map(repr, list(there)[:5])) or "nothing"
     return f"no field {field!r}, it has {names[:80]}{did_you_mean(field, there)}"
 
@@ -238,16 +238,12 @@ class Arrays:
                               f"files")
         for name in names:
             if name not in self.arrays:
-                raise ConfigError(f"{path}: no array {name!r}, it has {', '.join(self.arrays)}"
-                                  + did_you_mean(name, self.arrays))
-        if "seeds" in self.arrays:
-            raise ConfigError(f"{path}: an array 'seeds', the name of every batch's random "
-                              f"numbers; give it another name")
+                raise ConfigError(f"{path}: {lacks(name, self.arrays)}")
         lengths = {name: a.shape[0] if a.ndim else 0 for name, a in self.arrays.items()}
-        if len(set(lengths.values())) > 1:
-            rows = ", ".join(f"{name} {n}" for name, n in lengths.items())
-            raise ConfigError(f"{path}: its arrays have different numbers of rows ({rows}); "
-                              f"expected one row in each for each example")
+        if len(set(lengths.values())) > 1 or "seeds" in lengths:
+            raise ConfigError(f"{path}: arrays with these rows: {lengths}; expected a row in each "
+                              f"for each example, and no name 'seeds' (of every batch's random "
+                              f"numbers)")
         self.fingerprint = hashlib.sha256("".join(
             p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
         marks = np.zeros(next(iter(lengths.values())), bool)        # (_split takes the last tenth)
@@ -310,12 +306,12 @@ def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.nd
     to 32, which devices compute in."""
     batch = {name: np.stack([e[name] for e in examples]) for name in examples[0]}
     for name, x in batch.items():
-        dtype = np.dtype({"i8": "i4", "u8": "i4", "f8": "f4"}.get(x.dtype.str[1:], x.dtype))
-        if dtype.kind == "i" and x.dtype.itemsize == 8:
-            bounds = np.iinfo(dtype)
-            if (bad := (x < bounds.min) | (x > bounds.max)).any():
+        if x.dtype.itemsize == 8:
+            found = x.astype(np.float32 if x.dtype.kind == "f" else np.int32)
+            if found.dtype.kind == "i" and (bad := found != x).any():
                 raise ConfigError(f"{name} has {x[bad][0]}, which does not fit in 32 bits")
-        batch[name] = x.astype(dtype.newbyteorder("="))
+            x = found
+        batch[name] = x.astype(x.dtype.newbyteorder("="))
     return batch
 
 
