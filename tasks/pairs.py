@@ -83,9 +83,9 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     samples = None if is_array else answers(config.sample_prompts, lambda sources: to_batch(
         [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[1]))
     init, loss, _ = language(config)
-    return Task(init, to_batch, loss, predict, pairs, held_out, show=show,
+    return Task(init, to_batch, loss, predict, pairs, held_out, tokenizer=tokenizer, show=show,
                 metric=metric if config.metric else None,
-                predicted=None if config.metric else 1, samples=samples, tokenizer=tokenizer,
+                predicted=None if config.metric else 1, samples=samples,
                 flops=flops_of_update(config))
 
 

@@ -92,12 +92,12 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     predict, show = preview(tokenizer, write, begin,
                             question_in(asked, max(room // 2, room - NEW_IDS)))
     init, loss, _ = language(config)
-    return Task(init=init, loss=loss, collate=lambda examples: data.collate(examples, T),
+    return Task(init=init, loss=loss, tokenizer=tokenizer,
+                collate=lambda examples: data.collate(examples, T),
                 predict=predict, examples=training_rows(config, sources) if rows is None else rows,
                 held_out=mixed(list(held_out.values())),
                 sources={name: len(part) for name, part in held_out.items()},
                 show=show, predicted=1, flops=flops_of_update(config),
                 samples=continuations(config.sample_prompts, tokenizer, room, write,
                                       sources.has_chats),
-                tokenizer=tokenizer,
                 bits_per_nat=weight / size / math.log(2) if size else None)

@@ -18,7 +18,7 @@ from tests.common import SMALL, full, go, net, peer, published_files, refused
 from tests.disk.test_chats import MARKED, PLAIN
 from tests.helpers import ROOT, TINY, learn, run_of
 from zigzag.core.errors import ConfigError, RunError
-from zigzag.disk import encoding, output, reading
+from zigzag.disk import output, reading
 from zigzag.disk.corpus import Corpus, opened_sources
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.packing import Documents
