@@ -110,7 +110,6 @@ class Flags:
     field: str = "text"         # the text in lines of JSON, or the column of .parquet
     weight_field: str = ""      # weights in lines of JSON, or in a column of .parquet: a number for
                                 # a text, or a list with one for each token
-    encoding: str = "utf-8"     # how text files are encoded: latin-1, utf-16 ...
     strict: bool = False        # stop at the first thing that cannot be read, not skip it
     cores: int = 0              # processes that encode; 0: as many as there are cores
 
@@ -128,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if vocab_size and vocab_size < 300:
         raise ConfigError(f"--vocab_size {vocab_size}: at least 300 (256 bytes and some pieces), "
                           f"or 0 for bytes alone")
-    options = Options(flags.field, flags.encoding, flags.strict, weight_field=flags.weight_field)
+    options = Options(flags.field, flags.strict, weight_field=flags.weight_field)
     corpus = prepare(paths, flags.out, vocab_size, tokenizer, "", options, flags.cores)
     print(summary(corpus.record), corpus, sep="\n")
 

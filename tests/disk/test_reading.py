@@ -253,8 +253,8 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
     data.main([str(folder), "--out", str(tmp_path / "out"), *words])
     said = capsys.readouterr().out
     assert "read     5 files; skipped 3: 2 .png, 1 without a suffix" in said
-    hint = r"not utf-8 \(--encoding names another than that of b'caf\\xe9'\)"
-    assert re.search(rf"skipped  2 not utf-8; the first is .*latin.txt: {hint}", said)
+    hint = r"not UTF-8 \(b'caf\\xe9'; iconv converts it\)"
+    assert re.search(rf"skipped  2 not UTF-8; the first is .*latin.txt: {hint}", said)
     assert re.search(r"skipped  3 lines without text; the first is .*l line 2: not JSON", said)
     assert re.search(r"skipped  1 cut short or damaged; the first is .*short.txt.gz", said)
     corpus = Corpus(tmp_path / "out")
@@ -262,15 +262,14 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
     assert corpus.tokenizer.decode([*corpus.train, *corpus.held_out]).count("t") == (
         WORDS + "two").count("t")
     shown = corpus_file.Sources([corpus], [""]).described(9)
-    assert "skipped 3: 2 .png" in shown and "skipped 2 not utf-8; the first is" in shown
+    assert "skipped 3: 2 .png" in shown and "skipped 2 not UTF-8; the first is" in shown
     for more, says in ((["--strict"], "strict"), (["--field", "body"], "no field 'body'")):
         assert says in refused(capsys, folder, "--out", tmp_path / "other", *words, *more,
                                main=data.main)
     assert "no text" in (error := refused(
         capsys, folder / "latin.txt", "--out", tmp_path / "p", *words, main=data.main))
-    assert "that can be read; " in error and "latin.txt: not utf-8" in error
-    data.main([str(folder / "latin.txt"), "--out", str(tmp_path / "p"), "--vocab_size", "0",
-               "--encoding", "latin-1"])
+    assert "that can be read; " in error and "latin.txt: not UTF-8" in error
+    data.main([str(folder / "good.txt"), "--out", str(tmp_path / "p"), "--vocab_size", "0"])
 
 
 def test_each_file_is_read_once_and_through_links(tmp_path):
@@ -309,11 +308,6 @@ def test_a_first_line_does_not_decide(tmp_path, name, begin, form):
     assert sum(n for n, _ in corpus.record["problems"].values()) == (begin.strip()[:1] in b"/{[")
     if form == "text":
         assert sorted(documents_of(corpus)) == sorted(row["text"] for row in rows)
-    (tmp_path / name).write_bytes("".join(
-        json.dumps(row) + "\n" for row in rows).encode("utf-16-be"))
-    other = data.prepare([str(tmp_path / name)], tmp_path / "other",
-                         options=reading.Options(encoding="utf-16-be"))
-    assert other.record["documents"] == 20 and not other.record["problems"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -369,11 +363,10 @@ def test_what_cannot_be_decoded_takes_nothing_else_with_it(tmp_path, small_piece
             (tmp_path / kind).mkdir(exist_ok=True)
             text = content if kind == "txt" else 2 * (json.dumps({"text": content}) + "\n")
             (tmp_path / kind / f"{name}.{kind}").write_bytes(
-                text.replace("@", "\x81").encode("latin-1"))
-    (tmp_path / "jsonl" / "e.jsonl").write_bytes(b'{"text": "\x81"}\n{"text": "e"}\n')
-    for kind, problems in (("txt", {"not cp1252": 2}), ("jsonl", {"lines without text": 5})):
-        corpus = data.prepare([str(tmp_path / kind)], tmp_path / f"{kind}.out",
-                              options=reading.Options(encoding="cp1252"))
+                text.replace("@", "\xff").encode("latin-1"))
+    (tmp_path / "jsonl" / "e.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "e"}\n')
+    for kind, problems in (("txt", {"not UTF-8": 2}), ("jsonl", {"lines without text": 5})):
+        corpus = data.prepare([str(tmp_path / kind)], tmp_path / f"{kind}.out")
         assert sorted(documents_of(corpus)) == sorted(
             ["first\n" * 99, "last"] * (1 + (kind == "jsonl")) + ["e"] * (kind == "jsonl"))
         assert {k: n for k, (n, _) in corpus.record["problems"].items()} == problems
@@ -427,20 +420,6 @@ def test_another_tokenizer_or_text_is_not_gone_on_with(tmp_path, monkeypatch, te
         lock(held)
         with pytest.raises(ConfigError, match="another process encodes into this folder"):
             encode(tmp_path / "in", tmp_path / "locked")
-
-
-def test_an_encoding_has_a_name(tmp_path):
-    """Replacement characters in place of letters."""
-    (tmp_path / "a.txt").write_bytes("café à la\n".encode("latin-1") * 900)
-    (tmp_path / "b.txt").write_bytes("café à la\n".encode("utf-16") * 900)
-    for name, spelled in (("a", "latin-1"), ("b", "utf-16")):
-        corpus = data.prepare([str(tmp_path / f"{name}.txt")], tmp_path / name,
-                              options=reading.Options(encoding=spelled))
-        assert "".join(documents_of(corpus)) == "café à la\n" * 900
-    with pytest.raises(ConfigError, match=r"skipped 1 .txt\)"):
-        data.prepare([str(tmp_path / "b.txt")], tmp_path / "p")
-    with pytest.raises(ConfigError, match="--encoding latin1x"):
-        data.main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "q"), "--encoding", "latin1x"])
 
 
 @pytest.mark.parametrize("packing", ["", "gz"])

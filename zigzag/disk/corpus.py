@@ -78,7 +78,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     check_can_make(str(out))
     check_others(out, "--out", "data.py", OF_ENCODING)
-    found = find(paths, flag, out, options) if paths else library_sources()
+    found = find(paths, flag, out) if paths else library_sources()
     options = examined(found.files, options, flag)
     folder = tokenizer.folder if tokenizer else None
     if options.form == "messages" and not has_template(folder):

@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import glob
 import gzip
-import io
 import json
 import lzma
 import os
@@ -48,17 +47,9 @@ MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\x
 class Options:
     """How to read."""
     field: str = "text"         # of lines of JSON and of .parquet
-    encoding: str = "utf-8"     # of text files
     strict: bool = False        # stop at the first thing that cannot be read
     form: str = "text"          # what lines of JSON are, by chats.form_of
     weight_field: str = ""      # of lines of JSON and of .parquet
-
-    def __post_init__(self):
-        try:
-            io.TextIOWrapper(io.BytesIO(), self.encoding)
-        except (LookupError, ValueError):
-            raise ConfigError(f"--encoding {self.encoding}: not an encoding that Python knows, "
-                              f"such as latin-1, utf-16, cp1252 or shift_jis") from None
 
 
 class File(NamedTuple):
@@ -112,8 +103,7 @@ def library_sources() -> Found:
                   for p in files], {})
 
 
-def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None,
-         options: Options = Options()) -> Found:
+def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None) -> Found:
     """The files to read under the paths: files, folders, patterns such as 'texts/*.txt', and - for
     the standard input, which is kept in `out`. In a fixed order, each once, without what is in
     `out`."""
@@ -125,7 +115,7 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None,
                 continue
             seen.add(real)
             try:
-                file = _look_at(p, p.relative_to(root).as_posix(), options)
+                file = _look_at(p, p.relative_to(root).as_posix())
             except OSError as e:
                 raise ConfigError(f"{p}: cannot be read ({e.strerror})") from None
             if isinstance(file, File):
@@ -198,7 +188,7 @@ def is_prepared(folder: Path) -> bool:
     return path.is_file() and b'"tokenizer"' in path.read_bytes()
 
 
-def _look_at(path, name, options):
+def _look_at(path, name):
     """The File at a path, or the kind that it is skipped as."""
     with open(path, "rb") as f:
         begin, size = f.read(8), os.fstat(f.fileno()).st_size
@@ -210,7 +200,7 @@ def _look_at(path, name, options):
         inner = inner.with_suffix("")
     suffix, file = inner.suffix.lower(), File(name, str(path), "lines", packing, size)
     may_be_lines = suffix == ".json" or name == "stdin"
-    sample = _beginning(file, options, PIECE if may_be_lines else 8192)
+    sample = _beginning(file, PIECE if may_be_lines else 8192)
     if "\0" in sample[:8192]:
         return path.suffix.lower() or "without a suffix"
     if suffix == ".json" and sample.lstrip().startswith("["):
@@ -220,11 +210,11 @@ def _look_at(path, name, options):
     return file._replace(kind="text")
 
 
-def _beginning(file, options, size):
+def _beginning(file, size):
     """The first characters of a file; nothing if they cannot be unpacked (`pieces` says so)."""
     text = ""
     with contextlib.suppress(Exception):
-        for part in _decoded(file, options, size):
+        for part in _decoded(file, size):
             text += part
             if len(text) >= size:
                 break
@@ -257,25 +247,22 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
     except Exception as e:      # (each library has errors of its own)
         kind, why = "cut short or damaged", one_line(e)
         if isinstance(e, UnicodeDecodeError):
-            kind, why = f"not {options.encoding}", f"--encoding names another than {_near(e)}"
+            near = bytes(e.object[max(e.start - 16, 0):e.end])
+            kind, why = "not UTF-8", f"{near!r}; iconv converts it"
         elif isinstance(e, LookupError):
             kind = f"without the column {options.field!r}"
         kept = f"; what comes before {place(file, start)} is kept" if start else ""
         yield Piece(file, start, "", Trouble(kind, f"{file.path}: {kind} ({why}){kept}"))
 
 
-def _near(error):
-    return f"that of {bytes(error.object[max(error.start - 16, 0):error.end])!r}"
-
-
-def _texts(file, options):
+def _texts(file, _):
     """The text of a file, in pieces of whole lines."""
     if file.kind == "text" and (file.packing or file.size > PIECE):
-        for _ in _decoded(file, options):       # (it is read at all if it can be read to its end)
+        for _ in _decoded(file):        # (it is read at all if it can be read to its end)
             pass
     rest = ""
     try:
-        for text in _decoded(file, options):
+        for text in _decoded(file):
             rest += text
             while len(rest) > PIECE:
                 end = rest.find("\n", PIECE) + 1
@@ -292,11 +279,11 @@ def _texts(file, options):
     yield rest
 
 
-def _decoded(file, options, size=PIECE):
+def _decoded(file, size=PIECE):
     """The text of a file, as it comes. (Of lines, one with wrong bytes is no text: the others
     are.)"""
     errors = "surrogateescape" if file.kind == "lines" else "strict"
-    decoder = codecs.getincrementaldecoder(options.encoding)(errors)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
     with open(file.path, "rb") as raw:
         for part in UNPACKED[file.packing](raw, size):
             yield decoder.decode(part)
