@@ -44,7 +44,11 @@ class Template:
                         else token for name, token in special.items()
                         if name.endswith("_token") and token is not None}
         jinja2 = optional_package("jinja2", "a chat template")
-        self.text = _template_of(self.folder, config, name)
+        templates = _templates_of(self.folder)
+        if name not in templates:
+            raise ConfigError(f"{self.folder}: no chat template {name!r}; there are "
+                              f"{', '.join(templates) or 'none'}{did_you_mean(name, templates)}")
+        self.text = templates[name]
         self.environments = [_environment(jinja2, marks) for marks in (False, True)]
         self.compiled = {}
 
@@ -255,23 +259,18 @@ def _wrong_in(messages, answers=True):
 
 def has_template(folder: Path | None) -> bool:
     """Whether a tokenizer's folder has a chat template. (Bytes have no folder.)"""
-    return folder is not None and ((folder / "chat_template.jinja").is_file() or bool(
-        read_record(folder / "tokenizer_config.json").get("chat_template")))
+    return folder is not None and bool(_templates_of(folder))
 
 
-def _template_of(folder, config, name):
-    path, found = folder / "chat_template.jinja", config.get("chat_template")
-    if isinstance(found, list):
-        found = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
-    else:
-        found = {"default": found} if found else {}
+def _templates_of(folder):
+    """{name: chat template} of a tokenizer's folder."""
+    path = folder / "chat_template.jinja"
+    found = read_record(folder / "tokenizer_config.json").get("chat_template") or []
+    if not isinstance(found, list):
+        found = [{"name": "default", "template": found}]
     if path.is_file():
-        found["default"] = path.read_text(encoding="utf-8", errors="replace")
-    if not isinstance(found.get(name), str):
-        raise ConfigError(f"{folder}: no chat template {name!r}" + (
-            f"; there are {', '.join(map(str, found))}{did_you_mean(name, map(str, found))}"
-            if found else " (in chat_template.jinja, or tokenizer_config.json)"))
-    return found[name]
+        found.append({"name": "default", "template": path.read_text(errors="replace")})
+    return {str(t["name"]): t["template"] for t in found}
 
 
 def _environment(jinja2, marks):
