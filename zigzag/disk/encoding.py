@@ -2,7 +2,7 @@
 
     files -> pieces -> [ worker: read, encode ] x cores -> in order -> Output
 
-A piece is about a megabyte of text. Workers are processes (worker.py), because an encoder holds
+A piece is about a megabyte of text. Workers are processes (`serve`), because an encoder holds
 Python's lock while it makes lists. Results are written in the order of the pieces, so the files on
 disk do not depend on the number of workers, and memory holds a few pieces at a time. `Output` notes
 up to which piece everything is on disk: an encoding that was interrupted goes on from there.
@@ -12,6 +12,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import pickle
@@ -35,7 +36,7 @@ from zigzag.disk.chats import (
 )
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import File, Options, Piece, Trouble, counted, pieces, read
-from zigzag.disk.tokenizers import Tokenizer, hashed, is_tenth
+from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
 from zigzag.disk.weights import WrongWeight, as_weights
 
 WHOSE_TEMPLATE = ("the chat template of a published model: data.py --tokenizer DIR, or train.py "
@@ -135,6 +136,26 @@ def template_of(folder: Path) -> Template:
     return Template(folder)
 
 
+def serve() -> None:
+    """Answer each piece of the input with its result, or with the exception that it ended with."""
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)               # (what a library prints must not get among the results)
+    kind, path, options = pickle.load(source)
+    gc.disable()                # (it looks at all lists of ids, again and again, for nothing)
+    tokenizer = KINDS[kind](path)
+    while True:
+        try:
+            piece = pickle.load(source)
+        except EOFError:
+            return
+        try:
+            result = encode(piece, tokenizer, options)
+        except Exception as e:
+            result = e
+        pickle.dump(result, sink, pickle.HIGHEST_PROTOCOL)
+        sink.flush()
+
+
 # -------------------------------------------------------------------------------------------
 # On all cores
 
@@ -145,7 +166,7 @@ class Workers:
         env = {**os.environ, "TOKENIZERS_PARALLELISM": "false",
                "PYTHONPATH": str(Path(__file__).parents[2])}
         self.processes = [subprocess.Popen(
-            [sys.executable, "-m", "zigzag.disk.worker"], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "zigzag.disk.encoding"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, start_new_session=True, env=env) for _ in range(count)]
         self.idle = queue.SimpleQueue()
         for process in self.processes:
@@ -286,3 +307,7 @@ def summary(record: dict[str, Any]) -> str:
         *(f"learned  {line}" for line in about_learned(record)),
         f"made     {record['documents']:,} documents, {tokens:,} tokens, "
         f"{size / max(tokens, 1):.2f} bytes per token"])
+
+
+if __name__ == "__main__":
+    serve()
