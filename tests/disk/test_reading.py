@@ -176,7 +176,7 @@ def test_the_encoding_of_a_run_goes_on(tmp_path, monkeypatch, small_pieces):
     most = 5
     encode("in", stops=True)
     most = 10**6
-    assert encode("other.txt") == len(WORDS) // 500 + 1
+    assert encode("other.txt") == 1, "the beginning of another text"
     with contextlib.suppress(ConfigError):
         with corpus_file.opened([str(tmp_path / "in")], tmp_path / "refused"):
             raise ConfigError("too short")
