@@ -152,7 +152,9 @@ def _under(path, name, spool):
             shutil.copyfileobj(sys.stdin.buffer, f, PIECE)
         yield spool, spool / "stdin"
     elif glob.has_magic(str(path)) and not os.path.exists(path):
-        matches = sorted(glob.glob(str(path), recursive=True))
+        # (Not where links go round in circles.)
+        matches = [match for match in sorted(glob.glob(str(path), recursive=True))
+                   if os.path.exists(match)]
         if not matches:
             raise ConfigError(f"{name}: no file matches it")
         for match in matches:
@@ -258,11 +260,11 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
 def _texts(file, _):
     """The text of a file, in pieces of whole lines."""
     if file.kind == "text" and (file.packing or file.size > PIECE):
-        for _ in _decoded(file):        # (it is read at all if it can be read to its end)
+        for _ in _decoded(file, PIECE):     # (it is read at all if it can be read to its end)
             pass
     rest = ""
     try:
-        for text in _decoded(file):
+        for text in _decoded(file, PIECE):
             rest += text
             while len(rest) > PIECE:
                 end = rest.find("\n", PIECE) + 1
@@ -279,7 +281,7 @@ def _texts(file, _):
     yield rest
 
 
-def _decoded(file, size=PIECE):
+def _decoded(file, size):
     """The text of a file, as it comes. (Of lines, one with wrong bytes is no text: the others
     are.)"""
     errors = "surrogateescape" if file.kind == "lines" else "strict"
