@@ -13,7 +13,6 @@ jax.
 """
 
 import dataclasses
-import sys
 from typing import Any, Sequence
 
 import numpy as np
@@ -23,7 +22,7 @@ from zigzag.core.files import read_at_random
 from zigzag.core.flags import from_flags, run_main
 from zigzag.disk.corpus import prepare
 from zigzag.disk.encoding import summary
-from zigzag.disk.packing import Packed, Part, parts_of
+from zigzag.disk.packing import Packed, Part, ids_of, parts_of
 from zigzag.disk.reading import Options
 from zigzag.disk.tokenizers import tokenizer_at
 from zigzag.disk.weights import finite_weights
@@ -45,15 +44,13 @@ class Windows:
     The tokens left over are dropped; a text of T tokens or fewer is one short example. With
     weights, an example is a Part: inputs, targets and their weights."""
 
-    def __init__(self, tokens: np.ndarray, length: int, count: int = sys.maxsize,
-                 vocab_size: int = 2**31, weights: np.ndarray | None = None):
+    def __init__(self, tokens: np.ndarray, length: int, vocab_size: int = 2**31,
+                 weights: np.ndarray | None = None):
         read_at_random(tokens)
         read_at_random(weights)
         self.tokens, self.length, self.vocab_size = tokens, length, vocab_size
         self.weights = weights      # of each token as a target
-        self.total = max(len(tokens) - 1, 0) // length or int(len(tokens) > 1)
-        # With a count: that number of examples, evenly spread, the same ones each time.
-        self.count = min(count, self.total)
+        self.count = max(len(tokens) - 1, 0) // length or int(len(tokens) > 1)
 
     def __len__(self) -> int:
         return self.count
@@ -61,15 +58,8 @@ class Windows:
     def __getitem__(self, i: int) -> np.ndarray | Part:
         if not 0 <= i < self.count:
             raise IndexError(i)
-        start = i * self.total // self.count * self.length
-        found = np.asarray(self.tokens[start:start + self.length + 1])
-        # (For an id that does not exist a device would silently look up another id's vector.)
-        if found.min(initial=0) < 0 or found.max(initial=0) >= self.vocab_size:
-            position = start + int(((found < 0) | (found >= self.vocab_size)).argmax())
-            raise ConfigError(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id "
-                              f"{self.tokens[position]} at position {position}; the vocabulary has "
-                              f"{self.vocab_size}")
-        ids = found.astype(np.int32)
+        start = i * self.length
+        ids = ids_of(self.tokens, start, start + self.length + 1, self.vocab_size)
         if self.weights is None:
             return ids
         return Part(ids[:-1], ids[1:], finite_weights(self.weights, start + 1, len(ids) - 1))
@@ -120,7 +110,6 @@ class Flags:
     field: str = "text"         # the text in lines of JSON, or the column of .parquet
     weight_field: str = ""      # weights in lines of JSON, or in a column of .parquet: a number for
                                 # a text, or a list with one for each token
-    encoding: str = "utf-8"     # how text files are encoded: latin-1, utf-16 ...
     strict: bool = False        # stop at the first thing that cannot be read, not skip it
     cores: int = 0              # processes that encode; 0: as many as there are cores
 
@@ -138,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if vocab_size and vocab_size < 300:
         raise ConfigError(f"--vocab_size {vocab_size}: at least 300 (256 bytes and some pieces), "
                           f"or 0 for bytes alone")
-    options = Options(flags.field, flags.encoding, flags.strict, weight_field=flags.weight_field)
+    options = Options(flags.field, flags.strict, weight_field=flags.weight_field)
     corpus = prepare(paths, flags.out, vocab_size, tokenizer, "", options, flags.cores)
     print(summary(corpus.record), corpus, sep="\n")
 

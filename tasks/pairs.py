@@ -15,8 +15,7 @@ import numpy as np
 import sample
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
-from zigzag.disk.corpus import kept_tokenizer, tokenizer_record
-from zigzag.disk.tokenizers import Bytes, Tokenizer
+from zigzag.disk.tokenizers import Bytes, Tokenizer, tokenizer_record
 from zigzag.generate.decoding import GREEDY
 from zigzag.generate.rows import cut_at_end
 from zigzag.hub.llama import special_ids
@@ -40,9 +39,8 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     config = checks.check_vocabulary(config, tokenizer.vocab_size)
     config = schedules.with_steps(config, len(own.train))
     record = {"fingerprint": digest, "tokenizer_sha256": "", **tokenizer_record(tokenizer)}
-    with kept_tokenizer(tokenizer, run, ready):
-        yield Learned(config, lambda: task_of(config, tokenizer, own.train, held_out), record,
-                      description, '--prompt "..."' if len(shape) == 1 else "--source FILE.npy")
+    yield Learned(config, lambda: task_of(config, tokenizer, own.train, held_out), record,
+                  description, '--prompt "..."' if len(shape) == 1 else "--source FILE.npy")
 
 
 def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequence) -> Task:
@@ -85,7 +83,7 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     samples = None if is_array else answers(config.sample_prompts, lambda sources: to_batch(
         [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[1]))
     init, loss, _ = language(config)
-    return Task(init, to_batch, loss, predict, pairs, held_out, show=show,
+    return Task(init, to_batch, loss, predict, pairs, held_out, tokenizer=tokenizer, show=show,
                 metric=metric if config.metric else None,
                 predicted=None if config.metric else 1, samples=samples,
                 flops=flops_of_update(config))

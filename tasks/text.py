@@ -9,10 +9,10 @@ from typing import Any, Iterator, Sequence
 import data
 import sample
 from zigzag.core.errors import ConfigError
-from zigzag.disk.corpus import Sources, opened_sources, tokenizer_record
-from zigzag.disk.mixture import Spread, mixed
+from zigzag.disk.corpus import Sources, opened_sources
+from zigzag.disk.mixture import mixed, spread
 from zigzag.disk.packing import parts_of, question_in
-from zigzag.disk.tokenizers import Tokenizer
+from zigzag.disk.tokenizers import Tokenizer, tokenizer_record
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
 from zigzag.run import checks, schedules
@@ -67,7 +67,7 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
     # The same rows each time, spread over all of the held-out text.
     count = max(1, config.eval_tokens // T // len(sources.evaluated))
-    held_out = {name: Spread(mixed([data.rows_of(c, split, T, pack, config.seed)
+    held_out = {name: spread(mixed([data.rows_of(c, split, T, pack, config.seed)
                                     for c, split in parts]), count)
                 for name, parts in sources.evaluated.items()}
     # (Their weights together, and the bytes of text that their targets stand for, each as often as
@@ -76,10 +76,10 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     for part in (p for rows in held_out.values() for row in rows for p in parts_of(row)):
         weight += part.weights.sum(dtype=float)
         size += float(lengths[part.targets] @ part.weights)
-    if config.eval_every and not weight and any(map(len, held_out.values())) and not (
-            sources.is_learned_in_part):
-        raise ConfigError("all held-out weights are 0, so there is nothing to evaluate; give "
-                          "--held_out other data, or --eval_every 0")
+    if config.eval_every and not weight and any(map(len, held_out.values())):
+        raise ConfigError("all held-out weights are 0 (of conversations: within --seq_len), so "
+                          "there is nothing to evaluate; give --held_out other data, a longer "
+                          "--seq_len, or --eval_every 0")
 
     def write(params, batch):
         more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)
@@ -92,7 +92,8 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
     predict, show = preview(tokenizer, write, begin,
                             question_in(asked, max(room // 2, room - NEW_IDS)))
     init, loss, _ = language(config)
-    return Task(init=init, loss=loss, collate=lambda examples: data.collate(examples, T),
+    return Task(init=init, loss=loss, tokenizer=tokenizer,
+                collate=lambda examples: data.collate(examples, T),
                 predict=predict, examples=training_rows(config, sources) if rows is None else rows,
                 held_out=mixed(list(held_out.values())),
                 sources={name: len(part) for name, part in held_out.items()},

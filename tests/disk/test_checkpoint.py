@@ -133,8 +133,8 @@ def test_a_state_keeps_what_is_no_float(tmp_path, kept):
 
 
 @pytest.mark.parametrize("kept, says", [
-    (lambda: jax.random.key(1), "key_data"), (lambda: jnp.zeros((0, 3)), "without elements"),
-    (lambda: jnp.zeros(4, "int4"), "fewer than 8 bits")], ids=["key", "empty", "int4"])
+    (lambda: jax.random.key(1), "key_data"), (lambda: jnp.zeros((0, 3)), "are not empty"),
+    (lambda: jnp.zeros(4, "int4"), "at least 8 bits")], ids=["key", "empty", "int4"])
 def test_a_state_that_no_checkpoint_holds_is_one_line(tmp_path, kept, says):
     """A run that trains for an hour, and ends at its first save."""
     def step(state, batch, gradients, update):
@@ -218,13 +218,9 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("record, says", [
-    (b"", "not a JSON object"), (b"{", "not a JSON object"), (b"[1]", "not a JSON object"),
-    (b"null", "not a JSON object"), (b"\xff", "not a JSON object"),
-    (b'{"name": 1}', "no configuration"), (None, "cannot be read"),
-    (b'{"biases": true}', "damaged: biases is True"), (b'{"layers": 1.5}', "layers is 1.5"),
-    (b'{"rope_scaling": -1}', "rope_scaling is -1"), (b'{"kernel": []}', "kernel is \\[\\]"),
-    (b'{"dropout": false}', "dropout is False"), (b'{"published": {}}', "published is {}"),
-    (b'{"layers": 2, "tokenizer": []}', "tokenizer is"),
+    (b"", "no run there"), (b"{", "cannot be read"), (b"[1]", "cannot be read"),
+    (b"null", "cannot be read"), (b"\xff", "cannot be read"), (None, "cannot be read"),
+    (b'{"name": 1}', "no configuration"),
     (b'{"layers": 2, "published": "{}"}', "with its model_type"),
     (b'{"layers": 2, "published": "[3"}', "with its model_type"),
     (b'{"layers": 2, "published": "{\\"model_type\\": []}"}', "with its model_type")])
@@ -263,7 +259,7 @@ def test_another_network_does_not_continue_a_run(tmp_path):
     """A run with a window that continues without one, since the shapes are the same."""
     (tmp_path / "config.json").write_text(json.dumps(
         {**OLD, "format": 0, "network": "transformer", "window": 8}))
-    with pytest.raises(ConfigError, match="of the network transformer, .* leave --model out"):
+    with pytest.raises(ConfigError, match="with network 'transformer', and 'decoder' was given"):
         checkpoint.check_run_folder(str(tmp_path), facts_of(make(**OLD)),
                                     functools.partial(read_old, train.Config), {})
 
@@ -340,16 +336,6 @@ def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
     assert record["changes"] == [{"step": 4, "lr": [0.015625, 0.001]}]
 
 
-@pytest.mark.full
-def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(run):
-    """A run that cannot be continued because the name of its damaged checkpoint is taken."""
-    (run / "checkpoints/damaged-6").mkdir()
-    (run / "checkpoints/damaged-6-1").mkdir()
-    largest(run / "checkpoints/6/params").unlink()
-    learn(make(steps=7, save_every=9, out=str(run)))
-    assert (run / "checkpoints/damaged-6-2/meta").is_dir()
-
-
 def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itself(run):
     """A new run that overwrites the metrics of one whose checkpoints are all damaged."""
     for step in (2, 4, 6):
@@ -394,9 +380,9 @@ def of_any_weights(params, batch):
 
 EDITS = {
     "a new weight": (lambda w, make: w.update(extra=make(2, 32)),
-                     "layers.extra is new: float32[2, 32]"),
+                     "layers.extra was not there and is float32[2, 32]"),
     "no gate": (lambda w, make: w.pop("w_gate"),
-                "layers.w_gate is gone: it was float32[2, 32, 64]"),
+                "layers.w_gate was float32[2, 32, 64] and is gone"),
     "a wider one": (lambda w, make: w.update(w_up=make(2, 32, 96)),
                     "layers.w_up was float32[2, 32, 64] and is float32[2, 32, 96]"),
     "many": (lambda w, make: w.update({f"more_{i}": make(2) for i in range(9)}), "; and 3 more)")}

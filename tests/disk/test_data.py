@@ -18,6 +18,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.files import sha256
 from zigzag.disk import reading
 from zigzag.disk.corpus import Corpus
+from zigzag.disk.mixture import spread
 from zigzag.disk.output import FORMAT, SPLITS
 from zigzag.disk.tokenizers import Bytes, is_tenth
 
@@ -66,7 +67,6 @@ def test_bytes_and_pieces_give_the_text_back(tmp_path, text):
             ids = tokenizer.encode(words)
             assert tokenizer.decode(ids) == words
             assert tokenizer.lengths()[ids].sum() == len(words.encode())
-        assert tokenizer.decode(tokenizer.encode(b"\xff\xfe")) is not None
         with pytest.raises(UnicodeEncodeError):
             tokenizer.encode("\udcff")
     assert len(corpus.tokenizer.encode("7 and 8 are 15\n")) < 12, "it has learned pieces"
@@ -108,11 +108,9 @@ def test_data_that_was_changed_is_refused(tmp_path, text):
 
     assert "not what data.json says" in says("train.bin", flip)
     assert "not what data.json says" in says("held_out.bin", flip)
-    assert "not a whole number" in says("train.bin", lambda raw: raw[:-1])
-    assert "data.json" in says("train.bin", lambda raw: raw + raw[:20])
-    assert "data.json" in says("train.bin", lambda raw: b"")
-    assert re.search("tokens; data.json says|whole number of uint32",
-                     says("data.json", lambda raw: raw.replace(b"uint16", b"uint32")))
+    for change in (lambda raw: raw[:-1], lambda raw: raw + raw[:20], lambda raw: b""):
+        assert "data.json says" in says("train.bin", change)
+    assert "data.json says" in says("data.json", lambda raw: raw.replace(b"uint16", b"uint32"))
     assert "was changed, or is damaged" in says("tokenizer.model", flip)
     for raw in (b"", b"{", b"[]", b"null"):
         assert "not a folder made by data.py" in says("data.json", lambda _, raw=raw: raw)
@@ -198,8 +196,8 @@ def test_windows_cover_everything_once():
     rows = data.Windows(np.arange(101), 10)
     assert len(rows) == 10 and [r[0] for r in rows] == list(range(0, 100, 10))
     assert all(len(r) == 11 for r in rows)
-    few = data.Windows(np.arange(101), 10, 3)
-    assert [few[i][0] for i in range(3)] == [0, 30, 60]
+    few = spread(rows, 3)
+    assert [few[i][0] for i in range(3)] == [0, 30, 60] and len(spread(rows, 99)) == 10
 
 
 def test_bad_data_is_one_line(capsys, tmp_path):
@@ -215,7 +213,7 @@ def test_bad_data_is_one_line(capsys, tmp_path):
     assert "--seq_len 128" in refused(capsys, "--data", tmp_path / "short.txt", "--out", out)
     assert not out.exists(), "what was prepared for a run that was refused is gone"
     assert "empty path" in refused(capsys, "--data", "", "--out", out)
-    assert "is a file" in refused(capsys, "--out", tmp_path / "file")
+    assert "Not a directory" in refused(capsys, "--out", tmp_path / "file")
     assert "no run" in refused(capsys, "--run", tmp_path / "none", main=sample.main)
     assert "no PATH" in refused(capsys, "--out", out, main=data.main)
     assert "at least 300" in refused(capsys, tmp_path / "short.txt", "--vocab_size", 50,
@@ -227,9 +225,9 @@ def test_messages_of_data_py_speak_of_its_own_words(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     data.prepare([str(tmp_path / "a.txt")], tmp_path / "made")
     (tmp_path / "empty").write_text("")
-    for path, says in (("made", "was made by data.py: its text is encoded already"),
+    for path, says in (("made", "was made by data.py: its text is encoded already; give it to"),
                        ("empty", "no text in it; expected text files"), ("b.txt", "'a.txt'")):
         error = refused(capsys, tmp_path / path, "--out", tmp_path / "out", main=data.main)
         assert error.startswith(f"error: {tmp_path / path}") and says in error
-    with pytest.raises(ConfigError, match="--data .*made was made by data.py: give it alone"):
+    with pytest.raises(ConfigError, match="--data .*made was made by data.py: .*, alone or with"):
         reading.find([str(tmp_path / "made"), str(tmp_path / "a.txt")])

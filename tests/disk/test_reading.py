@@ -21,7 +21,7 @@ import data
 from tests.common import refused
 from tests.helpers import ROOT
 from zigzag.core.errors import ConfigError, RunError
-from zigzag.core.files import run_has_begun
+from zigzag.core.files import lock, run_has_begun
 from zigzag.disk import corpus as corpus_file
 from zigzag.disk import encoding, output, reading
 from zigzag.disk.corpus import Corpus
@@ -78,7 +78,7 @@ def test_every_kind_of_file_gives_its_documents(tmp_path, kind):
 
 
 def corpus_files(folder, count=30, size=2000):
-    """Files of lines, of which some are larger than a task."""
+    """Files of lines, of which some are larger than a piece."""
     rng, words = np.random.default_rng(1), WORDS.split()
     folder.mkdir()
     for i in range(count):
@@ -89,7 +89,7 @@ def corpus_files(folder, count=30, size=2000):
 
 
 @pytest.fixture
-def small_tasks(monkeypatch):
+def small_pieces(monkeypatch):
     monkeypatch.setattr(reading, "PIECE", 500)
 
 
@@ -97,9 +97,9 @@ def all_files(folder):
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != "data.json"}
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, small_tasks):
-    """Results that are written in the order in which they come; documents that are cut where a task
-    ends; a worker with another tokenizer."""
+def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, small_pieces):
+    """Results that are written in the order in which they come; documents that are cut where a
+    piece ends; a worker with another tokenizer."""
     corpus_files(tmp_path / "in")
     made = data.prepare([str(tmp_path / "in")], tmp_path / "out1", 400, cores=1)
     monkeypatch.setattr(encoding, "FEW", 0)
@@ -110,23 +110,24 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, small_ta
     assert (np.array(whole.train) == np.array(made.train)).all()
 
 
-def test_an_interrupted_encoding_goes_on(tmp_path, monkeypatch, small_tasks):
+def test_an_interrupted_encoding_goes_on(tmp_path, monkeypatch, small_pieces):
     """Tokens that are lost or doubled around the place of an interruption; a half that looks
-    complete."""
+    complete, or that goes on with other settings."""
     corpus_files(tmp_path / "in")
-    data.prepare([str(tmp_path / "in")], tmp_path / "whole", 400)
+    for size in (400, 500):
+        data.prepare([str(tmp_path / "in")], tmp_path / f"whole{size}", size)
     monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
     add = output.Output.add
-    for stop in (1, 8, 60):
-        out, count = tmp_path / f"out{stop}", []
+    for stop, size in ((1, 400), (8, 400), (60, 400), (8, 500)):
+        out, count = tmp_path / f"out{stop}{size}", []
 
-        def failing(self, task, found, stop=stop, count=count):
+        def failing(self, found, stop=stop, count=count):
             count.append(1)
             if len(count) > stop:
                 self.files["bin"].write(b"half")
                 self.files["bin"].flush()
                 raise OSError(28, "No space left on device")
-            add(self, task, found)
+            add(self, found)
 
         monkeypatch.setattr(output.Output, "add", failing)
         with pytest.raises(RunError, match="No space left.*give the same command again"):
@@ -134,24 +135,26 @@ def test_an_interrupted_encoding_goes_on(tmp_path, monkeypatch, small_tasks):
         monkeypatch.setattr(output.Output, "add", add)
         with pytest.raises(ConfigError, match="not a folder made by data.py"):
             Corpus(out)
-        with pytest.raises(ConfigError, match="interrupted, and that had other vocab_size"):
-            data.prepare([str(tmp_path / "in")], out, 500)
-        data.prepare([str(tmp_path / "in")], out, 400)
-        assert all_files(out) == all_files(tmp_path / "whole"), stop
+        with pytest.raises(ConfigError, match="an encoding that was interrupted"):
+            with corpus_file.opened([str(out)], tmp_path / "run"):
+                pass
+        data.prepare([str(tmp_path / "in")], out, size)
+        assert all_files(out) == all_files(tmp_path / f"whole{size}"), (stop, size)
 
 
-def test_the_encoding_of_a_run_goes_on(tmp_path, monkeypatch, small_tasks):
-    """A run that was killed while it read an hour of text, and reads all of it again."""
+def test_the_encoding_of_a_run_goes_on(tmp_path, monkeypatch, small_pieces):
+    """A run that was killed while it read an hour of text, and reads all of it again; the beginning
+    of another text, which is kept."""
     corpus_files(tmp_path / "in")
     (tmp_path / "other.txt").write_text(WORDS)
     monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
     add, begun, most = output.Output.add, [], 5
 
-    def counting(self, task, found):
+    def counting(self, found):
         begun.append(1)
         if len(begun) > most:
             raise KeyboardInterrupt
-        add(self, task, found)
+        add(self, found)
 
     monkeypatch.setattr(output.Output, "add", counting)
 
@@ -165,13 +168,11 @@ def test_the_encoding_of_a_run_goes_on(tmp_path, monkeypatch, small_tasks):
 
     encode("in", stops=True)
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["data.part"]
-    most, whole = 10**6, len([task for file in reading.find([str(tmp_path / "in")]).files
-                              for task in reading.tasks(file, reading.Options())])
+    most, whole = 10**6, len([piece for file in reading.find([str(tmp_path / "in")]).files
+                              for piece in reading.pieces(file, reading.Options())])
     assert encode("in") == whole - 5
-    monkeypatch.setattr(output.Output, "add", add)
     data.prepare([str(tmp_path / "in")], tmp_path / "whole")
     assert all_files(tmp_path / "run" / "data") == all_files(tmp_path / "whole")
-    monkeypatch.setattr(output.Output, "add", counting)
     most = 5
     encode("in", stops=True)
     most = 10**6
@@ -188,12 +189,9 @@ def test_an_interruption_at_the_end_changes_nothing(tmp_path, monkeypatch, texts
     """Final files that are made once more of what is final already."""
     write(tmp_path / "in", "txt", texts)
     data.prepare([str(tmp_path / "in")], tmp_path / "whole")
-
     monkeypatch.setattr(output, "PART", 1000)
 
-    def count(where, name):
-        function, calls = getattr(where, name), []
-
+    def count(function, calls):
         def counted(*args):
             calls.append(1)
             if len(calls) == stop:
@@ -202,24 +200,21 @@ def test_an_interruption_at_the_end_changes_nothing(tmp_path, monkeypatch, texts
 
         return counted
 
-    for name, stop in (("mapped", 1), ("mapped", 3), ("repeat", 2), ("repeat", 3),
-                       ("write_json", 2), ("shutil", 1)):
+    for where, name, stop in ((output, "mapped", 1), (output, "mapped", 3), (output, "_write", 1),
+                              (output, "_write", 2), (corpus_file, "copy_files", 1),
+                              (corpus_file, "write_json", 1)):
         out = tmp_path / f"{name}{stop}"
         with monkeypatch.context() as patch:
-            if name == "shutil":
-                patch.setattr(corpus_file, "write_json", lambda *_: 1 / 0)
-            else:
-                where = np if name == "repeat" else output      # (np.repeat: in the middle)
-                patch.setattr(where, name, count(where, name))
-            with contextlib.suppress(KeyboardInterrupt, ZeroDivisionError):
+            patch.setattr(where, name, count(getattr(where, name), []))
+            with pytest.raises(KeyboardInterrupt):
                 data.prepare([str(tmp_path / "in")], out)
-        if not (out / "data.json").exists():
-            data.prepare([str(tmp_path / "in")], out)
+        assert not (out / "data.json").exists()
+        data.prepare([str(tmp_path / "in")], out)
         assert all_files(out) == all_files(tmp_path / "whole"), (name, stop)
 
 
 def test_a_file_that_breaks_off_is_named(tmp_path):
-    """Half a corpus, and no word about it."""
+    """Half a corpus, and no word about it; half a text that is learned as a whole one."""
     package = pytest.importorskip("zstandard")
     lines = "".join(json.dumps({"text": f"text {i} " + WORDS[i:i + 90]}) + "\n"
                     for i in range(3000))
@@ -231,40 +226,50 @@ def test_a_file_that_breaks_off_is_named(tmp_path):
             (tmp_path / name).write_bytes(raw[:-cut])
             out = tmp_path / f"{name}{cut}"
             corpus = data.prepare([str(tmp_path / name)], out)
-            assert "cut short or damaged" in corpus.record["problems"], (name, cut)
-            assert documents_of(corpus)[0].startswith("text 0 ")
+            (kind, (_, first)), = corpus.record["problems"].items()
+            assert kind == "cut short or damaged" and "what comes before line" in first
+            found = documents_of(corpus)
+            assert found[0].startswith("text 0 ") and all(text in lines for text in found)
         (tmp_path / name).write_bytes(raw)
         assert len(documents_of(data.prepare([str(tmp_path / name)], tmp_path / name[2:]))) == 3000
 
 
-def test_what_is_skipped_is_counted_and_named(tmp_path, capsys):
+@pytest.mark.parametrize("pieces", [False, True])
+def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
     """A corpus of which two thirds are missing without a word; one bad document that stops all
-    others."""
-    folder = tmp_path / "in"
+    others; Latin-1 that is learned as raw bytes, or of which a tokenizer makes pieces."""
+    folder, words = tmp_path / "in", ["--vocab_size", "300" if pieces else "0"]
     folder.mkdir()
     (folder / "good.txt").write_text(WORDS)
     (folder / "latin.txt").write_bytes("café\n".encode("latin-1") * 9)
+    (folder / "long.txt").write_bytes(b"text\n" * 2**18 + b"\xff")
     (folder / "a.png").write_bytes(b"\x89PNG\r\n\0\0")
     (folder / "b.png").write_bytes(b"\x89PNG\r\n\0\0")
     (folder / "noname").write_bytes(b"\0" * 9)
-    (folder / "lines.jsonl").write_text(
-        '{"text": "one"}\nnot json\n{"other": 1}\n{"text": "two"}\n')
+    (folder / "lines.jsonl").write_bytes(
+        b'{"text": "one"}\nnot json\n{"other": 1}\n{"text": "\xff"}\n{"text": "two"}\n')
     whole = gzip.compress(b"a line of text\n" * 9000)
     (folder / "short.txt.gz").write_bytes(whole[:len(whole) // 2])
-    data.main([str(folder), "--out", str(tmp_path / "out"), "--vocab_size", "300"])
+    data.main([str(folder), "--out", str(tmp_path / "out"), *words])
     said = capsys.readouterr().out
-    assert "read     4 files; skipped 3: 2 .png, 1 without a suffix" in said
-    assert re.search(r"skipped  1 not UTF-8; the first is .*latin.txt: not UTF-8 at byte 3", said)
-    assert re.search(r"skipped  2 lines without a text; the first is .*at byte 16: not JSON", said)
+    assert "read     5 files; skipped 3: 2 .png, 1 without a suffix" in said
+    hint = r"not UTF-8 \(b'caf\\xe9'; iconv converts it\)"
+    assert re.search(rf"skipped  2 not UTF-8; the first is .*latin.txt: {hint}", said)
+    assert re.search(r"skipped  3 lines without text; the first is .*l line 2: not JSON", said)
     assert re.search(r"skipped  1 cut short or damaged; the first is .*short.txt.gz", said)
-    record = Corpus(tmp_path / "out").record
-    assert record["documents"] == 4, "good, one, two, what is left"
-    shown = corpus_file.Sources([Corpus(tmp_path / "out")], [""]).described(9)
-    assert "skipped 3: 2 .png" in shown and "skipped 1 not UTF-8; the first is" in shown
+    corpus = Corpus(tmp_path / "out")
+    assert corpus.record["documents"] == 3, "good, one, two"
+    assert corpus.tokenizer.decode([*corpus.train, *corpus.held_out]).count("t") == (
+        WORDS + "two").count("t")
+    shown = corpus_file.Sources([corpus], [""]).described(9)
+    assert "skipped 3: 2 .png" in shown and "skipped 2 not UTF-8; the first is" in shown
     for more, says in ((["--strict"], "strict"), (["--field", "body"], "no field 'body'")):
-        error = refused(capsys, folder, "--out", tmp_path / "other", "--vocab_size", 0, *more,
-                        main=data.main)
-        assert says in error, error
+        assert says in refused(capsys, folder, "--out", tmp_path / "other", *words, *more,
+                               main=data.main)
+    assert "no text" in (error := refused(
+        capsys, folder / "latin.txt", "--out", tmp_path / "p", *words, main=data.main))
+    assert "that can be read; " in error and "latin.txt: not UTF-8" in error
+    data.main([str(folder / "good.txt"), "--out", str(tmp_path / "p"), "--vocab_size", "0"])
 
 
 def test_each_file_is_read_once_and_through_links(tmp_path):
@@ -277,7 +282,7 @@ def test_each_file_is_read_once_and_through_links(tmp_path):
     (disk / "above").symlink_to(folder)
     everything = {str(path / name) for path in (folder, disk) for name in names}
     for words in ([folder], [folder, disk, folder / "00.txt"], [folder / "*"], [folder / "**"],
-                  [folder / "0[0-3].txt", disk]):
+                  [folder / "0[0-3].txt", disk, folder]):
         found = reading.find([str(word) for word in words]).files
         assert sorted(os.path.realpath(file.path) for file in found) == sorted(everything), words
     assert reading.find([str(folder)]).files[-1].name == "part/07.txt"
@@ -298,16 +303,11 @@ def test_a_first_line_does_not_decide(tmp_path, name, begin, form):
     corpus = data.prepare([str(tmp_path / name)], tmp_path / "out")
     assert corpus.record["documents"] == 20
     (tmp_path / name).write_bytes(begin + json.dumps(rows[0]).encode())
-    assert reading.form_of_files(reading.find([str(tmp_path / name)]).files,
-                                 reading.Options()) == form
+    assert reading.examined(reading.find([str(tmp_path / name)]).files, reading.Options(),
+                            "").form == form
     assert sum(n for n, _ in corpus.record["problems"].values()) == (begin.strip()[:1] in b"/{[")
     if form == "text":
         assert sorted(documents_of(corpus)) == sorted(row["text"] for row in rows)
-    (tmp_path / name).write_bytes("".join(
-        json.dumps(row) + "\n" for row in rows).encode("utf-16-be"))
-    other = data.prepare([str(tmp_path / name)], tmp_path / "other",
-                         options=reading.Options(encoding="utf-16-be"))
-    assert other.record["documents"] == 20 and not other.record["problems"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -324,24 +324,21 @@ def test_a_file_without_the_field_stops_no_other(tmp_path, kind):
     corpus = data.prepare([str(tmp_path / "in")], tmp_path / "out")
     assert sorted(documents_of(corpus)) == sorted(TEXTS)
     found = {kind: n for kind, (n, _) in corpus.record["problems"].items()}
-    assert found == ({"lines without a text": 3} if kind == "jsonl" else
-                     {"without the column 'text'": 1, "rows without a text": 3})
-    with pytest.raises(ConfigError, match="'id'" if kind == "jsonl" else "it has id; --field"):
+    assert found == ({"lines without text": 3} if kind == "jsonl" else
+                     {"without the column 'text'": 1, "rows without text": 3})
+    with pytest.raises(ConfigError, match="it has 'id'"):
         data.prepare([str(tmp_path / f"in/b.{kind}")], tmp_path / "none", 300)
-    assert kind == "parquet" or not (tmp_path / "none").exists(), "refused before any work"
+    assert not (tmp_path / "none/data.json").exists()
 
 
 def test_an_array_of_examples_is_not_learned_as_text(tmp_path):
     """Braces and names of fields that are learned, because they are in one array."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=1))
-    (folder / "b.json").write_text(json.dumps([{"prompt": "a", "completion": "b"}] * 9))
-    with pytest.raises(ConfigError, match=r"skipped 2 \.json with an array .*jq -c"):
-        data.prepare([str(folder)], tmp_path / "none")
-    for text in ("[1, 2]", '[{"id": 1}]', '{"text": "one"}', "[", ""):
-        (folder / "c.json").write_text(text)
-        assert not text or [file.kind for file in reading.find([str(folder)]).files] == ["text"]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=1))
+    with pytest.raises(ConfigError, match=r"skipped 1 \.json with an array .*jq -c"):
+        data.prepare([str(tmp_path)], tmp_path / "none")
+    for text in ('{"text": "one"}', "{", '{"a":\n{}}'):
+        (tmp_path / "c.json").write_text(text)
+        assert [file.kind for file in reading.find([str(tmp_path)]).files] == ["text"]
 
 
 def test_long_windows_and_frames_to_skip(tmp_path):
@@ -357,69 +354,25 @@ def test_long_windows_and_frames_to_skip(tmp_path):
         assert sum(corpus.record[split]["bytes"] for split in SPLITS) == len(WORDS)
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_what_cannot_be_decoded_takes_nothing_else_with_it(tmp_path, kind, small_tasks):
-    """The document before a file in another encoding, left out in its place, and the file not
-    counted."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-
-    def write(name, content):
-        text = content if kind == "txt" else json.dumps({"text": content}) + "\n"
-        (folder / f"{name}.{kind}").write_bytes(text.replace("@", "\x81").encode("latin-1"))
-
-    for name, content in (("a", "first\n" * 9), ("b", "@"), ("c", "@ x"), ("d", "last\n" * 9)):
-        write(name, content)
-    options = reading.Options(encoding="cp1252")
-    corpus = data.prepare([str(folder)], tmp_path / "out", options=options)
-    assert "".join(documents_of(corpus)) == "first\n" * 9 + "last\n" * 9
-    assert corpus.record["problems"]["not cp1252"][0] == 2 and corpus.record["documents"] == 2
-    # Of lines, those before it are whole documents, and stay; a text is left out.
-    lines = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(90))
-    (tmp_path / f"long.{kind}").write_bytes(lines.encode() + b"\x81")
-    file, = reading.find([str(tmp_path / f"long.{kind}")], options=options).files
-    before = sum((task.content or b"").count(b"\n") for task in reading.tasks(file, options))
-    data.prepare([file.path, str(folder / f"a.{kind}")], tmp_path / "long", options=options)
-    lines = [f"line {i}" for i in range(before) if kind == "jsonl"]
-    assert before > 20 and sorted(documents_of(Corpus(tmp_path / "long"))) == sorted(
-        [*lines, "first\n" * 9])
+def test_what_cannot_be_decoded_takes_nothing_else_with_it(tmp_path, small_pieces):
+    """The document before a file in another encoding, left out in its place; a file that is not
+    counted; all lines of a file, for a byte in one."""
+    for name, content in (("a", "first\n" * 99), ("b", "@"), ("c", "x " * 999 + "@"),
+                          ("d", "last")):
+        for kind in ("txt", "jsonl"):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            text = content if kind == "txt" else 2 * (json.dumps({"text": content}) + "\n")
+            (tmp_path / kind / f"{name}.{kind}").write_bytes(
+                text.replace("@", "\xff").encode("latin-1"))
+    (tmp_path / "jsonl" / "e.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "e"}\n')
+    for kind, problems in (("txt", {"not UTF-8": 2}), ("jsonl", {"lines without text": 5})):
+        corpus = data.prepare([str(tmp_path / kind)], tmp_path / f"{kind}.out")
+        assert sorted(documents_of(corpus)) == sorted(
+            ["first\n" * 99, "last"] * (1 + (kind == "jsonl")) + ["e"] * (kind == "jsonl"))
+        assert {k: n for k, (n, _) in corpus.record["problems"].items()} == problems
 
 
-def test_a_document_is_dropped_whole_or_not_at_all(tmp_path, monkeypatch, text, small_tasks):
-    """Half a document that stays, because a kill fell between its end and the note of it."""
-    tokenizer = data.prepare([str(text)], tmp_path / "t", 300).tokenizer
-    (tmp_path / "in").mkdir()
-    for name, raw in (("a", b"good\n" * 99), ("b", b"half\n" * 2000 + b"\xff"), ("c", b"c\n")):
-        (tmp_path / "in" / f"{name}.txt").write_bytes(raw)
-    whole = data.prepare([str(tmp_path / "in")], tmp_path / "whole", tokenizer=tokenizer)
-    assert whole.record["problems"]["not UTF-8"][0] == 1 and whole.record["documents"] == 2
-    monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
-    write, cut = output.write_json, output.Output._cut
-    for name, function in (("write_json", write), ("_cut", cut)):
-        for at in range(1, 40):
-            out, calls = tmp_path / f"{name}{at}", []
-
-            def failing(*args, at=at, calls=calls, function=function):
-                calls.append(1)
-                if len(calls) == at:
-                    raise KeyboardInterrupt
-                return function(*args)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(*(output, name) if name == "write_json" else (output.Output, name),
-                              failing)
-                with contextlib.suppress(KeyboardInterrupt):
-                    data.prepare([str(tmp_path / "in")], out, tokenizer=tokenizer)
-            if not (out / "data.json").exists():
-                data.prepare([str(tmp_path / "in")], out, tokenizer=tokenizer)
-            assert all_files(out) == all_files(tmp_path / "whole"), (name, at)
-            made = Corpus(out).record
-            assert {**made, "seconds": 0} == {**whole.record, "seconds": 0}, (name, at)
-            if len(calls) < at:
-                break
-
-
-def test_another_tokenizer_or_text_is_not_gone_on_with(tmp_path, monkeypatch, text, small_tasks):
+def test_another_tokenizer_or_text_is_not_gone_on_with(tmp_path, monkeypatch, text, small_pieces):
     """A corpus of two chat templates, or of two texts from the standard input; two processes in one
     folder; a folder inside the text's own, which is then read as text."""
     tokens = data.prepare([str(text)], tmp_path / "t", 300).folder
@@ -427,142 +380,81 @@ def test_another_tokenizer_or_text_is_not_gone_on_with(tmp_path, monkeypatch, te
     monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
     add, count = output.Output.add, []
 
-    def stopping(self, task, found):
+    def stopping(self, found):
         count.append(1)
         if len(count) == 4:
             raise KeyboardInterrupt
-        add(self, task, found)
+        add(self, found)
 
     def encode(path, out, stops=False):
+        """How many pieces were encoded."""
         count.clear()
         with monkeypatch.context() as patch:
-            if stops:
-                patch.setattr(output.Output, "add", stopping)
+            patch.setattr(output.Output, "add", stopping if stops else (
+                lambda self, found: count.append(1) or add(self, found)))
             with contextlib.suppress(KeyboardInterrupt if stops else ()):
-                return data.prepare([str(path)], out, flag="",
-                                    tokenizer=data.tokenizer_at(str(tokens)))
+                data.prepare([str(path)], out, tokenizer=data.tokenizer_at(str(tokens)))
+        return len(count)
 
-    encode(tmp_path / "in", tmp_path / "out", stops=True)
-    (tokens / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
-    with pytest.raises(ConfigError, match="other files of the tokenizer; give another"):
-        encode(tmp_path / "in", tmp_path / "out")
+    whole = encode(tmp_path / "in", tmp_path / "whole")
+    for changes in (False, True):
+        encode(tmp_path / "in", tmp_path / f"out{changes}", stops=True)
+        if changes:
+            (tokens / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
+        assert encode(tmp_path / "in", tmp_path / f"out{changes}") == whole - 3 * (not changes)
     for content in (b"OLD\n" * 900, b"NEW\n" * 900):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        if content.startswith(b"OLD"):
-            encode("-", tmp_path / "stdin", stops=True)
-    with pytest.raises(ConfigError, match="had other files; give another"):
-        encode("-", tmp_path / "stdin")
+        encode("-", tmp_path / "stdin", stops=content.startswith(b"OLD"))
+    made = Corpus(tmp_path / "stdin")
+    assert "OLD" not in made.tokenizer.decode([*made.train, *made.held_out])
+    assert not (tmp_path / "stdin/stdin").exists()
     with pytest.raises(ConfigError, match="the standard input is read by data.py"):
         with corpus_file.opened(["-"], tmp_path / "no"):
             pass
     encode(tmp_path / "in", tmp_path / "in" / "out", stops=True)
-    inside = encode(tmp_path / "in", tmp_path / "in" / "out")
-    assert inside.record["files"] == 31 and not inside.record["skipped"]
-    (tmp_path / "locked").mkdir()
-    with output.Output(tmp_path / "locked", inside.tokenizer, {"form": "text"}):
+    encode(tmp_path / "in", tmp_path / "in" / "out")
+    record = Corpus(tmp_path / "in" / "out").record
+    assert record["files"] == 31 and not record["skipped"]
+    encode(tmp_path / "in", tmp_path / "locked", stops=True)
+    with open(tmp_path / "locked/unfinished/lock") as held:
+        lock(held)
         with pytest.raises(ConfigError, match="another process encodes into this folder"):
-            output.Output(tmp_path / "locked", inside.tokenizer, {"form": "text"})
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
-    """A loop that waits for the rest of a file for ever."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one"}\n' * 9)
-    file, = reading.find([str(path)]).files
-    task, = reading.tasks(file, reading.Options())
-    path.write_text('{"text": "o')
-    with pytest.raises(ConfigError, match="has changed while it was read"):
-        list(reading.read(task, reading.Options()))
-
-
-def test_an_encoding_has_a_name(tmp_path):
-    """Replacement characters in place of letters."""
-    (tmp_path / "a.txt").write_bytes("café à la\n".encode("latin-1") * 900)
-    (tmp_path / "b.txt").write_bytes("café à la\n".encode("utf-16"))
-    corpus = data.prepare([str(tmp_path / "a.txt")], tmp_path / "o",
-                          options=reading.Options(encoding="latin-1"))
-    assert "".join(documents_of(corpus)) == "café à la\n" * 900
-    with pytest.raises(ConfigError, match=r"1 .txt in utf-16 \(data.py --encoding utf-16\)"):
-        data.prepare([str(tmp_path / "b.txt")], tmp_path / "p")
-    corpus = data.prepare([str(tmp_path / "b.txt")], tmp_path / "p",
-                          options=reading.Options(encoding="utf-16"))
-    assert "".join(documents_of(corpus)) == "café à la\n"
-    with pytest.raises(ConfigError, match="--encoding latin1x"):
-        data.main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "q"), "--encoding", "latin1x"])
-
-
-@pytest.mark.parametrize("pieces", [False, True])
-def test_a_text_in_another_encoding_is_named_whatever_the_tokens(tmp_path, capsys, pieces):
-    """Latin-1 that is learned as raw bytes, or of which a tokenizer makes pieces; an error about
-    pieces where the encoding is wrong; advice that what a refusal leaves behind makes useless."""
-    words = "--vocab_size", 300 if pieces else 0
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/good.txt").write_text(WORDS)
-    (tmp_path / "in/latin.txt").write_bytes(("café à la " * 9).encode("latin-1"))
-    (tmp_path / "in/odd.txt").write_bytes("日本語\n".encode() * 9 + b"\xff")
-    latin = tmp_path / "in/latin.txt"
-    data.main([str(tmp_path / "in"), "--out", str(tmp_path / "o"), *map(str, words)])
-    said, hint = capsys.readouterr().out, "if it is Latin-1: data.py --encoding latin-1"
-    assert f"skipped  2 not UTF-8; the first is {latin}: not UTF-8 at byte 3 ({hint})\n" in said
-    corpus = Corpus(tmp_path / "o")
-    assert corpus.record["documents"] == 1
-    assert corpus.tokenizer.decode([*corpus.train, *corpus.held_out]) == WORDS
-    whole = f"no text that can be read; {latin}" if pieces else (
-        f"{latin}: no text in it that can be read; {latin}")
-    assert refused(capsys, latin, "--out", tmp_path / "p", *words, main=data.main) == (
-        f"error: {whole}: not UTF-8 at byte 3 ({hint})\n")
-    data.main([str(latin), "--out", str(tmp_path / "p"), "--vocab_size", "0", "--encoding",
-               "latin-1"])
-    assert "odd.txt: not UTF-8 at byte 90 (most of it is: iconv -c -f utf-8 -t utf-8" in refused(
-        capsys, tmp_path / "in/odd.txt", "--out", tmp_path / "q", *words, main=data.main)
-    assert f"--data {latin}: no text in it that can be read; {latin}: not UTF-8" in refused(
-        capsys, "--data", latin, "--out", tmp_path / "run")
+            encode(tmp_path / "in", tmp_path / "locked")
 
 
 @pytest.mark.parametrize("packing", ["", "gz"])
-def test_a_line_without_an_end_takes_no_memory(tmp_path, monkeypatch, packing, small_tasks):
+def test_a_line_without_an_end_takes_no_memory(tmp_path, monkeypatch, packing, small_pieces):
     """A line of a gigabyte that is held in memory, or learned in part; half characters where such a
     line of text is cut."""
     monkeypatch.setattr(reading, "MOST", 3000)
     pack = gzip.compress if packing else bytes
-    line = json.dumps({"text": "y" * 20_000}).encode()
-    lines = b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n'
-    path = tmp_path / (f"a.jsonl.{packing}" if packing else "a.jsonl")
-    path.write_bytes(pack(lines))
+    line = json.dumps({"text": "y" * 20_000})
+    lines = f'{{"text": "one"}}\n{line}\n{{"text": "two"}}\n'
+    path, other = (tmp_path / f"{name}.{packing}".rstrip(".") for name in ("a.jsonl", "b.txt"))
+    path.write_bytes(pack(lines.encode()))
     corpus = data.prepare([str(path)], tmp_path / "o")
     assert "".join(documents_of(corpus)) == "onetwo"
-    assert list(corpus.record["problems"]) == ["lines of more than 3.0 kB"]
-    assert "at byte 16" in corpus.record["problems"]["lines of more than 3.0 kB"][1]
+    (kind, (_, first)), = corpus.record["problems"].items()
+    assert kind == "lines without text" and "line 2: not JSON" in first
     text = "日本語🙂é" * 4000
-    other = tmp_path / (f"b.txt.{packing}" if packing else "b.txt")
     other.write_bytes(pack(text.encode()))
+    file, = reading.find([str(other)]).files
+    assert max(len(piece.content) for piece in reading.pieces(file, reading.Options())) < 5000
     (tmp_path / "c.txt").write_text(text[:100] + WORDS)
     pieces = data.prepare([str(tmp_path / "c.txt")], tmp_path / "pieces", 300).tokenizer
     corpus = data.prepare([str(other)], tmp_path / "p", tokenizer=pieces)
     assert corpus.record["problems"] == {}
-    pieces = np.concatenate([corpus.train, corpus.held_out])
-    assert corpus.tokenizer.decode(pieces) == text
-
-
-def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch):
-    """A few kilobytes that fill the disk."""
-    monkeypatch.setattr(reading, "BOMB_BYTES", 10**6)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt.gz").write_bytes(gzip.compress(b"the same\n" * 10**7))
-    (tmp_path / "in" / "b.txt").write_text("text\n" * 1000)
-    corpus = data.prepare([str(tmp_path / "in")], tmp_path / "o")
-    assert "not believed" in corpus.record["problems"]["cut short or damaged"][1]
-    assert sum(corpus.record[s]["bytes"] for s in SPLITS) < 6 * 10**7
+    assert corpus.tokenizer.decode(np.concatenate([corpus.train, corpus.held_out])) == text
 
 
 def test_patterns_and_the_standard_input(tmp_path, monkeypatch):
-    """Names that depend on where the files are; an empty pattern that trains on nothing."""
+    """A pattern in quotes that is no file; an empty one that trains on nothing."""
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for i in range(4):
         (tmp_path / "in" / "deep" / f"{i}.txt").write_text(f"text {i}\n" * 9)
         (tmp_path / "in" / f"{i}.md").write_text("other\n")
     found = reading.find([str(tmp_path / "in" / "*" / "*.txt")])
-    assert [f.name for f in found.files] == [f"deep/{i}.txt" for i in range(4)]
+    assert [f.name for f in found.files] == [f"{i}.txt" for i in range(4)]
     with pytest.raises(ConfigError, match="no file matches"):
         reading.find([str(tmp_path / "in" / "*.csv")])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(
@@ -594,14 +486,6 @@ def test_the_lines_of_a_text_are_encoded_as_the_text(tmp_path):
         assert usual.encode_all([text])[0].tolist() == usual.model.encode(text)
 
 
-def test_progress_is_lines_when_the_output_is_a_file(tmp_path):
-    """Nothing for an hour in a log, or a log of carriage returns."""
-    code = ("import sys; from zigzag.disk import encoding; p = encoding.Progress(1000, 3); "
-            "p.every = 0; p(0); p(500); p.end()")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert re.fullmatch(r"(encoding \d+ B of 1.0 kB in 3 files, .* a second.*\n){2}", done.stderr)
-
-
 @pytest.mark.full
 def test_a_killed_encoding_leaves_no_process_and_goes_on(tmp_path):
     """Workers that outlive a command that was killed; a folder that no command can finish."""
@@ -612,8 +496,8 @@ def test_a_killed_encoding_leaves_no_process_and_goes_on(tmp_path):
              "--cores", "2", "--out"]
     command = subprocess.Popen([*words, str(tmp_path / "o")], cwd=ROOT, stdout=subprocess.PIPE)
     until = time.monotonic() + 60
-    progress = tmp_path / "o" / "progress.json"
-    while not progress.exists() or json.loads(progress.read_text())["tasks"] < 20:
+    progress = tmp_path / "o" / "unfinished" / "progress.json"
+    while not progress.exists() or json.loads(progress.read_text())["pieces"] < 20:
         assert time.monotonic() < until and command.poll() is None
         time.sleep(0.01)
     os.kill(command.pid, signal.SIGKILL)
@@ -625,15 +509,3 @@ def test_a_killed_encoding_leaves_no_process_and_goes_on(tmp_path):
     assert all_files(tmp_path / "o") == all_files(tmp_path / "whole")
 
 
-def test_what_came_before_a_break_is_kept_to_its_last_character(tmp_path):
-    """The half line at which a compressed text breaks off, left out without a word."""
-    text = "".join(f"{i * 7919 % 1000003}日" for i in range(20_000))        # (one line)
-    (tmp_path / "c.txt").write_text(WORDS)
-    pieces = data.prepare([str(tmp_path / "c.txt")], tmp_path / "pieces", 300).tokenizer
-    raw = gzip.compress(text.encode())
-    for end in range(len(raw) // 2, len(raw) // 2 + 6):
-        (tmp_path / "a.txt.gz").write_bytes(raw[:end])
-        corpus = data.prepare([str(tmp_path / "a.txt.gz")], tmp_path / f"{end}", tokenizer=pieces)
-        found = pieces.decode([*corpus.train, *corpus.held_out])
-        assert text.startswith(found) and len(found) > len(text) // 3
-        assert list(corpus.record["problems"]) == ["cut short or damaged"]

@@ -42,12 +42,11 @@ def test_a_saved_vocabulary_encodes_as_tiktoken_does(encoding, tmp_path):
     assert (t.vocab_size, t.separator, t.ends) == (271, 270, (270, 268))
     for text in TEXTS:
         ids = encoding.encode(text, allowed_special="all")
-        assert t.encode(text).tolist() == t.encode(text.encode()).tolist() == ids
+        assert t.encode(text).tolist() == ids
         assert t.prompt(text) == (ids or [270]) and t.with_ends(text) == [*ids, 270]
         assert t.decode([*ids, 269, 300]) == text.replace("<|endoftext|>", "")
         assert t.lengths()[ids].sum() == len(text.replace("<|endoftext|>", "").encode())
     assert t.lengths()[[256, 257, 267, 268, 269, 270]].tolist() == [2, 3, 0, 0, 0, 0]
-    assert t.encode(b"a\xff\n").tolist() == encoding.encode("a\ufffd\n")
     assert t.encode("").dtype == np.int64
     blank = "a" + 1_000_000 * " " + "b"
     assert t.decode(t.encode(blank)) == blank, "the pattern's backtracking overflows"

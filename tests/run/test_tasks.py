@@ -72,7 +72,7 @@ def test_a_collate_whose_shapes_change_is_refused(tmp_path):
         longest = max(map(len, e))
         return {"x": np.stack([np.pad(x, (0, longest - len(x))) for x in e])}
 
-    with pytest.raises(ConfigError, match="pad every batch to the same shape"):
+    with pytest.raises(ConfigError, match=r"x': 'float32\[\d+\]'} from .* and padded to the same"):
         learn(make(out=str(tmp_path / "run")), collate=pad,
               loss=lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])),
               init=lambda key: {"w": jnp.ones(())},
@@ -81,24 +81,22 @@ def test_a_collate_whose_shapes_change_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("collate, says", [
-    (lambda e: [np.stack(e)], "returned a batch of type list: expected a dict {name: array of num"),
-    (lambda e: np.stack(e), "returned a batch of type ndarray: expected a dict"),
-    (lambda e: None, "returned a batch of type NoneType: expected a dict"),
-    (lambda e: {}, "collate returned an empty dict: expected a dict"),
-    (lambda e: {1: np.stack(e)}, "gave an array the name 1, which is no text: expected a dict"),
-    (lambda e: {"x": ["a"] * len(e)}, r"made 'x' of texts \(list\): expected a dict"),
-    (lambda e: {"x": np.array([b"a"] * len(e))}, r"made 'x' of bytes \(ndarray\): expected"),
-    (lambda e: {"x": [None] * len(e)}, r"made 'x' of objects \(list\): expected a dict"),
-    (lambda e: {"x": {"y": np.stack(e)}}, r"made 'x' of objects \(dict\): expected a dict"),
+    (lambda e: [np.stack(e)], r"returned \[array.* \(list\): expected a dict {name: array of num"),
+    (lambda e: None, r"returned None \(NoneType\): expected a dict"),
+    (lambda e: {}, r"collate returned {} \(dict\): expected a dict"),
+    (lambda e: {1: np.stack(e)}, r"made 1 of float32 \(ndarray\): expected a dict"),
+    (lambda e: {"x": ["a"] * len(e)}, r"made 'x' of <U1 \(list\): expected a dict"),
+    (lambda e: {"x": [None] * len(e)}, r"made 'x' of object \(list\): expected a dict"),
+    (lambda e: {"x": {"y": np.stack(e)}}, r"made 'x' of object \(dict\): expected a dict"),
     (lambda e: {"x": np.array(["2026-11-24"] * len(e), "M8[D]")}, r"made 'x' of datetime64\[D\]"),
     (lambda e: {"x": [[1], [1, 2]]}, r"made 'x' a list that is no array \(setting an array elem.*"
                                      r"inhomogeneous.*\): expected a dict"),
     (lambda e: {"x": np.stack(e).astype("int32" if len(e) > 1 else "float32")},
-     "made 'x' of int32 from some examples, and of float32 from the first one: give every batch"),
+     r"made rows of {'x': 'int32\[1\]'} from some examples, and of {'x': 'float32\[1\]'} from the"),
     (lambda e: {"x": np.stack(e), **({"y": np.stack(e)} if len(e) > 1 else {})},
-     "collate made 'x', 'y' from some examples, and 'x' from the first one: make the same arrays"),
+     r"made rows of {'x': .*, 'y': .*} from some examples, and of {'x': '.*'} from the first one"),
     (lambda e: {"x": np.stack(e), **({"y": np.stack(e)} if len(e) == 1 else {})},
-     "collate made 'x' from some examples, and 'x', 'y' from the first one: make the same arrays")])
+     r"made rows of {'x': '.*'} from some examples, and of {'x': .*, 'y': .*} from the first")])
 def test_a_collate_that_makes_no_batch_is_refused(collate, says, tmp_path):
     """A page of numpy's or jax's, from a line that has nothing to do with collate."""
     with pytest.raises(ConfigError, match=says) as e:

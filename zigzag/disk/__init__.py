@@ -2,7 +2,7 @@
 
     tokenizers      text to ids and back: bytes, SentencePiece, tokenizer.json; tiktoken
     reading         files of any kind to documents
-    encoding        documents to tokens on all cores (worker, a process); output, the files made
+    encoding        documents to tokens on all cores; output, the files made
     corpus          the folder of tokens that --data opens, and several of them
     token_files     tokens that other programs wrote
     chats           conversations by a model's chat template, and which of their tokens are learned

@@ -22,25 +22,16 @@ def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
     dtypes."""
     batch = collate(examples)
     if not isinstance(batch, Mapping) or not batch:
-        is_dict, kind = isinstance(batch, Mapping), type(batch).__name__
-        what = "an empty dict" if is_dict else f"a batch of type {kind}"
-        raise ConfigError(f"collate returned {what}: {BATCH}")
-    batch = {k: _numbers(k, v) for k, v in batch.items()}
-    if shapes is not None and {*batch, "seeds"} != {*shapes, "seeds"}:
-        raise ConfigError(f"collate made {_names(batch)} from some examples, and {_names(shapes)} "
-                          f"from the first one: make the same arrays of every batch")
-    for k, x in batch.items():
+        raise ConfigError(f"collate returned {repr(batch)[:40]} ({type(batch).__name__}): {BATCH}")
+    batch = {name: _numbers(name, x) for name, x in batch.items()}
+    for name, x in batch.items():
         if x.shape[:1] != (len(examples),):
-            raise ConfigError(f"collate made {k!r} of shape {x.shape} from {len(examples)} "
+            raise ConfigError(f"collate made {name!r} of shape {x.shape} from {len(examples)} "
                               f"examples: the first dimension must count them")
-        if shapes is not None and x.shape[1:] != shapes[k].shape[1:]:
-            raise ConfigError(f"collate made {k!r} with rows of shape {list(x.shape[1:])} from "
-                              f"some examples, and {list(shapes[k].shape[1:])} from the first one: "
-                              f"pad every batch to the same shape")
-        if shapes is not None and _dtype(x) != _dtype(shapes[k]):
-            raise ConfigError(f"collate made {k!r} of {_dtype(x)} from some examples, and of "
-                              f"{_dtype(shapes[k])} from the first one: give every batch the same "
-                              f"dtype")
+    if shapes is not None and (made := _rows(batch)) != (first := _rows(shapes)):
+        raise ConfigError(f"collate made rows of {made} from some examples, and of {first} from "
+                          f"the first one: make the same arrays of every batch, with the same "
+                          f"dtypes, and padded to the same shapes")
     return batch
 
 
@@ -50,26 +41,20 @@ BATCH = "expected a dict {name: array of numbers}, with a row for each example i
 
 def _numbers(name, value):
     """An array that collate returned under this name, as one of numpy's."""
-    if not isinstance(name, str):
-        raise ConfigError(f"collate gave an array the name {name!r}, which is no text: {BATCH}")
     try:
         x = np.asarray(value)
     except Exception as e:      # (rows of different lengths, or what another library keeps)
         raise ConfigError(f"collate made {name!r} a {type(value).__name__} that is no array "
                           f"({one_line(e)}): {BATCH}") from None
-    if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool:
-        kind = {"U": "texts", "S": "bytes", "O": "objects"}.get(x.dtype.kind, str(x.dtype))
-        raise ConfigError(f"collate made {name!r} of {kind} ({type(value).__name__}): {BATCH}")
+    if not isinstance(name, str) or not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool:
+        raise ConfigError(f"collate made {name!r} of {x.dtype} ({type(value).__name__}): {BATCH}")
     return x
 
 
-def _names(batch):
-    return ", ".join(map(repr, sorted({*batch} - {"seeds"})))
-
-
-def _dtype(x):
-    """The dtype of an array on a device (int64 is int32 there)."""
-    return jax.dtypes.canonicalize_dtype(x.dtype)
+def _rows(arrays):
+    """What a row of each array is, as on a device (where int64 is int32)."""
+    return {name: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}"
+            for name, x in arrays.items() if name != "seeds"}
 
 
 def batch_shapes(rows: int, first: dict[str, np.ndarray]) -> dict[str, Any]:

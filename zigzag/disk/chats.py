@@ -24,6 +24,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
+from zigzag.disk.examples import is_text
 from zigzag.disk.tokenizers import Tokenizer, read_record
 from zigzag.disk.weights import weights_of_answers
 
@@ -43,7 +44,11 @@ class Template:
                         else token for name, token in special.items()
                         if name.endswith("_token") and token is not None}
         jinja2 = optional_package("jinja2", "a chat template")
-        self.text = _template_of(self.folder, config, name)
+        templates = _templates_of(self.folder)
+        if name not in templates:
+            raise ConfigError(f"{self.folder}: no chat template {name!r}; there are "
+                              f"{', '.join(templates) or 'none'}{did_you_mean(name, templates)}")
+        self.text = templates[name]
         self.environments = [_environment(jinja2, marks) for marks in (False, True)]
         self.compiled = {}
 
@@ -218,7 +223,7 @@ def check_record(record: dict[str, Any], form: str) -> str:
 
 
 def _not_texts(record, *names):
-    wrong = [name for name in names if not _is_text(record.get(name))]
+    wrong = [name for name in names if not is_text(record.get(name))]
     return f"{wrong[0]!r} is not a text" if wrong else ""
 
 
@@ -226,7 +231,7 @@ def _wrong_prompt(prompt, record):
     """What is wrong with the prompt of two conversations."""
     if not prompt:
         return ""
-    if not _is_text(prompt):
+    if not is_text(prompt):
         return _wrong_in(prompt, answers=False)
     begins = [messages[0]["role"] == "assistant" or messages[0].get("content") == prompt
               for messages in (record["chosen"], record["rejected"])]
@@ -243,41 +248,29 @@ def _wrong_in(messages, answers=True):
             return (f"the role {message['role']!r:.40}; expected {', '.join(ROLES)}"
                     + did_you_mean(message["role"], ROLES))
         content = message.get("content")
-        if not (_is_text(content) or content is None and message.get("tool_calls")):
+        if not (is_text(content) or content is None and message.get("tool_calls")):
             return "a message whose content is not a text"
     if answers and not any(message["role"] == "assistant" for message in messages):
         return "no answer of the assistant"
     return ""
 
 
-def _is_text(x):
-    try:
-        return isinstance(x, str) and x.encode() is not None
-    except UnicodeEncodeError:
-        return False
-
-
 # -------------------------------------------------------------------------------------------
 
 def has_template(folder: Path | None) -> bool:
     """Whether a tokenizer's folder has a chat template. (Bytes have no folder.)"""
-    return folder is not None and ((folder / "chat_template.jinja").is_file() or bool(
-        read_record(folder / "tokenizer_config.json").get("chat_template")))
+    return folder is not None and bool(_templates_of(folder))
 
 
-def _template_of(folder, config, name):
-    path, found = folder / "chat_template.jinja", config.get("chat_template")
-    if isinstance(found, list):
-        found = {str(t.get("name")): t.get("template") for t in found if isinstance(t, dict)}
-    else:
-        found = {"default": found} if found else {}
+def _templates_of(folder):
+    """{name: chat template} of a tokenizer's folder."""
+    path = folder / "chat_template.jinja"
+    found = read_record(folder / "tokenizer_config.json").get("chat_template") or []
+    if not isinstance(found, list):
+        found = [{"name": "default", "template": found}]
     if path.is_file():
-        found["default"] = path.read_text(encoding="utf-8", errors="replace")
-    if not isinstance(found.get(name), str):
-        raise ConfigError(f"{folder}: no chat template {name!r}" + (
-            f"; there are {', '.join(map(str, found))}{did_you_mean(name, map(str, found))}"
-            if found else " (in chat_template.jinja, or tokenizer_config.json)"))
-    return found[name]
+        found.append({"name": "default", "template": path.read_text(errors="replace")})
+    return {str(t["name"]): t["template"] for t in found}
 
 
 def _environment(jinja2, marks):

@@ -34,6 +34,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, Callable, Sequence
@@ -57,9 +58,9 @@ from zigzag.core.files import (
 )
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
-from zigzag.core.options import fits, options
+from zigzag.core.options import options
 from zigzag.disk.corpus import tokenizer_of
-from zigzag.disk.tokenizers import FILES, Tokenizer
+from zigzag.disk.tokenizers import Tokenizer
 
 # How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
 # memory and was no faster.)
@@ -86,15 +87,10 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
     """A `config` (a dataclass) with the values in a run's config.json, except for the fields that
     are `given`."""
     record, path = run_record(folder, flag), Path(folder) / "config.json"
-    fields = {name: option for name, option in options(config).items() if name not in given}
-    known = {name: record[name] for name in fields if name in record}
+    known = {name: record[name] for name in options(config)
+             if name in record and name not in given}
     if not known:
         raise ConfigError(f"{path} is damaged, or not a run's: it has no configuration")
-    for name, value in known.items():
-        if not fits(fields[name], value):
-            raise ConfigError(f"{path} is damaged: {name} is {value!r:.80}")
-    if not isinstance(record.get("tokenizer", ""), str):
-        raise ConfigError(f"{path} is damaged: tokenizer is {record['tokenizer']!r:.80}")
     try:
         return config(**{name: tuple(value) if isinstance(value, list) else value
                          for name, value in known.items()}, **given)
@@ -106,14 +102,10 @@ def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
     """The content of config.json of the run that `flag` names."""
     path = Path(folder) / "config.json"
     try:
-        record = json.loads(path.read_text())
-    except OSError:
-        raise ConfigError(f"{flag} {folder}: no run there ({path} cannot be read); give the --out "
-                          f"of a train.py that has begun") from None
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path} is damaged: not a JSON object")
+        record = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as e:
+        raise ConfigError(f"{flag} {folder}: no run there ({path} cannot be read: {one_line(e)}); "
+                          f"give the --out of a train.py that has begun") from None
     if "model_type" in record:
         raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
     check_format(record, FORMAT, f"{flag} {folder}", "train a new run")
@@ -142,38 +134,31 @@ def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dic
     or None if there is no run. If the weights differ (the fact `shapes`), the message says which,
     for the shapes `params` of now."""
     folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {out} is a file; give a folder")
     check_can_make(out)
     if not (folder / "config.json").exists():
         check_others(folder, "--out", "train.py", OF_BEGINNING)
         return None
-    old = json.loads(json.dumps(read_old(out)))
-    for name in needs:
-        if name not in old:
-            raise ConfigError(f"--out {out} holds a run of another task (it has no {name}); give "
-                              f"another --out")
-    differs = {name: (old[name], value)
-               for name, value in json.loads(json.dumps(now)).items()      # as config.json has it
+    old, now = (json.loads(json.dumps(facts)) for facts in (read_old(out), now))
+    if lacking := [name for name in needs if name not in old]:
+        raise ConfigError(f"--out {out} holds a run of another task (it has no {lacking[0]}); give "
+                          f"another --out")
+    differs = {name: f"{name} {_shown(old[name])}, and {_shown(value)} was given"
+               for name, value in now.items()
                if name in old and old[name] != value and name not in FOLLOWS
                and may.get(name) not in change
                and (value or name not in ("vocab_size", "dtype"))}  # (derived later, if empty)
-    if not differs:
-        return old
-    was, how, network = [], "continue it with what it was", differs.pop("network", None)
-    if differs.pop("shapes", None):
-        was.append(f"with other weights ({_other_weights(folder, params)})")
-        how = "continue it with the code that it began with"
+    if "shapes" in differs:
         differs.pop("base_weights", None)       # (a fingerprint of some of them)
-    if network:
-        was.append(f"of the network {network[0]}, and this command trains the network {network[1]}")
-        how = "leave --model out to continue it"
+        found = (_differences(meta.get("leaves", {}), {"params": params})
+                 for meta in _descriptions(folder).values())
+        which = next(filter(None, found), "no checkpoint says which")
+        differs["shapes"] = f"other weights ({which})"
     if differs:
-        was.append("with " + "; ".join(f"{name} {_shown(a)}, and {_shown(b)} was given"
-                                       for name, (a, b) in differs.items()))
-    words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
-    raise ConfigError(f"--out {out} holds a run {'; '.join(was)}: {how}, or give another --out"
-                      + (f"; --change {words} changes that on purpose" if words else ""))
+        words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
+        raise ConfigError(f"--out {out} holds a run with {'; '.join(differs.values())}: continue "
+                          f"it with what it was, or give another --out"
+                          + (f"; --change {words} changes that on purpose" if words else ""))
+    return old
 
 
 # {what a run whose beginning was interrupted may have left: on which condition}
@@ -181,16 +166,7 @@ OF_BEGINNING = {
     r"data\d*|held_out": lambda path: (path / "data.json").exists(),
     r"(data\d*|held_out)\.(part|before)": anyway,
     "checkpoints": lambda path: not any(path.iterdir()),
-    rf"(lock|tokenizer|{'|'.join(map(re.escape, ('config.json', *FILES)))})(\.part|\.before)?":
-        anyway}
-
-
-def _other_weights(folder, params):
-    """Which weights of a run are not those of now, as its newest readable checkpoint says."""
-    for meta in _descriptions(folder).values():
-        if found := _differences(meta.get("leaves", {}), {"params": params}):
-            return found
-    return "no checkpoint says which"
+    r"lock|config\.json\.part": anyway}
 
 
 def _shown(value):
@@ -209,10 +185,10 @@ class RunFolder(contextlib.AbstractContextManager):
                  may: dict[str, str], change: Sequence[str] = ()):
         """`record` becomes config.json. If the run is continued, the facts named in `must_match`
         must equal those of read_old(out), except those that may `change` (as in check_run_folder).
-        `state` is a tree of shapes with shardings. The newest `keep` checkpoints are kept."""
+        `state` is a tree of shapes with shardings. The newest `keep` checkpoints are kept. What
+        is changed now stands in .changed, {fact: [old, new]}."""
         self.out, self.folder = out, Path(out).resolve()
-        self.record, self.changed = record, {}      # {fact that --change changes now: [old, new]}
-        self.state, self.verify = state, verify
+        self.record, self.state, self.verify = record, state, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.has_damaged = False        # newer checkpoints than the restored one were set aside
@@ -221,11 +197,14 @@ class RunFolder(contextlib.AbstractContextManager):
         self.best = set()       # steps of the best checkpoints
         self.samples = None     # samples.jsonl, opened at the first sample
         old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
-                               change=change, params=state["params"])
+                               change=change, params=state["params"]) or {}
+        now = json.loads(json.dumps(record))
+        self.changed = {name: [old[name], now[name]] for name, of in may.items()
+                        if of in change and name in old and name in now and old[name] != now[name]}
+        if isinstance(old.get("changes"), list):        # (of earlier runs)
+            record["changes"] = old["changes"]
         word = secrets.token_hex(8)
         if self.is_process_0:
-            if old:
-                self._note_changes(old, [name for name, of in may.items() if of in change])
             self._take(word)
         word = process_allgather(word)[0]
         sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
@@ -234,18 +213,6 @@ class RunFolder(contextlib.AbstractContextManager):
             raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
                               f"0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
-
-    def _note_changes(self, old, facts):
-        """Add to the record the changes that earlier runs made by --change, and those of this one.
-        """
-        now = json.loads(json.dumps(self.record))
-        self.changed = {name: [old[name], now[name]] for name in facts
-                        if name in old and name in now and old[name] != now[name]}
-        changes = old["changes"] if isinstance(old.get("changes"), list) else []
-        if self.changed:
-            changes = [*changes, {"step": newest_step(self.folder), **self.changed}]
-        if changes:
-            self.record["changes"] = changes
 
     def _take(self, word):
         """Lock the folder, until the process ends, and write config.json."""
@@ -257,7 +224,8 @@ class RunFolder(contextlib.AbstractContextManager):
             held.write(word)
             held.flush()
             os.fsync(held.fileno())
-            write_json(self.folder / "config.json", self.record)
+            if not (self.folder / "config.json").exists():      # (else `restore` writes it)
+                write_json(self.folder / "config.json", self.record)
             run_has_begun()
         except BlockingIOError:
             raise ConfigError(f"--out {self.out}: another run is writing there; give another "
@@ -296,22 +264,21 @@ class RunFolder(contextlib.AbstractContextManager):
                            f"can be read; they were set aside, and the same command starts again "
                            f"from step 0")
         self.restored = self.saved
-        if self.changed and self.record["changes"][-1]["step"] != (self.saved or 0):
-            self.record["changes"][-1]["step"] = self.saved or 0    # (newer ones were damaged)
-            write_json(self.folder / "config.json", self.record)
+        if self.changed:
+            self.record["changes"] = [*self.record.get("changes", []),
+                                      {"step": self.saved or 0, **self.changed}]
         if self.is_process_0:
+            write_json(self.folder / "config.json", self.record)
             self.metrics = self._go_on("metrics.jsonl")
         return state
 
     def _set_aside(self, at):
         """Rename a damaged checkpoint, which no process reads any more. Returns its new name."""
-        folder, name, number = self.folder / "checkpoints", f"damaged-{at}", 0
-        while (folder / name).exists():
-            number += 1
-            name = f"damaged-{at}-{number}"
+        folder, name = self.folder / "checkpoints", f"damaged-{at}"
         if self.is_process_0:
+            shutil.rmtree(folder / name, ignore_errors=True)    # (an earlier one of this step)
             (folder / str(at)).rename(folder / name)
-        name = process_allgather(name)[0]       # process 0's: others may see it renamed already
+        process_allgather(name)         # (the others wait)
         self.manager.reload()
         return name
 
@@ -471,14 +438,9 @@ def _differences(saved, item):
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
 
-    def change(path):
-        if path not in before:
-            return f"is new: {now[path]}"
-        return f"was {before[path]} and is {now[path]}" if path in now else (
-            f"is gone: it was {before[path]}")
-
-    paths = [path for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
-    found = [f"{path.removeprefix('params.')} {change(path)}" for path in paths]
+    found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
+             f"{now.get(path, 'gone')}"
+             for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
     more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
     return "; ".join(found[:6] + more)
 
@@ -498,16 +460,11 @@ def checksum(x: Array) -> Array:
 def check_kept(state: Any) -> None:
     """Refuse a state with arrays that no checkpoint can hold, before the first update."""
     for path, x in by_path(state).items():
-        what, instead = f"{path} is {x.dtype}{list(x.shape)}", "or keep nothing, with --out ''"
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise ConfigError(f"{what}: a checkpoint holds numbers; keep jax.random.key_data(key), "
-                              f"and use jax.random.wrap_key_data(...), {instead}")
-        if not x.size:
-            raise ConfigError(f"{what}: a checkpoint holds no array without elements; leave it "
-                              f"out, {instead}")
-        if x.dtype.name.startswith(("int2", "int4", "uint2", "uint4", "float4")):
-            raise ConfigError(f"{what}: a checkpoint holds no numbers of fewer than 8 bits; keep "
-                              f"it in 8, {instead}")
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if is_key or not x.size or re.match("u?int[24]$|float4", x.dtype.name):
+            raise ConfigError(f"{path} is {x.dtype}{list(x.shape)}: a checkpoint holds arrays that "
+                              f"are not empty, of numbers of at least 8 bits (of a key, keep "
+                              f"jax.random.key_data(key)); keep that, or nothing, with --out ''")
 
 
 @functools.cache
@@ -546,7 +503,7 @@ def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run
     at = step if step is not None else run_steps(folder, flag)[0]
     path = Path(folder).resolve() / f"checkpoints/{at}"
     ocp = _orbax()
-    with _reading(path, "its description cannot be read"), ocp.StandardCheckpointer() as reader:
+    with _reading(path), ocp.StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.item_metadata.tree)
 
@@ -635,23 +592,22 @@ def _read_items(folder, wanted, whose):
     me, ocp = jax.process_index(), _orbax()
     alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
                                                barrier_sync_key_prefix=str(me))
-    with _reading(folder, "its description cannot be read"):
+    with _reading(folder):
         meta = json.loads((folder / "meta" / "metadata").read_text())
         saved, step, _ = dict(meta["leaves"]), meta["step"], dict(meta["checksums"])
-    if str(step) != folder.name:
-        raise CorruptCheckpoint(f"its description says step {step}")
+        if str(step) != folder.name:
+            raise ValueError(f"it is of step {step}")
     for name, tree in wanted.items():
         if differs := _differences(saved, {name: tree}):
             what = "weights than this model" if name == "params" else "arrays than this run"
             raise ConfigError(f"{whose}: checkpoint {step} holds other {what} has ({differs}); "
                               f"undo the edit of the code that makes them, or train a new run")
-    with _reading(folder, "it cannot be read"), ocp.StandardCheckpointer(
-            multiprocessing_options=alone) as reader:
+    with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
 
 
 @contextlib.contextmanager
-def _reading(folder, what):
+def _reading(folder):
     """A context that turns errors of reading into CorruptCheckpoint, or into RunError if this
     machine is to blame (memory, permissions): then nothing must be set aside. It hides the hundreds
     of lines that reading a damaged checkpoint prints."""
@@ -663,9 +619,9 @@ def _reading(folder, what):
         if isinstance(e, MemoryError) or re.search(
                 "RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
                 "Too many open files|Permission denied|PERMISSION_DENIED", str(e)):
-            raise RunError(f"checkpoint {folder.name}: {what} on this machine now: {one_line(e)}; "
-                           f"nothing was set aside") from None
-        raise CorruptCheckpoint(f"{what}: {one_line(e)}") from None
+            raise RunError(f"checkpoint {folder.name} cannot be read on this machine now: "
+                           f"{one_line(e)}; nothing was set aside") from None
+        raise CorruptCheckpoint(one_line(e)) from None
     finally:
         gc.collect()            # the remains of a failed read print errors when they are collected
         logging.disable(logging.NOTSET)

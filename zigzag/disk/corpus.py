@@ -8,87 +8,149 @@
     data.json   what the folder has: the tokenizer's kind and digest, counts, what was skipped
     train.bin   tokens, uint16 (uint32 above 65,536 ids)      train.docs    where documents begin
     held_out.bin, held_out.docs                               *.learned     1: a target (answers)
-                                                              *.weights     float32, of each token
+    unfinished/ what is being encoded                         *.weights     float32, of each token
 
-This file needs numpy, not jax.
+data.json is written last, so a folder that has it is complete. This file needs numpy, not jax.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
+import os
+import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError, RunError, printable
-from zigzag.core.files import appears, check_format, check_others, sha256, taken_back, write_json
+from zigzag.core.errors import ConfigError, printable
+from zigzag.core.files import (
+    anyway,
+    appears,
+    check_can_make,
+    check_format,
+    check_others,
+    lock,
+    sha256,
+    taken_back,
+    write_json,
+)
+from zigzag.disk.chats import has_template
 from zigzag.disk.encoding import (
-    InterruptedOther,
-    about_weights,
-    begin_folder,
+    WHOSE_TEMPLATE,
+    about_learned,
     encode_files,
-    new_pieces,
+    sampled_lines,
     what_was_skipped,
 )
-from zigzag.disk.output import FORMAT, MARKS, OF_ENCODING, SPLITS, Output, mapped
+from zigzag.disk.output import FORMAT, MARKS, SPLITS, Output, mapped, saved_state
 from zigzag.disk.packing import Documents
-from zigzag.disk.reading import Options, find, form_of_files, has_weights, library_sources
+from zigzag.disk.reading import Options, examined, find, library_sources, named
 from zigzag.disk.token_files import TokenFiles, files_of, token_files
 from zigzag.disk.tokenizers import (
     FILES,
     KINDS,
     Bytes,
     Ids,
+    Pieces,
     Tokenizer,
     copy_files,
+    tokenizer_files,
     tokenizer_record,
+    train_pieces,
 )
+
+# {what an encoding that was interrupted may have left in a folder: on which condition}
+OF_ENCODING = {"unfinished|stdin": anyway,
+               rf"((train|held_out)\..*|data\.json|{'|'.join(map(re.escape, FILES))})(\.part)?":
+               lambda path: (path.parent / "unfinished").exists()}
 
 
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             tokenizer: Tokenizer | None = None, flag: str = "--data",
             options: Options = Options(), cores: int = 0) -> "Corpus":
     """Encode the text of the paths (none: the source of Python's library) into `out`: with the
-    tokenizer given, with a new one of vocab_size pieces, or as bytes. data.json is written last, so
-    a folder that has it is complete. One that was interrupted goes on where it was. Returns the
-    Corpus."""
-    out, begun = Path(out), time.monotonic()
+    tokenizer given, with a new one of vocab_size pieces, or as bytes. The same encoding, if it was
+    interrupted there, goes on where it was; another one begins anew. Returns the Corpus."""
+    out = Path(out)
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
+    check_can_make(str(out))
     check_others(out, "--out", "data.py", OF_ENCODING)
-    found = find(paths, flag, out, options) if paths else library_sources()
-    options = dataclasses.replace(
-        options, form=form_of_files(found.files, options), weight_field=options.weight_field
-        if options.weight_field and has_weights(found.files, options, flag) else "")
-    settings = begin_folder(out, found.files, options, vocab_size, tokenizer)
-    if vocab_size:
-        tokenizer = new_pieces(out, vocab_size, found.files, options)
-    elif tokenizer:
-        copy_files(tokenizer, out)
-        tokenizer = KINDS[tokenizer.kind](out / tokenizer.file) if tokenizer.path else tokenizer
-    else:
-        tokenizer = Bytes()
-    with Output(out, tokenizer, settings) as output:
-        encode_files(found.files, tokenizer, options, output, cores)
-        if not output.state["documents"]:
-            output.clean(FILES)     # (nothing was learned: other flags are welcome)
-            name = " ".join([flag, *map(str, paths)]).strip()
-            raise ConfigError(f"{name}: no text in it that can be read; " + "; ".join(
-                message for _, message in output.state["problems"].values()))
-        record = {"format": FORMAT, **tokenizer_record(tokenizer),
-                  "vocab_size": tokenizer.vocab_size, "dtype": output.dtype.name, **output.finish(),
-                  "files": len(found.files), "skipped": found.skipped}
+    found = find(paths, flag, out) if paths else library_sources()
+    options = examined(found.files, options, flag)
+    folder = tokenizer.folder if tokenizer else None
+    if options.form == "messages" and not has_template(folder):
+        none = f" (no chat_template in {folder})" if folder else ""
+        raise ConfigError(f"{found.files[0].path} has conversations, which need "
+                          f"{WHOSE_TEMPLATE}{none}")
+    settings = _settings(found.files, options, vocab_size, tokenizer)
+    with _unfinished(out) as part:
+        if saved_state(part).get("settings") != settings:
+            (part / "progress.json").unlink(missing_ok=True)
+        if vocab_size:
+            path = part / Pieces.file
+            tokenizer = Pieces(path) if saved_state(part) else train_pieces(
+                sampled_lines(found.files, options), path, vocab_size)
+        elif tokenizer and tokenizer.path:
+            copy_files(tokenizer, part)
+            tokenizer = KINDS[tokenizer.kind](part / tokenizer.file)
+        tokenizer = tokenizer or Bytes()
+        # (The file of marks: weights, or which tokens are answers. Of text without weights: none.)
+        marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"
+        with Output(part, tokenizer, settings, marks) as output:
+            encode_files(found.files, tokenizer, options, output, cores)
+            if not output.count("docs"):
+                why = "; ".join(message for _, message in output.state["troubles"].values())
+                raise ConfigError(f"{named(flag, paths)}: no text in it that can be read; {why}")
+            record = {"format": FORMAT, **tokenizer_record(tokenizer),
+                      "vocab_size": tokenizer.vocab_size, "dtype": output.dtype.name,
+                      **output.finish(out, options.form), "files": len(found.files),
+                      "skipped": found.skipped}
+        if options.weight_field:
+            record["weights"] = {"field": options.weight_field}
         for split in SPLITS:
             record[split]["digest"] = sha256(out / f"{split}.bin")
-            if "weights" in record:
+            if options.weight_field:
                 record[split]["weights"] = sha256(out / f"{split}.weights")
-        write_json(out / "data.json", {**record, "seconds": round(time.monotonic() - begun, 1)})
-        output.clean()
+        copy_files(tokenizer, out)
+        write_json(out / "data.json", record)
+    shutil.rmtree(part)
+    (out / "stdin").unlink(missing_ok=True)
     return Corpus(out)
+
+
+def _settings(files, options, vocab_size, tokenizer):
+    """A digest of what an encoding that goes on has in common with the one that was interrupted."""
+    # (The standard input is a new file each time.)
+    names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
+              os.stat(file.path).st_mtime_ns] for file in files]
+    of_tokenizer = {name: hashlib.sha256(content).hexdigest()
+                    for name, content in tokenizer_files(tokenizer).items()} if tokenizer else None
+    everything = [FORMAT, names, vocab_size, of_tokenizer,
+                  {name: x for name, x in vars(options).items() if name != "strict"}]
+    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _unfinished(out):
+    """The folder in which an encoding into `out` goes on. If it is refused, nothing stays."""
+    part = out / "unfinished"
+    part.mkdir(parents=True, exist_ok=True)
+    with open(part / "lock", "a") as held:
+        try:
+            lock(held)
+        except BlockingIOError:
+            raise ConfigError(f"--out {out}: another process encodes into this folder") from None
+        except OSError:             # (a disk without locks)
+            pass
+        try:
+            yield part
+        except ConfigError:
+            shutil.rmtree(part)
+            (out / "stdin").unlink(missing_ok=True)
+            raise
 
 
 class Corpus:
@@ -105,22 +167,20 @@ class Corpus:
                 self.starts[split] = self._numbers(split, "docs", np.dtype("uint64"))
                 kind = next((kind for kind in MARKS if kind in self.record[split]), None)
                 self.weights[split] = kind and self._numbers(split, kind, MARKS[kind])
-            self.fingerprint = _fingerprint(self.record)
+            self.fingerprint = _fingerprint(self.record["train"])
+            self.tokenizer = tokenizer_of(self.folder, self.record)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
-        self.tokenizer = tokenizer_of(self.folder, self.record)
 
     def _numbers(self, split, kind, dtype):
         """The numbers in a file of a split, if they are what data.json says."""
         file, wanted = self.folder / f"{split}.{kind}", self.record[split]
-        found, what = mapped(file, dtype), "documents" if kind == "docs" else "tokens"
-        if len(found) != wanted[what]:
-            raise ConfigError(f"{file} is not what data.json says: it is of {len(found)} {what}; "
-                              f"data.json says {wanted[what]}; make the folder again")
+        found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
         digest = wanted.get({"bin": "digest"}.get(kind, kind))
-        if isinstance(digest, str) and sha256(file) != digest:
-            raise ConfigError(f"{file} is not what data.json says it is: it was changed, or is "
-                              f"damaged; make the folder again")
+        if len(found) != count or isinstance(digest, str) and sha256(file) != digest:
+            raise ConfigError(f"{file} is not what data.json says it is ({count:,} numbers; there "
+                              f"are {len(found):,}): it was changed, or is damaged; make the "
+                              f"folder again")
         return found
 
     def documents(self, split: str) -> Documents:
@@ -141,9 +201,8 @@ class Corpus:
                 f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
 
 
-def _fingerprint(record):
+def _fingerprint(train):
     """A digest of a corpus' tokens, and of their weights if it has any."""
-    train = record["train"]
     return hashlib.sha256(f"{train['digest']} {train['weights']}".encode()).hexdigest() if (
         "weights" in train) else train["digest"]
 
@@ -154,10 +213,7 @@ def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
         return Bytes()
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
-    kind = KINDS.get(record["tokenizer"])
-    if kind is None:
-        raise ConfigError(f"{folder}: its tokenizer is of the kind {record['tokenizer']!r}; "
-                          f"expected bytes, {', '.join(KINDS)}")
+    kind = KINDS[record["tokenizer"]]
     # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
     path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
                  if path.exists()), folder / kind.file)
@@ -177,113 +233,50 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     kept only if the run begins in the body of the `with`. A run that continues uses the corpus it
     has, with this fingerprint. ready > 0: process 0 has made the corpus, and it must appear within
     `ready` seconds."""
-    given = path[0] if len(path) == 1 else ""
-    if given and (Path(given) / "progress.json").exists() and not (
-            Path(given) / "data.json").exists():
+    given = Path(path[0]) if len(path) == 1 and path[0] else None
+    changed = run / f"{name}-{fingerprint[:12]}"
+    is_changed = changes and ready or (changed / "data.json").exists()
+    made = changed if is_changed else run / name
+    if token_files(path):
+        yield TokenFiles(path, vocab_size, tokenizer, flag)
+    elif given and (given / "data.json").exists():
+        yield Corpus(given)
+    elif given and (given / "unfinished").exists():
         raise ConfigError(f"{flag} {given}: an encoding that was interrupted; give the command of "
                           f"data.py again")
-    is_made, is_tokens = given and (Path(given) / "data.json").exists(), token_files(path)
-    if is_made or is_tokens:
-        corpus = TokenFiles(path, vocab_size, tokenizer, flag) if is_tokens else Corpus(given)
-        with kept_tokenizer(corpus.tokenizer, run, ready):
-            yield corpus
-    else:
-        changed = run / f"{name}-{fingerprint[:12]}"
-        made = changed if changes and ready or (changed / "data.json").exists() else run / name
-        if changes and ready and _digest(run / name) == fingerprint:    # (the text is as before)
-            made = run / name
+    elif ready or not changes and all(
+            path.exists() for path in (run / "config.json", made / "data.json")):
         if ready and not appears((made / "data.json").exists, run, ready):
             raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
                               f"give a folder that every process sees")
-        if ready or (run / "config.json").exists() and (
-                made / "data.json").exists() and not changes:
-            yield Corpus(made)
-        else:
-            with _encoded(path, run, tokenizer, fingerprint, changes, made, flag,
-                          options) as corpus:
-                yield corpus
+        yield Corpus(made)
+    else:
+        with taken_back(run) as put:
+            part = run / f"{name}.part"
+            fingerprint = _encoded(path, part, tokenizer, flag, options).fingerprint
+            # (Until config.json says otherwise, the old data stays in use.)
+            yield Corpus(put(part, f"{name}-{fingerprint[:12]}" if changes else name))
 
 
-@contextlib.contextmanager
-def _encoded(paths, run, tokenizer, fingerprint, changes, made, flag, options):
-    """The corpus of text, encoded beside `made`, and put there for a run that begins."""
+def _encoded(paths, part, tokenizer, flag, options):
+    """The corpus of text, encoded into the folder `part`. If that is interrupted, the same command
+    goes on there."""
     if "-" in paths:
         find(["-"], flag)       # (refused)
     if mixed := [one for one in paths if files_of(one)]:
         find([one for one in paths if one not in mixed], flag)      # (what is missing is refused)
-        raise ConfigError(f"{flag} {' '.join(paths)}: has both text and token files "
+        raise ConfigError(f"{named(flag, paths)}: has both text and token files "
                           f"({', '.join(mixed)}); give one kind of the two")
-    name = made.name.partition("-")[0]
-    part = run / f"{name}.part"
     if tokenizer and tokenizer.kind == "ids":
-        raise ConfigError(f"{flag} {' '.join(paths)}: text, beside token files without a "
-                          f"tokenizer; give token files")
-    # (A whole one is of a run that was killed right after: it may be of another text.)
-    if (part / "data.json").exists() or not (part / "progress.json").exists():
-        shutil.rmtree(part, ignore_errors=True)
-    is_kept = False
-    with taken_back(run) as put:
-        try:
-            try:
-                corpus = _prepared_anew(paths, part, tokenizer, flag, options)
-            except (KeyboardInterrupt, RunError):   # the same command goes on
-                is_kept = True
-                raise
-            has_one = (made / "data.json").exists()
-            if changes:         # (until config.json says otherwise, the old data stays in use)
-                made = run / f"{name}-{corpus.fingerprint[:12]}"
-            if made.exists() and not (made / "data.json").exists():
-                raise ConfigError(f"--out {run}: {made.name} in it is not what a run made there; "
-                                  f"give another --out")
-            if corpus.fingerprint != fingerprint or not has_one:
-                corpus.folder = put(part, made.name)
-            yield corpus
-        finally:
-            if not is_kept:
-                shutil.rmtree(part, ignore_errors=True)
-
-
-def _prepared_anew(paths, part, tokenizer, flag, options):
-    """The corpus of text in `part`, in place of one of other text that was interrupted there."""
-    try:
-        return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
-    except InterruptedOther:
+        raise ConfigError(f"{named(flag, paths)}: text, beside token files without a tokenizer; "
+                          f"give token files")
+    if (part / "data.json").exists():       # (of a run that was killed right after: any text)
         shutil.rmtree(part)
-        return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
-
-
-def _digest(folder):
-    """The fingerprint of a corpus; '' if there is no corpus."""
     try:
-        return _fingerprint(json.loads((folder / "data.json").read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-@contextlib.contextmanager
-def kept_tokenizer(tokenizer: Tokenizer, run: Path, ready: float = 0) -> Iterator[None]:
-    """Copy a tokenizer into the folder of a run, which keeps it if the run begins in the body of
-    the `with`. (If ready > 0, process 0 does that.)"""
-    if ready or not tokenizer.path:
-        yield
-        return
-    with taken_back(run) as put:
-        part = run / "tokenizer.part"
-        try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            for name in copy_files(tokenizer, part):
-                kept = run / name
-                if kept.exists() and kept.read_bytes() == (part / name).read_bytes():
-                    continue
-                if kept.exists() and not (run / "config.json").exists():
-                    raise ConfigError(f"--out {run} holds another {name}; give a new folder")
-                put(part / name, name)
-        except OSError as e:
-            raise ConfigError(f"--out {run}: cannot be written ({e.strerror})") from None
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-        yield
+        return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
+    except ConfigError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 class Sources:
@@ -343,7 +336,7 @@ class Sources:
         for corpus in self.corpora:
             lines.append(str(corpus))
             lines += [f"skipped {line}" for line in what_was_skipped(corpus.record) if line]
-            lines += [f"weights {line}" for line in about_weights(corpus.record)]
+            lines += about_learned(corpus.record)
             if corpus.is_learned_in_part:
                 lines += _answers(corpus, length)
         if self.held_out:
@@ -352,24 +345,17 @@ class Sources:
 
 
 def _answers(corpus, length):
-    """What is learned of conversations, and the first of them, with its answers in [[ ]]."""
-    record, documents = corpus.record["train"], corpus.documents("train")
+    """Of conversations: how many are cut, and the first one, with its answers in [[ ]]."""
+    documents = corpus.documents("train")
     lengths = documents.lengths(np.arange(len(documents)))
-    line = (f"{record['documents']:,} conversations, {record['learned']:,} of "
-            f"{record['tokens']:,} tokens are answers")
-    if count := int((lengths > length).sum()):
-        line += f"; {count:,} are longer than {length:,} tokens (--seq_len), and cut there"
-    if lost := documents.unlearned(length):
-        line += f", {lost:,} of them before their first answer"
-    held_out = corpus.documents("held_out")
-    if len(held_out) and held_out.unlearned(length) == len(held_out):
-        line += "; no held-out one keeps an answer, so the held-out loss is 0 and says nothing"
-    end, text = min(int(lengths[0]), length), ""
+    cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""
     learned = documents.weights[:end] > 0
     for run in np.split(np.arange(end), np.flatnonzero(np.diff(learned)) + 1):
         part = corpus.tokenizer.spelled(documents.tokens[run[0]:run[-1] + 1].tolist())
         text += f"[[{part}]]" if learned[run[0]] else part
-    return [line, *("| " + part for part in printable(text).strip().split("\n"))]
+    of = f"of {len(documents):,} conversations, {cut:,} are longer than {length:,} tokens "
+    return [*([f"{of}(--seq_len), and cut there"] if cut else []),
+            *("| " + part for part in printable(text).strip().split("\n"))]
 
 
 def _vocabulary(corpus):
@@ -406,10 +392,5 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
 
 def _names(paths):
     """Short names of the paths, all different."""
-    parts = [[*Path(path).parts[:-1], Path(path).name if Path(path).is_dir() else Path(path).stem]
-             for path in paths]
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        names = ["_".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{i}" for i in range(len(paths))]
+    names = [Path(path).name if Path(path).is_dir() else Path(path).stem for path in paths]
+    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]

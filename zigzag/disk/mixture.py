@@ -2,7 +2,7 @@
 
     Mixture      the examples of several sequences: number i of all, and which of them stands at a
                  place of the endless sequence
-    Spread       some examples of a sequence
+    Part         some examples of a sequence
     numbers_at   which examples of any sequence stand at places of its endless sequence
 
 In each thousand places of that sequence every source has its share, rounded to a thousandth, in a
@@ -21,19 +21,25 @@ from zigzag.disk.shuffle import order_at
 ROUND = 1000
 
 
-class Spread:
-    """`count` examples of a sequence, evenly spread, the same ones each time."""
+class Part:
+    """Some examples of a sequence: those with these numbers."""
 
-    def __init__(self, examples: Sequence, count: int):
-        self.examples, self.count = examples, min(count, len(examples))
+    def __init__(self, examples: Any, numbers: np.ndarray):
+        self.examples, self.numbers = examples, numbers
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.numbers)
 
     def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < self.count:
+        if not 0 <= i < len(self.numbers):
             raise IndexError(i)
-        return self.examples[i * len(self.examples) // self.count]
+        return self.examples[int(self.numbers[i])]
+
+
+def spread(examples: Sequence, count: int) -> Part:
+    """`count` examples of a sequence, evenly spread, the same ones each time."""
+    count = min(count, len(examples))
+    return Part(examples, np.arange(count) * len(examples) // max(count, 1))
 
 
 class Mixture:

@@ -39,6 +39,17 @@ def parts_of(example: Any) -> Sequence[Part]:
         example[:-1], example[1:], np.ones(max(len(example) - 1, 0), np.float32))]
 
 
+def ids_of(tokens: Any, start: int, stop: int, vocab_size: int) -> np.ndarray:
+    """The tokens of a file from number `start` to `stop`, as ids. (For an id that does not exist a
+    device would silently look up another id's vector.)"""
+    found = np.asarray(tokens[start:stop], np.int64)
+    if (bad := (found < 0) | (found >= vocab_size)).any():
+        raise ConfigError(f"{getattr(tokens, 'filename', None) or 'the tokens'}: id "
+                          f"{found[bad][0]} at position {start + int(bad.argmax())}; the "
+                          f"vocabulary has {vocab_size}")
+    return found.astype(np.int32)
+
+
 class Documents:
     """Documents on disk, one after the other: number i begins at starts[i]. After its last token
     comes `end`, which has the weight of that token, or 0 if not `ends_learned`. `weights`, if
@@ -77,11 +88,7 @@ class Documents:
         start = int(self.starts[number])
         end = start + int(self.lengths(np.array([number]))[0])
         begin = start + first
-        tokens = np.asarray(self.tokens[begin:min(begin + length + 1, end)], np.int64)
-        if (bad := (tokens < 0) | (tokens >= self.vocab_size)).any():
-            raise ConfigError(f"{getattr(self.tokens, 'filename', None) or 'the tokens'}: id "
-                              f"{tokens[bad][0]} in document {number}; the vocabulary has "
-                              f"{self.vocab_size}")
+        tokens = ids_of(self.tokens, begin, min(begin + length + 1, end), self.vocab_size)
         weights = np.ones(length, np.float32)
         if self.weights is not None:
             # (The end after a conversation is not learned: a template's answers have their own.)
@@ -90,8 +97,8 @@ class Documents:
                 last = self.weights[end - 1] if self.ends_learned else 0
                 weights = np.append(weights, np.float32(last))
         if len(tokens) == length:       # it is the end of the document
-            tokens = np.append(tokens, self.end)
-        return Part(tokens[:-1].astype(np.int32), tokens[1:].astype(np.int32), weights)
+            tokens = np.append(tokens, np.int32(self.end))
+        return Part(tokens[:-1], tokens[1:], weights)
 
 
 class Packed:
@@ -139,13 +146,6 @@ class Packed:
             found[here] = before + order_at(count, seed + block,
                                             epoch[here] * count + place[here] - before)
         return found
-
-    @property
-    def fill(self) -> float:
-        """The share of positions that hold a token, in the first 16 blocks."""
-        rows = [row for b in range(min(self.blocks, 16)) for row in self.block(b)]
-        return sum(length for row in rows for _, _, length in row) / max(
-            len(rows) * self.length, 1)
 
 
 def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:

@@ -24,25 +24,25 @@ from zigzag.disk.examples import read_npy
 from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
 
-# llm.c's header: 256 numbers of 32 bits, {magic: (version, type of the tokens)}.
+# llm.c's header: 256 numbers of 32 bits, of which the first three are a magic one, the version and
+# the count of tokens. {magic number: (version, type of the tokens)}
 HEADER = 1024
-MAGIC = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+MAGIC = {20240520: (1, np.dtype("uint16")), 20240801: (7, np.dtype("uint32"))}
 HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|held_out)([^a-z]|$)", re.I)
-
-
 WEIGHTS = ".weights.npy"
+LOOK = 10**6        # ids at each end of a file that are looked at, before any is used
 
 
 class Joined:
     """Arrays one after the other, as one array that can be sliced."""
 
-    def __init__(self, arrays: Sequence[np.ndarray]):
+    def __init__(self, arrays: Sequence[np.ndarray], filename: str):
         for array in arrays:
             read_at_random(array)
         self.arrays = [np.asarray(array) for array in arrays]    # (slices of a memmap are slow)
         self.starts = np.cumsum([0, *map(len, arrays)])
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
-        self.filename = ""      # (for messages)
+        self.filename = filename        # (for messages)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -72,13 +72,12 @@ def files_of(path: str | Path) -> list[Path]:
     """The token files that a path stands for: itself, those in a folder, or those that match a
     pattern. [] if other files are there, too, and train is in the name of none."""
     text = str(path)
-    if os.path.isdir(text):
-        return _chosen(sorted(file for file in Path(path).glob("*") if file.is_file()))
     matches = [text] if os.path.exists(text) else sorted(glob.glob(text, recursive=True))
-    folders = [match for match in matches if os.path.isdir(match)]
-    parts = [files_of(folder) for folder in folders]
-    if len(folders) < len(matches):
-        parts.append(_chosen([Path(match) for match in matches if match not in folders]))
+    together = {}       # {a folder, or '': the files that lie in it, or were named}
+    for match in map(Path, matches):
+        of = sorted(filter(Path.is_file, match.iterdir())) if match.is_dir() else [match]
+        together.setdefault(match if match.is_dir() else "", []).extend(of)
+    parts = list(map(_chosen, together.values()))
     return [file for part in parts for file in part] if all(parts) else []
 
 
@@ -95,50 +94,48 @@ class TokenFiles:
     """Tokens of other programs, with the attributes of a prepared folder (corpus.Corpus). `path` is
     one path or several, of which token_files gives the files."""
 
+    is_learned_in_part = False
+
     def __init__(self, path: str | Path | Sequence[str | Path], vocab_size: int,
                  tokenizer: Tokenizer | None = None, flag: str = "--data"):
         paths = [path] if isinstance(path, (str, Path)) else path
-        self.folder = path = " ".join(map(str, paths))      # (for messages)
-        files = token_files(paths)
-        arrays = {file: _open(file) for file in files}
-        held_out = {file for file in files if HELD_OUT.search(file.stem) and flag == "--data"}
-        if files and len(held_out) == len(files):
-            raise ConfigError(f"{path}: all of its files are held out, by their names; expected "
+        self.folder = " ".join(map(str, paths))     # (for messages)
+        name, files = f"{flag} {self.folder}", token_files(paths)
+        if not vocab_size:
+            raise ConfigError(f"{name}: its files do not say how many ids there are; give "
+                              f"--vocab_size (50257 for GPT-2's tokens)")
+        arrays, weights = list(map(_open, files)), dict(filter(None, map(_weights, files)))
+        is_held_out = [flag == "--data" and bool(HELD_OUT.search(file.stem)) for file in files]
+        if all(is_held_out):
+            raise ConfigError(f"{name}: all of its files are held out, by their names; expected "
                               f"one to learn from")
 
         def splits(arrays):
             """What is learned of the arrays of all files, and what is held out."""
-            train, held = ([a for file, a in arrays.items() if (file in held_out) == is_held]
-                           for is_held in (False, True))
+            train, held = ([a for a, is_held in zip(arrays, is_held_out) if is_held == which]
+                           for which in (False, True))
             if not held and flag == "--data":
                 total = sum(map(len, train))
                 keep = total - total // 10
                 train, held = _between(train, 0, keep), _between(train, keep, total)
-            return Joined(train), Joined(held)
+            return Joined(train, self.folder), Joined(held, self.folder)
 
         self.train, self.held_out = splits(arrays)
-        self.train.filename = self.held_out.filename = path
-        weighted, weights = _weights(arrays, [Path(p) for p in paths if os.path.isdir(p)])
-        self.weights = dict(zip(("train", "held_out"), splits(weights) if weighted else
+        # (Weights of 1, for files without any, take no memory.)
+        of_files = [weights.get(file, np.broadcast_to(np.float32(1), len(tokens)))
+                    for file, tokens in zip(files, arrays)]
+        self.weights = dict(zip(("train", "held_out"), splits(of_files) if weights else
                                 (None, None)))
-        self.weighted = f"; weights of {len(weighted)} of {len(files)} files" if weighted else ""
-        if not vocab_size:
-            raise ConfigError(f"{flag} {path}: its files do not say how many ids there are; give "
-                              f"--vocab_size (50257 for GPT-2's tokens)")
+        self.weighted = f"; weights of {len(weights)} of {len(files)} files" if weights else ""
+        for file, tokens, numbers in zip(files, arrays, of_files):
+            _check(file, tokens, numbers, vocab_size)
+        if not len(self.train):
+            raise ConfigError(f"{name}: no tokens in it")
         self.tokenizer = tokenizer or Ids(vocab_size)
-        self.fingerprint = hashlib.sha256("".join(
-            file.name + sha256(file) for file in (*files, *weighted)).encode()).hexdigest()
         self.record = {**tokenizer_record(self.tokenizer), "vocab_size": vocab_size}
-        parts = [part for a in arrays.values() for part in (a[:10**6], a[-10**6:]) if len(part)]
-        if not parts:
-            raise ConfigError(f"{flag} {path}: no tokens in it")
-        least = min(int(part.min()) for part in parts)
-        largest = max(int(part.max()) for part in parts)
-        if least < 0 or largest >= vocab_size:
-            raise ConfigError(f"{flag} {path}: has the id {least if least < 0 else largest}; the "
-                              f"vocabulary has {vocab_size} (--vocab_size)")
-
-    is_learned_in_part = False
+        everything = *files, *(file.with_suffix(WEIGHTS) for file in files if file in weights)
+        self.fingerprint = hashlib.sha256("".join(
+            file.name + sha256(file) for file in everything).encode()).hexdigest()
 
     def documents(self, split: str) -> Any:
         """Refused: nothing says where the documents begin."""
@@ -161,28 +158,25 @@ def _between(arrays, first, last):
     return [a for a in found if len(a)]
 
 
-def _weights(arrays, folders):
-    """(the files of weights next to token files, {token file: its weights}) for {token file: its
-    tokens}. Without a file, they are 1, and take no memory. In `folders` given as a whole, weights
-    of no token file are refused."""
-    for path in (path for folder in folders for path in folder.glob(f"*{WEIGHTS}")):
-        name = path.name.removesuffix(WEIGHTS)
-        if not any(path.with_name(f"{name}{end}").exists() for end in (".bin", ".npy")):
-            raise ConfigError(f"{path}: weights of no token file; expected {name}.bin or "
-                              f"{name}.npy next to it")
-    files, found = [], {}
-    for file, tokens in arrays.items():
-        path, count = file.with_suffix(WEIGHTS), len(tokens)
-        found[file] = np.broadcast_to(np.float32(1), count)
-        if path.exists():
-            files.append(path)
-            found[file] = _npy(path, ("float16", "float32"), "float16 or float32")
-            if len(found[file]) != count:
-                raise ConfigError(f"{path}: {len(found[file]):,} weights for the {count:,} tokens "
-                                  f"of {file.name}; expected one for each")
-            for start in (0, max(count - 10**6, 0)):        # (the others when they are read)
-                finite_weights(found[file], start, 10**6)
-    return files, found
+def _check(file, tokens, weights, vocab_size):
+    """Refuse what cannot be learned, as far as both ends of a file show it. (The other ids and
+    weights are checked when they are read.)"""
+    if len(weights) != len(tokens):
+        raise ConfigError(f"{file.with_suffix(WEIGHTS)}: {len(weights):,} weights for the "
+                          f"{len(tokens):,} tokens of {file.name}; expected one for each")
+    for start in (0, max(len(tokens) - LOOK, 0)):
+        finite_weights(weights, start, LOOK)
+        ids = np.asarray(tokens[start:start + LOOK])
+        if (bad := (ids < 0) | (ids >= vocab_size)).any():
+            raise ConfigError(f"{file}: has the id {ids[bad][0]}; the vocabulary has {vocab_size} "
+                              f"(--vocab_size)")
+
+
+def _weights(file):
+    """(a token file, the weights beside it); None if there are none."""
+    path = file.with_suffix(WEIGHTS)
+    return (file, _npy(path, ("float16", "float32"), "float16 or float32")) if (
+        path.exists()) else None
 
 
 def _npy(path, dtypes, expected):
@@ -199,27 +193,21 @@ def _open(path: Path) -> np.ndarray:
     size = path.stat().st_size
     if path.suffix == ".npy":
         return _npy(path, "iu", "whole numbers")
-    header = np.fromfile(path, "<i4", 256) if size >= HEADER else np.zeros(1, int)
+    header = np.fromfile(path, "<i4", 3).tolist() if size >= HEADER else [0]
     if header[0] in MAGIC:
-        if header[1] != MAGIC[header[0]][0]:
-            raise ConfigError(f"{path}: llm.c's format, version {header[1]}; expected version "
-                              f"{MAGIC[header[0]][0]}")
-        dtype, count = np.dtype(MAGIC[header[0]][1]), int(header[2])
-        if size != HEADER + count * dtype.itemsize:
-            raise ConfigError(f"{path}: {size:,} bytes; its header says {count:,} tokens of "
-                              f"{dtype}, which are {HEADER + count * dtype.itemsize:,}: it was cut "
-                              f"short, or is damaged")
+        version, dtype = MAGIC[header[0]]
+        expected = HEADER + header[2] * dtype.itemsize
+        if header[1] != version or size != expected:
+            raise ConfigError(f"{path}: {size:,} bytes; its header says {header[2]:,} tokens in "
+                              f"llm.c's format, version {header[1]}; expected {expected:,} bytes "
+                              f"in version {version}")
         return np.memmap(path, dtype, "r", HEADER)
-    if size % 2 or not size:
-        raise ConfigError(f"{path}: {size:,} bytes, which is not a whole number of uint16 tokens")
     # In uint32, the upper half of each number is 0, or small.
     halves = np.fromfile(path, "<u2", 2**16)
     low, high = halves[::2], halves[1::2]
     is_32 = size % 4 == 0 and len(halves) > 2 and low.any() and (
         high.max() < 16 < low.max() or not high.any())
-    if is_32 and size % 8 == 0 and not low[1::2].any():
-        raise ConfigError(f"{path}: every second token of 32 bits is 0, as if it were of 64 bits; "
-                          f"expected uint16 or uint32 (or a .npy, which says what it has)")
+    if size % 2 or not size or is_32 and size % 8 == 0 and not low[1::2].any():
+        raise ConfigError(f"{path}: {size:,} bytes, which are no tokens of uint16 or uint32 (if "
+                          f"they are of 64 bits: a .npy says what it has)")
     return np.memmap(path, np.uint32 if is_32 else np.uint16, "r")
-
-

@@ -16,7 +16,7 @@ Each has
     with_ends           the ids of a text with those that its tokenizer adds, at least an end
     separator           the id before each document
     ends                the ids that end a text, the usual one first
-    lengths             the number of bytes of text that each id stands for
+    lengths             the number of bytes of text that each id stands for (a special one: none)
 
 This file needs no jax.
 """
@@ -37,10 +37,9 @@ from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import as_json, read_json, sha256, write_whole
 from zigzag.disk import tiktoken
 
-# The files of a published tokenizer, which are copied with its model.
-FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tiktoken.json",
-         "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-         "chat_template.jinja")
+# What a published tokenizer has beside its file. Both are copied with its model.
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+          "chat_template.jinja")
 
 
 class Tokenizer:
@@ -49,9 +48,17 @@ class Tokenizer:
     folder: Path | None = None
     begins: Sequence[int] = ()      # the ids that the model expects first
 
-    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_all(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         ids = [self.encode(text) for text in texts]
         return np.concatenate([np.zeros(0, np.uint8), *ids]), np.array(list(map(len, ids)), int)
+
+    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        # The character of each byte; an id of so many bytes begins with that of its first one.
+        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
+        size = self.sizes(ids)
+        ends = np.cumsum(size)
+        return ids, characters[ends - size], characters[ends - 1] + 1
 
     def prompt(self, text: str) -> list[int]:
         return [*self.begins, *self.encode(text).tolist()] or [self.separator]
@@ -67,14 +74,11 @@ class Bytes(Tokenizer):
     """The 256 bytes, and one separator."""
     kind, file, vocab_size, separator, ends, begins = "bytes", "", 257, 256, (256,), (256,)
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        raw = text if isinstance(text, bytes) else text.encode()
-        return np.frombuffer(raw, np.uint8)
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8)
 
-    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids, sizes = self.encode(text), [len(character.encode()) for character in text]
-        places = np.repeat(np.arange(len(text)), sizes)
-        return ids, places, places + 1
+    def sizes(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), int)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -90,8 +94,8 @@ class Ids(Tokenizer):
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        words = _unicode(text).split()
+    def encode(self, text: str) -> np.ndarray:
+        words = text.split()
         if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
             raise ConfigError(f"{' '.join(words)[:40]!r}: this run has no tokenizer; expected ids "
                               f"below {self.vocab_size}, such as 12 5 7")
@@ -125,15 +129,14 @@ class Pieces(Tokenizer):
         i = self.model.piece_to_id(piece)
         return i if self.model.id_to_piece(i) == piece else None
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        return np.array(self.model.encode(_unicode(text)), np.int64)
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.model.encode(_checked(text)), np.int64)
 
-    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_all(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         # (A sentencepiece model takes much longer for a long text than for its lines.)
         # (StringIO splits at \n alone, and faster than a loop.)
-        texts = map(_unicode, texts)
         parts = [io.StringIO(text, newline="\n").readlines() if self._ends_at_lines else [text]
-                 for text in texts]
+                 for text in map(_checked, texts)]
         flat, counts = _joined(self.model.encode(list(itertools.chain.from_iterable(parts)),
                                                  num_threads=1))
         ends = np.cumsum([len(part) for part in parts])
@@ -141,7 +144,7 @@ class Pieces(Tokenizer):
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found, at = [], 0
-        for part in self._controls.split(_unicode(text)):
+        for part in self._controls.split(_checked(text)):
             if (i := self._id(part)) is not None and self.model.is_control(i):
                 found.append((i, at, at + len(part)))
             elif part:
@@ -189,20 +192,16 @@ class PiecesT5(Pieces):
         if self._id("[CLS]") is not None or self._id("</s>") is None:
             raise ConfigError(f"{path} is not T5's (it has [CLS], or no </s>): give the "
                               f"tokenizer.json that transformers' save_pretrained makes of it")
-        config, pieces = read_record(path.parent / "tokenizer_config.json"), self.vocab_size
-        count = config.get("extra_ids", 100)
-        if type(count) is not int or not 0 <= count <= 10_000:
-            raise ConfigError(f"{path.parent / 'tokenizer_config.json'}: extra_ids {count!r}: "
-                              f"expected a number from 0 to 10000")
-        self.vocab_size = pieces + count
+        count = read_record(path.parent / "tokenizer_config.json").get("extra_ids", 100)
+        self.vocab_size += count
         self.special = {f"<extra_id_{i}>": self.vocab_size - 1 - i for i in range(count)}
         self.special |= {piece: i for piece in ("</s>", "<pad>", "<unk>")
                          if (i := self._id(piece)) is not None}
         self.between = re.compile(f"({'|'.join(self.special)})")
 
-    def encode(self, text: str | bytes) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
         ids = ([self.special[part]] if part in self.special else self.model.encode(part)
-               for part in self.between.split(_unicode(text)))
+               for part in self.between.split(_checked(text)))
         return np.array([i for part in ids for i in part], np.int64)
 
     encode_all = Tokenizer.encode_all       # (not Pieces')
@@ -225,23 +224,23 @@ class TokenizerJson(Tokenizer):
         self.vocab_size = max(vocabulary.values(), default=-1) + 1      # (there may be gaps)
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, vocabulary.get)
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        return np.array(self.model.encode(_unicode(text), add_special_tokens=False).ids, np.int64)
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.model.encode(_checked(text), add_special_tokens=False).ids, np.int64)
 
-    def encode_all(self, texts: Sequence[str | bytes]) -> tuple[np.ndarray, np.ndarray]:
-        return _joined([e.ids for e in self.model.encode_batch(list(map(_unicode, texts)),
+    def encode_all(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        return _joined([e.ids for e in self.model.encode_batch(list(map(_checked, texts)),
                                                                add_special_tokens=False)])
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        found = self.model.encode(_unicode(text), add_special_tokens=False)
+        found = self.model.encode(_checked(text), add_special_tokens=False)
         places = np.array(found.offsets, int).reshape(-1, 2)
         return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
 
     def prompt(self, text: str) -> list[int]:
-        return self.model.encode(_unicode(text)).ids or [self.separator]
+        return self.model.encode(_checked(text)).ids or [self.separator]
 
     def with_ends(self, text: str) -> list[int]:
-        ids = self.model.encode(_unicode(text)).ids
+        ids = self.model.encode(_checked(text)).ids
         return ids if ids[-1:] == [self.ends[0]] else [*ids, self.ends[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -289,17 +288,12 @@ class Tiktoken(Tokenizer):
         self.separator = (self.begins or ends)[0]
         self.ends = tuple(dict.fromkeys([*ends, self.separator]))
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        return np.array([i for part in tiktoken.BLANK.split(_unicode(text))
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([i for part in tiktoken.BLANK.split(_checked(text))
                          for i in self.model.encode(part, allowed_special="all")], np.int64)
 
-    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids = self.encode(text)
-        size = [len(self.model.decode_single_token_bytes(int(i))) for i in ids]
-        # The character of each byte; a token goes from the character of its first byte on.
-        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-        ends = np.cumsum(size)
-        return ids, characters[ends - size], characters[ends - 1] + 1
+    def sizes(self, ids: np.ndarray) -> np.ndarray:
+        return np.array([len(self.model.decode_single_token_bytes(int(i))) for i in ids], int)
 
     def with_ends(self, text: str) -> list[int]:
         return [*self.begins, *super().with_ends(text)]
@@ -322,19 +316,38 @@ class Tiktoken(Tokenizer):
 
 
 KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5, Tiktoken)}
+# Every file of a tokenizer that may lie in the folder of a model.
+FILES = (*(kind.file for kind in KINDS.values()), *BESIDE)
+
+
+def tokenizer_at(path: str | Path) -> Tokenizer:
+    """The tokenizer that --tokenizer names: a file, the folder of a published model, or bytes."""
+    if path == "bytes":
+        return Bytes()
+    path = Path(path)
+    if path.is_dir():
+        return published_tokenizer(path, 2**31)
+    if not path.exists():
+        raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
+                          f"tokenizer.json, a folder with one of them, or bytes")
+    # (LLaMA 3's tokenizer.model is a file of tiktoken.)
+    if path.name == tiktoken.FILE or tiktoken.has_ranks(path):
+        return Tiktoken(path)
+    return (TokenizerJson if path.suffix == ".json" else PiecesT5
+            if path.name == PiecesT5.file else Pieces)(path)
 
 
 def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> Tokenizer | None:
     """The tokenizer in the folder of a published model, whose embedding has `rows` rows. Refused if
     it has ids without a row: a lookup would silently take another one. Without a tokenizer, None or
     (if one is `needed`) refused."""
-    kinds = [kind for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
-    if not kinds and not needed:
+    files = [kind.file for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
+    if not files and not needed:
         return None
-    if not kinds:
+    if not files:
         raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
                           f"(of a T5: spiece.model)")
-    tokenizer = _of_file(Path(folder) / kinds[0].file)
+    tokenizer = tokenizer_at(Path(folder) / files[0])
     if tokenizer.vocab_size > rows:
         raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "
                           f"its embedding only {rows} rows (a T5's spiece.model has 100 ids more "
@@ -342,35 +355,24 @@ def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> T
     return tokenizer
 
 
-def _of_file(path):
-    """The tokenizer of a file. (LLaMA 3's tokenizer.model is a file of tiktoken.)"""
-    if path.name == tiktoken.FILE or tiktoken.has_ranks(path):
-        return Tiktoken(path)
-    return (TokenizerJson if path.suffix == ".json" else PiecesT5
-            if path.name == PiecesT5.file else Pieces)(path)
-
-
-def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """{name: content} of the files that a tokenizer needs beside a model."""
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """{name: content} of the files that a tokenizer needs in a folder of its own."""
     if not tokenizer.path:
         return {}
-    found = {name: (tokenizer.folder / name).read_bytes() for name in FILES
+    found = {name: (tokenizer.folder / name).read_bytes() for name in BESIDE
              if (tokenizer.folder / name).exists()}
-    if tokenizer.path.name != tokenizer.file:       # (beside it there may be other tokenizers)
-        others = {kind.file for kind in KINDS.values()}
-        found = {name: content for name, content in found.items() if name not in others}
-        found[tokenizer.file] = (tiktoken.content_of(tokenizer.model) if tokenizer.kind == (
-            "tiktoken") else tokenizer.path.read_bytes())
     known = read_record(tokenizer.folder / "config.json")
     ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
     if ids:             # (config.json has them, and stays)
         found.setdefault("generation_config.json", as_json(ids))
-    return found
+    is_ranks = tokenizer.kind == "tiktoken"
+    return {tokenizer.file: tiktoken.content_of(tokenizer.model) if is_ranks else
+            tokenizer.path.read_bytes(), **found}
 
 
 def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
     """Copy a tokenizer's files into a model's folder. Returns their names."""
-    found = files_of(tokenizer)
+    found = tokenizer_files(tokenizer)
     for name, content in found.items():
         write_whole(folder / name, content)
     return list(found)
@@ -382,23 +384,14 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
         {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
-def digest_of_files(tokenizer: Tokenizer) -> str:
-    """A digest of a tokenizer's files. '' for bytes."""
-    return " ".join(f"{name} {hashlib.sha256(content).hexdigest()[:16]}"
-                    for name, content in files_of(tokenizer).items())
-
-
 def _joined(ids):
     """Lists of ids in one array, and how many each has."""
     counts = np.fromiter(map(len, ids), int, len(ids))
     return np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(counts.sum())), counts
 
 
-def _unicode(text):
-    """The text as a str. Broken characters in bytes are replaced; in a str they are an error of the
-    caller (UnicodeEncodeError)."""
-    if isinstance(text, bytes):
-        return text.decode(errors="replace")
+def _checked(text):
+    """The text, if it has no half of a character (UnicodeEncodeError: an error of the caller)."""
     text.encode()
     return text
 
@@ -415,18 +408,18 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
                  default: int = -1) -> tuple[int, tuple[int, ...]]:
     """(separator, all ids that end a text), read from the files beside a tokenizer. The separator
     is the id that begins a text, or, if there is none, one that ends a text."""
-    named = [read_record(folder / n) for n in ("tokenizer_config.json", "special_tokens_map.json")]
-    numbered = [read_record(folder / n) for n in ("generation_config.json", "config.json")]
-    if isinstance(text := numbered[1].get("text_config"), dict):    # (of a model with other towers)
-        numbered.append(text)
+    records = [read_record(folder / f"{name}.json") for name in (
+        "tokenizer_config", "special_tokens_map", "generation_config", "config")]
+    if isinstance(text := records[-1].get("text_config"), dict):    # (of a model with other towers)
+        records.append(text)
 
     def ids(name):
-        tokens = [r.get(name) for r in named]
-        tokens = [t.get("content") if isinstance(t, dict) else t for t in tokens]
-        found = [id_of(t) for t in tokens if isinstance(t, str)]
-        for record in numbered:
-            value = record.get(f"{name}_id")
-            found += value if isinstance(value, list) else [value]
+        found = []
+        for record in records:
+            token, numbers = record.get(name), record.get(f"{name}_id")
+            token = token.get("content") if isinstance(token, dict) else token
+            found += [id_of(token)] if isinstance(token, str) else []
+            found += numbers if isinstance(numbers, list) else [numbers]
         return [i for i in found if isinstance(i, int) and i >= 0]
 
     begin, end = ids("bos_token"), ids("eos_token")
@@ -436,19 +429,6 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
             return i, tuple(dict.fromkeys([*end, i]))
     raise ConfigError(f"{folder}: its tokenizer has no bos_token and no eos_token (in "
                       f"tokenizer_config.json); one of them must stand between documents")
-
-
-def tokenizer_at(path: str) -> Tokenizer:
-    """The tokenizer that --tokenizer names: a file, the folder of a published model, or bytes."""
-    place = Path(path)
-    if path == "bytes":
-        return Bytes()
-    if place.is_dir():
-        return published_tokenizer(place, 2**31)
-    if not place.exists():
-        raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
-                          f"tokenizer.json, a folder with one of them, or bytes")
-    return _of_file(place)
 
 
 def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
@@ -475,12 +455,8 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
     except (RuntimeError, ValueError) as e:
         if problem:
             raise problem[0] from None
-        most = re.search(r"value <= (\d+)", str(e))
-        least = re.search(r"smaller than required_chars. \d+ vs (\d+)", str(e))
-        raise ConfigError(f"--vocab_size {vocab_size}: " + (
-            f"the text has pieces for at most {most[1]}" if most else
-            f"the bytes and the text's different characters need {least[1]}" if least
-            else str(e).splitlines()[-1].strip())) from None
+        raise ConfigError(f"--vocab_size {vocab_size}: "
+                          f"{str(e).splitlines()[-1].rpartition('] ')[2]}") from None
     if problem:
         raise problem[0]
     write_whole(out, model.getvalue())

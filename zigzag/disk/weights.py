@@ -24,17 +24,12 @@ def as_weights(value: Any, count: int | None = None) -> np.ndarray:
     of `count`, one for each."""
     if value is None or count == 0 and value == []:
         return np.ones((), np.float32)
-    is_list = isinstance(value, list) and count is not None
-    numbers = value if is_list else [value]
-    for number, x in enumerate(numbers):
-        # (float32's largest number. A boolean is an int, too.)
-        if type(x) not in (int, float) or not 0 <= x < 3.4e38:
-            raise WrongWeight(
-                f"{f'has {x!r:.40} for token {number}' if is_list else f'is {x!r:.40}'}; expected "
-                f"a number of 0 or more" + ", or a list of them" * (count is not None))
-    if is_list and len(value) != count:
-        raise WrongWeight(f"is a list of {len(value)} for a text of {count} tokens; expected a "
-                          f"number for each")
+    numbers = value if isinstance(value, list) and count is not None else [value]
+    # (float32's largest number. A boolean is an int, too.)
+    are_right = all(type(x) in (int, float) and 0 <= x < 3.4e38 for x in numbers)
+    if not are_right or numbers is value and len(value) != count:
+        lists = f", or a list of {count}, one for each token" if count is not None else ""
+        raise WrongWeight(f"is {value!r:.60}; expected a number of 0 or more{lists}")
     return np.array(value, np.float32)
 
 
