@@ -6,9 +6,9 @@
     search      beam search
     scores      log-probabilities of given ids
     turns       prompts through the rows of a cache; a row that is free takes the next prompt
-    rows        prompts as padded rows; seeds; where an answer ends
+    rows        prompts as padded rows; seeds; the context
     prompts     sample.py's flags; prompts from files and standard input, as ids
-    reading     the row of a conversation, whose cache is kept between turns
+    answers     the text of an answer while its ids arrive, up to a stop text
     chat        chat templates
 
 sample.py's command is in the wing above it, zigzag/commands/.

@@ -19,10 +19,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import (
     axis_size,
-    batch_spec,
     cast,
     mesh_of,
     shardings,
@@ -46,15 +45,10 @@ class Sampling:
     repetition_penalty: float = 1.0     # divides positive logits of earlier ids, multiplies others
 
     def __post_init__(self) -> None:
-        for name, value, accepted, is_right in (
-                ("temperature", self.temperature, "0 or more", self.temperature >= 0),
-                ("top_k", self.top_k, "0 or more", self.top_k >= 0),
-                ("top_p", self.top_p, "above 0, at most 1", 0 < self.top_p <= 1),
-                ("min_p", self.min_p, "from 0 to 1", 0 <= self.min_p <= 1),
-                ("repetition_penalty", self.repetition_penalty, "above 0",
-                 self.repetition_penalty > 0)):
-            if not is_right:
-                raise ConfigError(f"{name} {value}: must be {accepted}")
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
+                and 0 <= self.min_p <= 1 and self.repetition_penalty > 0):
+            raise ConfigError(f"{self}: temperature and top_k must be 0 or more, top_p above 0 and "
+                              f"at most 1, min_p from 0 to 1, and repetition_penalty above 0")
 
 
 GREEDY = Sampling(temperature=0)
@@ -62,14 +56,9 @@ GREEDY = Sampling(temperature=0)
 
 def sampling_of(sampling: Sampling | float, changes: dict[str, Any]) -> Sampling:
     """The Sampling with these of its fields changed; a number is one with this temperature."""
-    known = [f.name for f in dataclasses.fields(Sampling)]
-    if wrong := [name for name in changes if name not in known]:
-        raise TypeError(f"{wrong[0]!r} is no option of generation" + did_you_mean(wrong[0], known))
-    if not isinstance(sampling, Sampling):
-        if "temperature" in changes:
-            raise TypeError(f"two temperatures: {sampling} and {changes['temperature']}")
-        sampling = Sampling(temperature=sampling)
-    return dataclasses.replace(sampling, **changes) if changes else sampling
+    if isinstance(sampling, Sampling):
+        return dataclasses.replace(sampling, **changes)
+    return Sampling(temperature=sampling, **changes)
 
 
 def end_ids(ends: Any, vocab_size: int) -> list[int]:
@@ -190,26 +179,27 @@ def placed(tree: Any, specs: Any) -> Any:
     return tree if specs is None else lax.with_sharding_constraint(tree, shardings(specs, mesh))
 
 
-def cache_specs(layers: Sequence[Layer], specs: Any) -> list[dict[str, P]]:
-    """The specs of the cache, from those of the weights."""
+def cache_specs(layers: Sequence[Layer], specs: Any, cache: Any = None) -> list[dict[str, P]]:
+    """The specs of the cache, from those of the weights: of all its arrays, or of those in
+    `cache`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return [layer_specs(layer, own, batch_spec(mesh), mesh.shape["tensor"])
-            for layer, own in zip(layers, specs["layers"], strict=True)]
+    found = [layer_specs(layer, own, mesh) for layer, own in zip(
+        layers, specs["layers"], strict=True)]
+    return found if cache is None else [
+        {name: of_layer[name] for name in own} for own, of_layer in zip(cache, found)]
 
 
 def empty_cache(layers: Sequence[Layer], rows: int, slots: int, dtype: Any, specs: Any
                 ) -> list[dict[str, Any]]:
     """A cache without tokens, for this number of rows and slots."""
     tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if specs else 1
-    cache = [new_layer(layer, rows, slots, dtype, specs and specs["layers"][i], tensor)
-             for i, layer in enumerate(layers)]
+    cache = [new_layer(layer, rows, slots, dtype, tensor) for layer in layers]
     return placed_cache(cache, layers, specs)
 
 
 def placed_cache(cache: Any, layers: Sequence[Layer], specs: Any) -> Any:
     """The cache, split as the passes take it, by the specs of the weights."""
-    return placed(cache, specs and [{name: split[name] for name in layer} for layer, split in zip(
-        cache, cache_specs(layers, specs))])
+    return placed(cache, specs and cache_specs(layers, specs, cache))
 
 
 def gather_all_but_layers(params: Any, specs: Any) -> Any:
