@@ -40,7 +40,8 @@ from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
 from zigzag.generate import decoding, passes, scores, search, turns
 from zigzag.generate.answers import Answer
-from zigzag.generate.decoding import Sampling, mesh_of_weights
+from zigzag.generate.decoding import Sampling
+from zigzag.generate.engine import Engine, mesh_of_weights
 from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
 from zigzag.generate.rows import check_writes, seeds_of
 
@@ -66,8 +67,7 @@ def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int
     network, sampling = networks.network_of(config), Sampling(temperature)
     params, start = for_decoding(params, config), np.zeros(1, int)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": start}, seed)
-    cache = decoding.empty_cache(network.cache_layers(config), 1, len(prompt) + tokens,
-                                 params["embed"].dtype, None)
+    cache = engine_of(config).empty_cache(1, len(prompt) + tokens, params["embed"].dtype)
     extend = jax.jit(functools.partial(network.extend, config=config))
     x, cache = extend(params, cache, np.array([prompt]), 0, start)
     ids = []
@@ -102,9 +102,9 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def engine_of(config: Any) -> passes.Engine:
+def engine_of(config: Any) -> Engine:
     """The model as passes take it."""
-    return passes.Engine(networks.network_of(config), config)
+    return Engine(networks.network_of(config), config)
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,

@@ -121,6 +121,8 @@ def test_what_choices_cannot_read_is_one_line(capsys, monkeypatch, tmp_path):
     (tmp_path / "f").write_text(json.dumps(QUESTIONS[0]))
     FakeModel(monkeypatch, [], encoder_layers=1)
     assert "expected a decoder; this model has an encoder" in says()
+    (tmp_path / "f").write_text("a text")
+    assert "expected a decoder" in refused(capsys, "--score", tmp_path / "f", main=sample.main)
 
 
 @pytest.mark.parametrize("mesh", ["", pytest.param("tensor=2", marks=pytest.mark.slow)])

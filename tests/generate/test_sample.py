@@ -17,6 +17,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
 from zigzag.generate import decoding, passes
+from zigzag.generate.engine import mesh_of_weights
 from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
@@ -109,7 +110,7 @@ def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     config = make(**changes)
     params = placed(jax.jit(lambda key: net.init(config, key))(jax.random.key(0)), config,
                     mesh_of(mesh))
-    with decoding.mesh_of_weights(params):
+    with mesh_of_weights(params):
         rows = prompt_arrays(networks.network_of(config), [[1], [2]], config, 16, None)
         cache = passes.new_cache(sample.engine_of(config), sample.for_decoding(params, config),
                                  rows, 32)
@@ -301,7 +302,7 @@ def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
 
 def decode_program(params, config, prompts):
     """The compiled passes.decode after these prompts, and the state before it."""
-    with decoding.mesh_of_weights(params):
+    with mesh_of_weights(params):
         params = sample.for_decoding(params, config)
         rows = prompt_arrays(networks.network_of(config), prompts, config, 8, None)
         sampling = decoding.Sampling()

@@ -222,13 +222,13 @@ def test_beams_are_shown_with_their_scores(capsys, monkeypatch):
 
 
 def test_texts_are_scored(capsys, monkeypatch, tmp_path):
-    """A total perplexity that is the mean of perplexities; an encoder's text scored as the target;
-    each line of running text scored without the lines before it."""
+    """A total perplexity that is the mean of perplexities; each line of running text scored without
+    the lines before it."""
     FakeModel(monkeypatch, [])
     seen = []
 
-    def score(params, rows, config, sources, batch):
-        seen.append((rows, sources))
+    def score(params, rows, config, batch):
+        seen.append(rows)
         return [(-2.0 * (len(row) - 1) - len(rows), len(row) - 1) for row in rows]
 
     monkeypatch.setattr(sample, "score", score)
@@ -236,7 +236,7 @@ def test_texts_are_scored(capsys, monkeypatch, tmp_path):
     by_line = ["--score", tmp_path / "t", "--by", "line"]
     rows = [json.loads(line) for line in sampled(capsys, *by_line, "--json", "--batch", 2
                                                  ).splitlines()]
-    assert [len(rows) for rows, _ in seen] == [2, 1]
+    assert [len(rows) for rows in seen] == [2, 1]
     assert [row["tokens"] for row in rows] == [2, 15, 1, 18]
     assert rows[0] == {"text": "ab", "logprob": -6.0, "tokens": 2,
                        "perplexity": pytest.approx(2.718281828**3)}
@@ -248,10 +248,6 @@ def test_texts_are_scored(capsys, monkeypatch, tmp_path):
     (tmp_path / "t").write_text('{"text": "a\\nb"}\n{"text": "c"}\n')
     assert [json.loads(line).get("text") for line in sampled(
         capsys, *by_line[:2], "--json").splitlines()] == ["a\nb", "c", None]
-    FakeModel(monkeypatch, [], encoder_layers=1)
-    (tmp_path / "p").write_text('{"source": "a", "target": "b"}\n')
-    sampled(capsys, "--score", tmp_path / "p")
-    assert seen[-1] == ([[256, 98, 256]], [[97, 256]]), "as it is trained"
 
 
 # -------------------------------------------------------------------------------------------

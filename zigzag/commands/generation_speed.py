@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import networks
 import sample
-from zigzag.core.errors import ConfigError, human_bytes
+from zigzag.core.errors import human_bytes
 
 PROMPT, TOKENS, TURNS = 128, 128, 3
 
@@ -23,8 +22,6 @@ PROMPT, TOKENS, TURNS = 128, 128, 3
 def bench(params: Any, c: Any) -> None:
     """Print how many tokens per second sample.stream generates with these weights, greedily, in
     batches of 1 and 8."""
-    if networks.network_of(c).source_shape(c) is not None:
-        raise ConfigError("--bench: is for models without an encoder")
     weight_bytes = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
     array, total = jnp.ones(weight_bytes // 4, jnp.float32), jax.jit(jnp.sum)
     rng = np.random.default_rng(0)

@@ -32,7 +32,6 @@ from zigzag.generate.prompts import (
     check_given,
     make_prompts,
     read_input,
-    scored_texts,
 )
 from zigzag.generate.rows import context_of
 from zigzag.hub.llama import special_ids
@@ -105,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (flags.chat or flags.system) and not model.has_template:
         raise ConfigError("--chat and --system need a chat template, which this model does not "
                           "have")
+    if model.has_source and (flags.bench or flags.score or flags.choices):
+        raise ConfigError("--bench, --score and --choices: expected a decoder; this model has an "
+                          "encoder (sample.score takes its sources)")
     if flags.bench:
         generation_speed.bench(model.params, model.c)
     elif flags.score:
@@ -288,16 +290,17 @@ def converse(model: Model) -> None:
 def score_texts(model: Model, file: Input) -> None:
     """Print the log-probability, the number of scored tokens and the perplexity of each text of the
     file --score, and of all texts together."""
-    flags = model.flags
-    texts, rows, sources = scored_texts(model.network, model.c, model.tokenizer, file,
-                                        flags.by == "line")
+    flags, texts = model.flags, [file.text]     # (running text is one document)
+    if flags.by == "line" or file.has_objects:
+        texts = file.texts("text")
+    # (The first id is not scored: it is the tokenizer's start id or, without one, the text's.)
+    rows, found = [model.tokenizer.prompt(text) for text in texts], []
     if not flags.json:
         print("log-probability    tokens  perplexity  text")
-    found = []
     for at in range(0, len(rows), flags.batch):
         part = slice(at, at + flags.batch)
         for text, pair in zip(texts[part], sample.score(
-                model.params, rows[part], model.c, sources and sources[part], flags.batch)):
+                model.params, rows[part], model.c, batch=flags.batch)):
             found.append(pair)
             print(score_line(flags, "text", text, *pair), flush=True)
     logprobs, counts = zip(*found)
@@ -319,6 +322,4 @@ def score_line(flags: Flags, name: str, text: Any, logprob: float, tokens: int) 
 def score_choices(model: Model, file: Input) -> None:
     """Print how many questions of the file --choices the model answers right."""
     items = choices.read_items(file.lines)
-    if model.has_source:
-        raise ConfigError(f"{file.name}: expected a decoder; this model has an encoder")
     choices.answer(model.params, model.c, model.tokenizer, items, model.flags)

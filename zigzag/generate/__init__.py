@@ -1,8 +1,9 @@
 """Generating text with a model. Read it for sampling.
 
     cache       the KV cache
+    engine      Engine: a model that generates; which device has which part of it
     passes      the compiled passes: prompts into a cache, and a loop that adds ids
-    decoding    Sampling; the state of the loop; which device has which part of it
+    decoding    Sampling; how an id is chosen
     search      beam search
     scores      log-probabilities of given ids
     turns       prompts through the rows of a cache; a row that is free takes the next prompt

@@ -19,63 +19,19 @@ the state of its rows, a dict of arrays:
     seen       [B, V]     the ids in a row; only with a repetition_penalty
 """
 
-import dataclasses
-from typing import Any, Callable, Iterable
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec as P
 
-from zigzag.core.mesh import batch_spec, mark_varying
+from zigzag.core.mesh import mark_varying
 from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
+from zigzag.generate.engine import Engine
 from zigzag.generate.rows import pad_rows, padded_length, seeds_of
-from zigzag.weights.network import Network
-
-REPLICATED = {"slot", "ends", "limit", "written"}     # in a state: the same for all rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Engine:
-    """A model that generates text."""
-    network: Network
-    config: Any             # the network's own
-
-    @property
-    def specs(self) -> Any:
-        """The specs of the weights for decoding on the ambient mesh; None if there is no mesh."""
-        mesh = jax.sharding.get_abstract_mesh()
-        return decoding.specs_for_decoding(self.network, self.config, mesh)
-
-    def for_decoding(self, params: Any) -> Any:
-        """The weights as decoding uses them on the ambient mesh: cast, split, and with a list of
-        layers."""
-        return decoding.for_decoding(self.network, params, self.config.dtype, self.specs)
-
-    def on_mesh(self, fn: Callable, params: Any, state: dict[str, Any], outputs: Iterable[str]
-                ) -> dict[str, Any]:
-        """fn(params, specs, state) in one shard_map over the ambient mesh, or plainly without a
-        mesh. fn gets this device's part of the state and, of the weights, what it has before it
-        reaches a layer. It returns a dict with the names `outputs`."""
-        specs = self.specs
-        if specs is None:
-            return fn(params, None, state)
-        rows = batch_spec(jax.sharding.get_abstract_mesh())
-        layers = self.network.cache_layers(self.config)
-
-        def run(params, state):
-            return fn(decoding.gather_all_but_layers(params, specs), specs, state)
-
-        def specs_of(names, cache=None):
-            return {name: decoding.cache_specs(layers, specs, cache) if name == "cache" else
-                    P() if name in REPLICATED else rows for name in names}
-
-        return jax.shard_map(
-            run, in_specs=(specs if params else P(), specs_of(state, state.get("cache"))),
-            out_specs=specs_of(outputs))(params, state)
 
 
 @jax.jit(static_argnames=("engine", "slots"))
@@ -83,8 +39,7 @@ def new_cache(engine: Engine, params: Any, rows: dict[str, Array], slots: int) -
     """An empty cache for these rows. With an encoder, it holds the keys and values of the
     sources."""
     network, config = engine.network, engine.config
-    cache = decoding.empty_cache(network.cache_layers(config), len(rows["start"]), slots,
-                                 params["embed"].dtype, engine.specs)
+    cache = engine.empty_cache(len(rows["start"]), slots, params["embed"].dtype)
 
     def encode(params, specs, state):
         cache = state.pop("cache")

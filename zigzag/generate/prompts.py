@@ -49,8 +49,7 @@ class Flags:
     chat: bool = False          # answer each prompt as a message, by the model's chat template
     system: str = ""            # system message of a conversation
     score: str = ""             # print the log-probability of the text of this file, or of each
-                                # text in a file of objects with "text" (for an encoder-decoder:
-                                # "source" and "target")
+                                # text in a file of objects with "text"
     choices: str = ""           # choose an answer to each question of this .jsonl file, by the
                                 # log-probabilities of its choices, and print the accuracy
     by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
@@ -168,12 +167,8 @@ class Input(NamedTuple):
     def texts(self, field: str) -> list[str]:
         """The text of each line: this field of its object or, if it is none, the line itself."""
         if self.has_objects:
-            return [text for text, in self.rows(field)]
+            return [texts_of(line.encode(), where, (field,))[0] for where, line in self.lines]
         return [line for _, line in self.lines]
-
-    def rows(self, *fields: str) -> list[tuple[str, ...]]:
-        """These fields of the object on each line."""
-        return [texts_of(line.encode(), where, fields) for where, line in self.lines]
 
 
 def read_input(path: str, flag: str) -> Input:
@@ -261,24 +256,6 @@ def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
     if found.shape[1:] != shape or not len(found) or found.dtype.kind not in "biuf":
         raise ConfigError(f"{expected}; it has {found.dtype} {list(arrays.shape)}")
     return found
-
-
-def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, file: Input, by_line: bool
-                 ) -> tuple[Sequence[str], list[Sequence[int]], list[Sequence[int]] | None]:
-    """(texts to score, their ids, the encoder's inputs or None). Running text is one document, or
-    one for each line. The first id of each is not scored: it is the tokenizer's start id or, if it
-    has none, the text's first id."""
-    if network.source_shape(c) is None:
-        texts = file.texts("text") if by_line or file.has_objects else [file.text]
-        return texts, [tokenizer.prompt(text) for text in texts], None
-    if not reads_text(network, c):
-        raise ConfigError(f"{file.name}: this model's encoder reads arrays "
-                          f"{list(network.source_shape(c))}, not a text")
-    sources, targets = zip(*file.rows("source", "target"))
-    start, rows = special_ids(c, tokenizer)[0], map(tokenizer.with_ends, targets)
-    # (As in tasks/pairs.py: BART's targets begin with the start id, those of others may not.)
-    rows = [ids if len(ids) > 1 and ids[0] == start else [start, *ids] for ids in rows]
-    return targets, rows, [*map(tokenizer.with_ends, sources)]
 
 
 def whole_context(c: Any, families: Mapping[str, Any] = FAMILIES) -> Any:

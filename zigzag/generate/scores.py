@@ -14,8 +14,8 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.generate.cache import CHUNK
-from zigzag.generate.decoding import mesh_of_weights
-from zigzag.generate.passes import Engine, prefill, room_for
+from zigzag.generate.engine import Engine, mesh_of_weights
+from zigzag.generate.passes import prefill, room_for
 from zigzag.generate.rows import on_host, pad_rows, prompt_arrays
 from zigzag.parallel.products import LOGITS
 

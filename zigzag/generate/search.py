@@ -15,13 +15,14 @@ from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mark_varying
-from zigzag.generate.decoding import any_device, end_ids, mesh_of_weights
-from zigzag.generate.passes import Engine, prefill, room_for, traced_rows
-from zigzag.generate.rows import on_host, padded_length, prompt_arrays
+from zigzag.generate.decoding import any_device, end_ids
+from zigzag.generate.engine import Engine, mesh_of_weights
+from zigzag.generate.passes import prefill, room_for, traced_rows
+from zigzag.generate.rows import cut_at_end, on_host, padded_length, prompt_arrays
 
 NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
 LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
-FINISHED = ("finished", "finished_scores", "lengths")       # in the state: the best beams
+FINISHED = ("finished", "finished_scores")      # in the state: the best beams
 
 
 def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], beams: int,
@@ -44,9 +45,9 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
         params = engine.for_decoding(params)
         best = _read_and_search(engine, params, rows, ends, beams, tokens, padded_length(tokens),
                                 float(length_penalty), early_stop)
-        ids, scores, lengths = (on_host(best[name]) for name in FINISHED)
-    return [[(ids[row, k, :lengths[row, k]].tolist(), float(scores[row, k])) for k in range(beams)
-             if scores[row, k] > LOWEST] for row in range(len(prompts))]
+        ids, scores = (on_host(best[name])[:len(prompts)].tolist() for name in FINISHED)
+    return [[(cut_at_end(ends, beam[:tokens]), score) for beam, score in zip(*of_prompt)
+             if score > LOWEST / 2] for of_prompt in zip(ids, scores)]
 
 
 @jax.jit(static_argnames=("engine", "tokens", "ends", "beams"))
@@ -70,8 +71,8 @@ def _read_and_search(engine, params, rows, ends, beams, limit, size, *options):
 
 @jax.jit(static_argnames=("engine", "length", "beams", "size", "length_penalty", "early_stop"))
 def _search(engine, params, state, length, beams, size, length_penalty, early_stop):
-    """The best beams of each prompt: finished [B, beams, size], finished_scores and lengths. The
-    beams of a prompt are rows [B * beams] of the cache."""
+    """The best beams of each prompt, with their ends: finished [B, beams, size], finished_scores.
+    The beams of a prompt are rows [B * beams] of the cache."""
     network, config = engine.network, engine.config
 
     def search(params, specs, state):
@@ -90,24 +91,18 @@ def _search(engine, params, state, length, beams, size, length_penalty, early_st
                       for name, a in layer.items()} for layer in cache]
             return found, cache, any_device(goes_on) & (found["count"] < limit)
 
+        # (All beams of a prompt are still equal, so only the first counts.)
+        newest = jnp.repeat(state["newest"][:, None], beams, 1)
+        none, ids = jnp.zeros(newest.shape), jnp.zeros((*newest.shape, size), jnp.int32)
+        found = {"newest": newest, "running": ids, "finished": ids,
+                 "running_scores": (none + NEG_INF).at[:, 0].set(0.0),
+                 "finished_scores": none + LOWEST, "can_improve": none[:, 0] == 0}
+        found = {**mark_varying(found, newest), "count": jnp.int32(0)}
         cache = jax.tree.map(lambda a: jnp.repeat(a, beams, 0), state["cache"])
-        found = lax.while_loop(lambda carry: carry[2], step, (
-            _begin_beams(state["newest"], beams, size), cache, jnp.bool_(True)))[0]
+        found, *_ = lax.while_loop(lambda carry: carry[2], step, (found, cache, jnp.bool_(True)))
         return {name: found[name] for name in FINISHED}
 
     return engine.on_mesh(search, params, state, FINISHED)
-
-
-def _begin_beams(newest, beams, size):
-    """The state before the first ids. All beams of a prompt are still equal, so only the first
-    counts."""
-    newest = jnp.repeat(newest[:, None], beams, 1)
-    ids, none = jnp.zeros((*newest.shape, size), jnp.int32), jnp.zeros(newest.shape, bool)
-    state = {"newest": newest, "running": ids,
-             "running_scores": jnp.where(none, 0, NEG_INF).at[:, 0].set(0.0),
-             "finished": ids, "finished_scores": jnp.where(none, 0, LOWEST),
-             "lengths": ids[:, :, 0], "is_finished": none, "can_improve": ~none[:, 0]}
-    return {**mark_varying(state, newest), "count": jnp.int32(0)}
 
 
 def _gather_beams(tree, beams):
@@ -133,31 +128,27 @@ def next_beams(state: dict[str, Any], logits: Array, ends: Array, limit: Array,
     parents, new_ids = best // V, (best % V).astype(jnp.int32)
     ids = lax.dynamic_update_slice_in_dim(
         _gather_beams(state["running"], parents), new_ids[..., None], count, 2)
-    is_end = (new_ids[..., None] == ends).any(-1)
-    stops = is_end | (count + 1 >= limit)
+    stops = (new_ids[..., None] == ends).any(-1) | (count + 1 >= limit)
 
     # The K best that go on.
     running_scores, chosen = lax.top_k(scores + jnp.where(stops, NEG_INF, 0.0), K)
     parents, running, newest = _gather_beams((parents, ids, new_ids), chosen)
 
     # The K best that have finished, now or before.
-    stops_in_top = stops & (jnp.arange(candidates) < K)
-    may_finish = stops_in_top & state["can_improve"][:, None] & (scores > NEG_INF / 2)
+    may_finish = stops & (jnp.arange(candidates) < K) & (scores > NEG_INF / 2)
+    may_finish &= state["can_improve"][:, None]
     if early_stop is True:
-        may_finish &= ~state["is_finished"].all(-1, keepdims=True)
+        may_finish &= (state["finished_scores"] == LOWEST).any(-1, keepdims=True)
     new_scores = jnp.where(may_finish, score(scores, count + 1), LOWEST)
     finished_scores, chosen = lax.top_k(
         jnp.concatenate([state["finished_scores"], new_scores], 1), K)
-    old = state["finished"], state["lengths"], state["is_finished"]
-    new = ids, jnp.where(is_end, count, count + 1), stops_in_top
-    finished, lengths, is_finished = _gather_beams(
-        jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), old, new), chosen)
+    finished = _gather_beams(jnp.concatenate([state["finished"], ids], 1), chosen)
 
     # Can a running beam still beat the worst of these?
     longest = limit if early_stop == "never" and length_penalty > 0 else count + 1
-    worst = jnp.where(is_finished.all(-1), finished_scores.min(-1), LOWEST)
+    worst = finished_scores.min(-1)
     can_improve = state["can_improve"] & (score(running_scores[:, 0], longest) > worst)
     return {"newest": newest, "running": running, "running_scores": running_scores,
-            "finished": finished, "finished_scores": finished_scores, "lengths": lengths,
-            "is_finished": is_finished, "can_improve": can_improve, "count": count + 1
-            }, parents, can_improve & ~(is_finished.all(-1) & (early_stop is True))
+            "finished": finished, "finished_scores": finished_scores, "can_improve": can_improve,
+            "count": count + 1}, parents, can_improve & ((worst == LOWEST) | (
+                early_stop is not True))

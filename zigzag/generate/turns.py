@@ -27,8 +27,8 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate import decoding, passes
 from zigzag.generate.cache import CHUNK
-from zigzag.generate.decoding import Sampling, mesh_of_weights
-from zigzag.generate.passes import Engine
+from zigzag.generate.decoding import Sampling
+from zigzag.generate.engine import Engine, mesh_of_weights
 from zigzag.generate.rows import (
     check_ids,
     check_writes,
@@ -222,4 +222,4 @@ def put_rows(engine: Engine, cache: Any, new: Any, places: Any, moved: Any) -> A
 
     cache = [{name: put(name, layer[name], of_new[name]) for name in layer}
              for layer, of_new in zip(cache, new, strict=True)]
-    return decoding.placed_cache(cache, engine.network.cache_layers(engine.config), engine.specs)
+    return engine.placed_cache(cache)
