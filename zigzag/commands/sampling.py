@@ -199,12 +199,10 @@ def write_beams(model: Model, prompts: Sequence[Prompt], tokens: int) -> None:
     best = sample.beam_search(
         model.params, [prompt.ids for prompt in prompts], model.c, flags.beams, tokens, model.ends,
         model.sources(prompts), flags.length_penalty)
-    shown, piece = [], []
     for prompt, of_prompt in zip(prompts, best):
         for ids, score in of_prompt:
-            shown.append(prompt._replace(begin=f"{score:9.3f}  {prompt.begin}", score=score))
-            piece.append((ids, [score] * len(ids)))
-    show([piece], shown, [model.answer(prompt, tokens) for prompt in shown], flags)
+            beam = prompt._replace(begin=f"{score:9.3f}  {prompt.begin}", score=score)
+            show([[(ids, ids)]], [beam], [model.answer(prompt, tokens)], flags)
 
 
 def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequence[Answer],

@@ -11,7 +11,6 @@ The file name - stands for standard input.
 import dataclasses
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Sequence
@@ -131,8 +130,8 @@ def step_of(run: str, step: str) -> int | None:
     largest:NAME; None (the newest) if empty."""
     if not step:
         return None
-    if step == "best" or re.fullmatch(r"(smallest|largest):\S+", step):
-        return best_step(run, by="" if step == "best" else step)
+    if step == "best" or step.startswith(("smallest:", "largest:")):
+        return best_step(run, by=step.removeprefix("best"))
     if not step.isdecimal() or len(step) > 18:
         raise ConfigError(f"--checkpoint {step}: expected the number of a step, best, or "
                           f"smallest:NAME or largest:NAME")
@@ -247,14 +246,14 @@ def _encoded(network, c, tokenizer, text):
 def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
     """The arrays of this shape in a .npy file (one, or several in one array [n, ...]), for an
     encoder that does not read text."""
-    expected = f"--source {path!r}: expected a .npy file with an array of {list(shape)}, or several"
     try:
         arrays = np.load(path, mmap_mode="r", allow_pickle=False)
         found = arrays[None] if arrays.shape == shape else arrays
+        if found.shape[1:] != shape or not len(found) or found.dtype.kind not in "biuf":
+            raise ValueError(f"it has {arrays.dtype} {list(arrays.shape)}")
     except (OSError, ValueError, TypeError, EOFError, AttributeError) as e:
-        raise ConfigError(f"{expected} ({one_line(e)})") from None
-    if found.shape[1:] != shape or not len(found) or found.dtype.kind not in "biuf":
-        raise ConfigError(f"{expected}; it has {found.dtype} {list(arrays.shape)}")
+        raise ConfigError(f"--source {path!r}: expected a .npy file with an array of "
+                          f"{list(shape)}, or several ({one_line(e)})") from None
     return found
 
 

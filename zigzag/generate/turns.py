@@ -50,11 +50,10 @@ class Text:
     """A prompt and its answer."""
     number: int             # the prompt's
     ids: list[int]          # those of the prompt that fit into the context, then the new ones
-    left: int               # how many new ids it may still get
+    left: int               # how many new ids it may still get; 0: it has ended
     count: int = 0          # how many it has
     begin: int = 0          # where its context begins in ids
     length: int = 0         # Network.decoding_length
-    goes_on: bool = True
 
     @property
     def size(self) -> int:
@@ -64,9 +63,8 @@ class Text:
         """Add the next ids up to the first one in `ends`. Returns how many they are."""
         kept = cut_at_end(ends, new)[:self.left]
         self.ids += kept
-        self.left -= len(kept)
         self.count += len(kept)
-        self.goes_on = len(kept) == len(new) and self.left > 0
+        self.left = self.left - len(kept) if len(kept) == len(new) else 0
         return len(kept)
 
 
@@ -128,9 +126,10 @@ class Rows:
         if there are none yet. A text that ended(its number) says has ended does not go on."""
         while True:
             for text in self.texts:
-                text.goes_on = text.goes_on and not ended(text.number)
-            self.owners = [text if text and text.goes_on else None for text in self.owners]
-            self.waiting = collections.deque(text for text in self.waiting if text.goes_on)
+                if ended(text.number):
+                    text.left = 0
+            self.owners = [text if text and text.left else None for text in self.owners]
+            self.waiting = collections.deque(text for text in self.waiting if text.left)
             while places := self._places():
                 self._read(places)
             if not any(self.owners):
@@ -140,10 +139,11 @@ class Rows:
     def _places(self):
         """The rows that are read next: all if all are free, else some if an eighth is free."""
         free = [row for row, text in enumerate(self.owners) if text is None]
-        if not self.waiting or len(free) == self.count:
-            return free if self.waiting else []
-        is_enough = len(free) >= max(1, self.count // 8)
-        return free[:self.some] if is_enough and self.waiting[0].length == self.length else []
+        if not self.waiting or len(free) < max(1, self.count // 8):
+            return []
+        if len(free) == self.count:
+            return free
+        return free[:self.some] if self.waiting[0].length == self.length else []
 
     def _read(self, places):
         """Read texts that wait into rows `places`, of which some may stay free."""
@@ -193,12 +193,12 @@ class Rows:
         self.cache, written = found["cache"], int(on_host(found["written"]))
         self.slot += written
         ids, logs = (on_host(found[name])[:, :written].tolist() for name in ("ids", "logprobs"))
-        new = [None if text.goes_on else ([], []) for text in self.texts]
+        new = [None if text.left else ([], []) for text in self.texts]
         for row, text in enumerate(self.owners):
             if text:
                 count = text.add(ids[row], self.ends)
                 new[text.number] = ids[row][:count], logs[row][:count]
-                if text.goes_on and text.size > self.context:
+                if text.left and text.size > self.context:
                     self._wait_again(row, text)
         return new
 
