@@ -38,7 +38,7 @@ from zigzag.core.flags import run_main
 from zigzag.core.mesh import mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
-from zigzag.generate import decoding, passes, scores, search, turns
+from zigzag.generate import decoding, scores, search, turns
 from zigzag.generate.answers import Answer
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.engine import Engine, mesh_of_weights
@@ -159,10 +159,8 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
     """New ids [B, tokens], for use inside a compiled function; with beams, the best beam's. rows
     are arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder. Ids
     after the first one in `ends` mean nothing."""
-    engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
-    if beams:
-        return search.best_ids(engine, params, rows, tokens, ends, beams)
-    return passes.write_ids(engine, params, rows, tokens, sampling, seed, ends, draw)
+    return search.ids_of_rows(engine_of(config), params, rows, tokens,
+                              decoding.sampling_of(sampling, {}), seed, ends, draw, beams)
 
 
 def for_decoding(params: Any, config: Any) -> Any:

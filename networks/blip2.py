@@ -327,8 +327,8 @@ def captions(params: Params, source: Array, config: Any, prompts: Sequence[Seque
     ends = tuple(decoding.end_ids(text["eos_token_id"], config.vocab_size))
     with mesh_of_weights(params):
         arrays = prompt_arrays(NETWORK, prompts, config, tokens, source)
-        ids = on_host(write_ids(engine, params, arrays, tokens, decoding.GREEDY, 0, ends,
-                                _likeliest))
+        ids = on_host(write_ids(engine, engine.for_decoding(params), arrays, tokens,
+                                decoding.GREEDY, 0, ends, _likeliest))
     return [cut_at_end(ends, row) for row in ids[:len(prompts)].tolist()]
 
 

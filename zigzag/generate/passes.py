@@ -4,7 +4,7 @@
     read_chunk      some tokens of each row, into the cache
     prefill         all of them, chunk by chunk, into a new cache
     decode          a compiled loop: read each row's newest id, choose the next
-    write_ids       all of it, inside a compiled function
+    write_ids       all of it, which may be a part of a compiled function
 
 Each takes an Engine first: a model. On a mesh a pass is one shard_map (Engine.on_mesh), in which
 a device has its rows, all layers, and its part of each weight and of the cache. A pass also takes
@@ -19,7 +19,7 @@ the state of its rows, a dict of arrays:
     seen       [B, V]     the ids in a row; only with a repetition_penalty
 """
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.engine import Engine
-from zigzag.generate.rows import pad_rows, padded_length, seeds_of
+from zigzag.generate.rows import padded_length, seeds_of
 
 
 @jax.jit(static_argnames=("engine", "slots"))
@@ -135,22 +135,10 @@ def decode(engine: Engine, params: Any, cache: Any, state: dict[str, Any], limit
                           ("cache", "ids", "logprobs", "written"))
 
 
-# -------------------------------------------------------------------------------------------
-# Inside a compiled function
-
-def traced_rows(engine: Engine, params: Any, rows: dict[str, Array]) -> tuple[Any, dict[str, Any]]:
-    """(the weights, the rows) as the passes take them, inside a compiled function."""
-    start = jnp.zeros(len(rows["tokens"]), jnp.int32)
-    rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
-    return engine.for_decoding(params), rows
-
-
-@jax.jit(static_argnames=("engine", "tokens", "sampling", "ends", "draw"))
 def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-              sampling: Sampling, seed: int, ends: tuple[int, ...], draw: Callable) -> Array:
-    """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing."""
-    count = len(rows["tokens"])
-    params, rows = traced_rows(engine, params, rows)
+              sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
+    """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing. It may
+    be a part of a compiled function."""
     slots, length = room_for(engine, rows, tokens)
     state = prefill(engine, params, rows, slots, length)
     state |= decoding.before_ids(seeds_of(rows, seed, jnp), ends)
@@ -159,4 +147,4 @@ def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
         state["seen"] = jnp.zeros((len(real), engine.config.vocab_size), bool).at[
             jnp.arange(len(real))[:, None], rows["tokens"]].max(real)
     return decode(engine, params, state.pop("cache"), state, tokens, tokens, length, sampling,
-                  draw)["ids"][:count]
+                  draw)["ids"]

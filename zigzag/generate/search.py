@@ -1,12 +1,12 @@
 """Beam search: each prompt has K running beams, and the K best that have finished.
 
     best_beams      of each prompt
-    best_ids        the best beam of each row, inside a compiled function
+    ids_of_rows     new ids of rows, which may be a part of a compiled function
     next_beams      a step: K times V candidates -> the K best that go on, the K best that ended
 """
 
 import math
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mark_varying
-from zigzag.generate.decoding import any_device, end_ids
+from zigzag.generate.decoding import Sampling, any_device, end_ids
 from zigzag.generate.engine import Engine, mesh_of_weights
-from zigzag.generate.passes import prefill, room_for, traced_rows
-from zigzag.generate.rows import cut_at_end, on_host, padded_length, prompt_arrays
+from zigzag.generate.passes import prefill, room_for, write_ids
+from zigzag.generate.rows import cut_at_end, on_host, pad_rows, padded_length, prompt_arrays
 
 NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
 LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
@@ -43,36 +43,40 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
     with mesh_of_weights(params):
         rows = prompt_arrays(engine.network, prompts, engine.config, tokens, source)
         params = engine.for_decoding(params)
-        best = _read_and_search(engine, params, rows, ends, beams, tokens, padded_length(tokens),
-                                float(length_penalty), early_stop)
+        best = _search(engine, params, rows, ends, beams, tokens, padded_length(tokens),
+                       float(length_penalty), early_stop)
         ids, scores = (on_host(best[name])[:len(prompts)].tolist() for name in FINISHED)
     return [[(cut_at_end(ends, beam[:tokens]), score) for beam, score in zip(*of_prompt)
              if score > LOWEST / 2] for of_prompt in zip(ids, scores)]
 
 
-@jax.jit(static_argnames=("engine", "tokens", "ends", "beams"))
-def best_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-             ends: tuple[int, ...], beams: int) -> Array:
-    """The best beam [B, tokens] of each of these rows (passes.traced_rows), inside a compiled
-    function."""
-    count = len(rows["tokens"])
-    params, rows = traced_rows(engine, params, rows)
-    best = _read_and_search(engine, params, rows, ends, beams, tokens, tokens, 1.0, False)
-    return best["finished"][:count, 0]
+def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
+                sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable, beams: int
+                ) -> Array:
+    """New ids [B, tokens] of these rows: passes.write_ids or, with beams, the best beam's. It may
+    be a part of a compiled function."""
+    start = jnp.zeros(len(rows["tokens"]), jnp.int32)
+    rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
+    params = engine.for_decoding(params)
+    if beams:
+        ids = _search(engine, params, rows, ends, beams, tokens, tokens)["finished"][:, 0]
+    else:
+        ids = write_ids(engine, params, rows, tokens, sampling, seed, ends, draw)
+    return ids[:len(start)]
 
 
-def _read_and_search(engine, params, rows, ends, beams, limit, size, *options):
-    """The best beams of these rows: at most `limit` ids, in arrays with room for `size`."""
+def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, early_stop=False):
+    """The best beams of these rows, at most `limit` ids with their ends: `finished` [B, beams,
+    size] and finished_scores."""
     slots, length = room_for(engine, rows, limit)
     state = prefill(engine, params, rows, slots, length)
     state |= {"ends": np.array(ends or [-1], np.int32), "limit": np.int32(limit)}
-    return _search(engine, params, state, length, beams, size, *options)
+    return _search_after(engine, params, state, length, beams, size, length_penalty, early_stop)
 
 
 @jax.jit(static_argnames=("engine", "length", "beams", "size", "length_penalty", "early_stop"))
-def _search(engine, params, state, length, beams, size, length_penalty, early_stop):
-    """The best beams of each prompt, with their ends: finished [B, beams, size], finished_scores.
-    The beams of a prompt are rows [B * beams] of the cache."""
+def _search_after(engine, params, state, length, beams, size, length_penalty, early_stop):
+    """_search after prefill. The beams of a prompt are rows [B * beams] of the cache."""
     network, config = engine.network, engine.config
 
     def search(params, specs, state):
