@@ -214,7 +214,9 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
         return [Prompt(text, tokenizer.prompt(text), begin=text) for text in texts]
     start = special_ids(c, tokenizer)[:1]
     if reads_text(network, c):
-        return [Prompt(text, start, _encoded(network, c, tokenizer, text)) for text in texts]
+        if not all(map(str.strip, texts)):
+            raise ConfigError("a prompt is empty: this model has an encoder, which needs a text")
+        return [Prompt(text, start, tokenizer.with_ends(text)) for text in texts]
     sources = load_sources(source, shape)
     if len(texts) == 1 or len(sources) == 1:
         texts, sources = [*texts] * len(sources), [*sources] * len(texts)
@@ -230,17 +232,6 @@ def reads_text(network: Network, c: Any) -> bool:
     """Whether a model reads text: it has no encoder, or one that reads text."""
     shape = network.source_shape(c)
     return shape is None or len(shape) == 1
-
-
-def _encoded(network, c, tokenizer, text):
-    """The ids of a text for an encoder."""
-    if not text.strip():
-        raise ConfigError("the prompt is empty: this model has an encoder, which needs a text")
-    ids, limit = tokenizer.with_ends(text), network.max_positions(c)
-    if len(ids) > limit:
-        raise ConfigError(f"the prompt {text[:40]!r} has {len(ids):,} tokens; the model's encoder "
-                          f"has positions for {limit:,}")
-    return ids
 
 
 def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
