@@ -20,7 +20,7 @@ import numpy as np
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.flags import change
-from zigzag.core.options import check_values, flag
+from zigzag.core.options import check_values, comments, flag
 from zigzag.disk.checkpoint import best_step, tokenizer_of_run
 from zigzag.disk.examples import texts_of
 from zigzag.disk.tokenizers import Tokenizer
@@ -35,12 +35,16 @@ class Flags:
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
     a chat template, else it continues what you type. With --chat a prompt is a message to it."""
+    # the model
     run: str = "out"            # the --out of a train.py
     checkpoint: str = ""        # its checkpoint of this step, best, or smallest:NAME or
                                 # largest:NAME (of an evaluation); empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
     edited: bool = False        # load a published model into an edited model.py, although that
                                 # computes something else
+    shards: int = 0             # devices to split the model over, whatever it was trained on
+    mesh: str = ""              # or axis=size,...; data takes the remaining devices
+    # what to do
     prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
                                 # a document
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
@@ -49,32 +53,33 @@ class Flags:
     system: str = ""            # system message of a conversation
     score: str = ""             # print the log-probability of the text of this file, or of each
                                 # text in a file of objects with "text"
-    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
-                                # log-probabilities of its choices, and print the accuracy
     by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
                                                 # by itself
+    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
+                                # log-probabilities of its choices, and print the accuracy
     bench: bool = False         # measure how fast the model generates here
-    json: bool = False          # print a JSON object for each text
-    logprobs: bool = False      # add each new id and its log-probability to --json
-    batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
-                                        # together
+    # which ids
     tokens: int = flag(256, least=1)    # number of new ids
-    stop: tuple = ()            # end an answer before any of these texts
-    stop_at_context: bool = False       # end when the context is full; else continue from its last
-                                        # half
     temperature: float = 0.8    # 0: greedy
     top_k: int = 0              # sample among the k likeliest ids; 0: all
     top_p: float = 1.0          # sample among the likeliest ids with this total probability
     min_p: float = 0.0          # sample among ids with at least this share of the likeliest's
                                 # probability
     repetition_penalty: float = 1.0     # above 1: penalise ids that already occur in the text
+    stop: tuple = ()            # end an answer before any of these texts
+    stop_at_context: bool = False       # end when the context is full; else continue from its last
+                                        # half
     beams: int = 0              # print this many continuations, by beam search (no temperature)
     length_penalty: float = flag(1.0, least=-math.inf)
                                         # beam search divides scores by length to this power
     seed: int = 0               # random seed
-    shards: int = 0             # devices to split the model over, whatever it was trained on
-    mesh: str = ""              # or axis=size,...; data takes the remaining devices
-    coordinator: str = ""       # many hosts: HOST:PORT of process 0
+    # output
+    json: bool = False          # print a JSON object for each text
+    logprobs: bool = False      # add each new id and its log-probability to --json
+    batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
+                                        # together
+    # many hosts
+    coordinator: str = ""       # HOST:PORT of process 0
     processes: int = 0          # number of processes
     process_id: int = flag(-1, least=-1)        # the number of this process, from 0, which prints
     distributed: bool = False   # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
@@ -92,16 +97,10 @@ class Flags:
         return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
 
 
-# The groups of flags in --help.
-GROUPS = {
-    "the model": ("run", "checkpoint", "model", "edited", "shards", "mesh"),
-    "what to do": ("prompt", "prompts", "source", "chat", "system", "score", "by",
-                   "choices", "bench"),
-    "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
-                  "stop_at_context", "beams", "length_penalty", "seed"),
-    "output": ("json", "logprobs", "batch"),
-    "many hosts": ("coordinator", "processes", "process_id", "distributed", "patience"),
-}
+# The groups of flags in --help: the headings above them.
+GROUPS: dict[str, list[str]] = {}
+for name, comment in comments(Flags).items():
+    GROUPS.setdefault(comment.group, []).append(name)
 # {flag: the flags that have no effect beside it}
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 OF_ANSWERS = (*GROUPS["which ids"], "prompt", "prompts", "chat", "logprobs")
