@@ -104,7 +104,7 @@ class Engine:
                     P() if name in REPLICATED else rows for name in names}
 
         return jax.shard_map(
-            run, in_specs=(specs if params else P(), specs_of(state, state.get("cache"))),
+            run, in_specs=(specs, specs_of(state, state.get("cache"))),
             out_specs=specs_of(outputs))(params, state)
 
 
@@ -142,6 +142,6 @@ def gather_all_but_layers(params: Any, specs: Any) -> Any:
             return w
         return all_gather(w, "fsdp", list(spec).index("fsdp"), spec)
 
-    if not params or axis_size("fsdp") == 1:
+    if axis_size("fsdp") == 1:
         return params
     return jax.tree_util.tree_map_with_path(whole, params, specs)
