@@ -5,7 +5,6 @@
     generate          the same ids again, compiled: batches of prompts, any mesh
 
     generate -> stream -> prefill -> network.extend             prompts, into a cache
-                       -> choose_ids -> draw                    the first new id of each
                        -> decode -> network.extend, draw        a compiled loop over new ids
 
 The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
@@ -23,6 +22,7 @@ if __name__ == "__main__":
     begin()
 
 import functools
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
@@ -33,14 +33,17 @@ import numpy as np
 from jax import Array
 
 import networks
+from zigzag.core.errors import ConfigError
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import mesh_of_flags
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
-from zigzag.generate import decoding, passes, scores, search, turns
-from zigzag.generate.decoding import Sampling, mesh_of_weights
+from zigzag.generate import decoding, scores, search, turns
+from zigzag.generate.answers import Answer
+from zigzag.generate.decoding import Sampling
+from zigzag.generate.engine import Engine, mesh_of_weights
 from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
-from zigzag.generate.rows import check_writes, count_to_text, ids_and_texts, seeds_of
+from zigzag.generate.rows import check_writes, seeds_of
 
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
@@ -64,8 +67,7 @@ def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int
     network, sampling = networks.network_of(config), Sampling(temperature)
     params, start = for_decoding(params, config), np.zeros(1, int)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": start}, seed)
-    cache = decoding.empty_cache(network.cache_layers(config), 1, len(prompt) + tokens,
-                                 params["embed"].dtype, None)
+    cache = engine_of(config).empty_cache(1, len(prompt) + tokens, params["embed"].dtype)
     extend = jax.jit(functools.partial(network.extend, config=config))
     x, cache = extend(params, cache, np.array([prompt]), 0, start)
     ids = []
@@ -100,9 +102,9 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def engine_of(config: Any) -> passes.Engine:
+def engine_of(config: Any) -> Engine:
     """The model as passes take it."""
-    return passes.Engine(networks.network_of(config), config)
+    return Engine(networks.network_of(config), config)
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
@@ -111,20 +113,17 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
     first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
     options are those of `stream`, except piece and ended."""
-    stop_ids, texts = ids_and_texts(stop, tokenizer)
-    found: list[tuple[list, list]] = [([], []) for _ in prompts]
-
-    def count(n):       # up to a stop text, which is looked for after each piece
-        return count_to_text(tokenizer.decode, texts, prompts[n], found[n][0]) if texts else None
-
-    for new in stream(params, prompts, config, tokens, sampling, stop=stop_ids, logprobs=True,
-                      piece=16 if texts else tokens, ended=lambda n: count(n) is not None,
-                      **options):
-        for own, pair in zip(found, new):
-            for known, more in zip(own, pair or ()):
-                known.extend(more)
-    found = [(ids[:count(n)], logs[:count(n)]) for n, (ids, logs) in enumerate(found)]
-    return found if logprobs else [ids for ids, _ in found]
+    stop = [stop] if np.ndim(stop) == 0 else stop
+    texts = [one for one in stop if isinstance(one, str)]
+    if texts and tokenizer is None:
+        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+    answers = [Answer(tokenizer.decode if texts else None, prompt, texts) for prompt in prompts]
+    for new in stream(params, prompts, config, tokens, sampling, logprobs=True,
+                      stop=[one for one in stop if one not in texts],
+                      piece=16 if texts else tokens, ended=lambda n: answers[n].reason, **options):
+        for answer, pair in zip(answers, new):
+            answer.add(pair)
+    return [(answer.ids, answer.logprobs) if logprobs else answer.ids for answer in answers]
 
 
 def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
@@ -133,7 +132,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
            batch: int = 64, ended: Callable = lambda n: False, **changes: Any) -> Iterator[list]:
     """What generate returns, in pieces: lists with the next ids of each prompt, which are empty for
-    prompts that have ended. The first id of a prompt comes alone, others up to `piece` at once.
+    prompts that have ended. Up to `piece` ids of a prompt come at once.
 
         sampling    a Sampling or a temperature (0: greedy). Its fields may also be given by name:
                     temperature, top_k, top_p, min_p, repetition_penalty
@@ -147,11 +146,10 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     that has filled it continues from the row's last half (with stop_at_context it ends). If
     a prompt is longer, only its last tokens are read. `say` reports both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
-    texts = turns.texts_of(engine, prompts, tokens, stop_at_context, say)
-    rows = turns.Rows(engine, params, texts, sampling, decoding.end_ids(stop, config.vocab_size),
-                      source, seed, batch, piece)
-    while rows.go_on(ended):        # read prompts into free rows, else write ids in all rows
-        new = rows.next(draw)
+    ends = decoding.end_ids(stop, config.vocab_size)
+    rows = turns.Rows(engine, params, prompts, tokens, sampling, ends, source, seed, batch, piece,
+                      stop_at_context, say)
+    for new in rows.written(draw, ended):
         yield new if logprobs else [pair and pair[0] for pair in new]
 
 
@@ -161,10 +159,8 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
     """New ids [B, tokens], for use inside a compiled function; with beams, the best beam's. rows
     are arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder. Ids
     after the first one in `ends` mean nothing."""
-    engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
-    if beams:
-        return search.best_ids(engine, params, rows, tokens, ends, beams)
-    return passes.write_ids(engine, params, rows, tokens, sampling, seed, ends, draw)
+    return search.ids_of_rows(engine_of(config), params, rows, tokens,
+                              decoding.sampling_of(sampling, {}), seed, ends, draw, beams)
 
 
 def for_decoding(params: Any, config: Any) -> Any:
@@ -223,7 +219,10 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     from zigzag.commands import sampling
-    sampling.main(argv)
+    try:
+        sampling.main(argv)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from networks.config import lacking
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import best_dtype
 from zigzag.disk.checkpoint import run_record
-from zigzag.generate.decoding import for_decoding, places_for_decoding, specs_for_decoding
+from zigzag.generate.engine import Engine
 from zigzag.hub import folders
 from zigzag.hub.llama import family_of
 from zigzag.hub.published import read_config
@@ -115,10 +115,9 @@ def load_for_decoding(folder: str | Path, mesh: Mesh, edited: bool = False) -> t
         network.check(config, mesh)
         params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))
         with jax.set_mesh(mesh):
-            return for_decoding(network, params, config.dtype,
-                                specs_for_decoding(network, config, mesh)), config
+            return Engine(network, config).for_decoding(params), config
     folders.check_hf(network, folder, config, edited)
-    places = places_for_decoding(network, config, mesh)
+    places = Engine(network, config).places(mesh)
     return folders.read_hf(network, folder, config, places), config
 
 

@@ -33,8 +33,9 @@ from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast, vary_like
 from zigzag.generate import decoding
-from zigzag.generate.passes import Engine, write_ids
-from zigzag.generate.rows import cut_at_end, on_host
+from zigzag.generate.engine import Engine, mesh_of_weights
+from zigzag.generate.passes import write_ids
+from zigzag.generate.rows import cut_at_end, on_host, prompt_arrays
 from zigzag.hub import llama
 from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
 from zigzag.hub.published_config import Record, count, refuse, refuse_other_classes
@@ -324,10 +325,10 @@ def captions(params: Params, source: Array, config: Any, prompts: Sequence[Seque
     prompts = prompts or [[text["bos_token_id"]]] * len(source)
     engine = Engine(NETWORK, config)
     ends = tuple(decoding.end_ids(text["eos_token_id"], config.vocab_size))
-    with decoding.mesh_of_weights(params):
-        arrays = engine.arrays(prompts, tokens, source)
-        ids = on_host(write_ids(engine, params, arrays, tokens, decoding.GREEDY, 0, ends,
-                                _likeliest))
+    with mesh_of_weights(params):
+        arrays = prompt_arrays(NETWORK, prompts, config, tokens, source)
+        ids = on_host(write_ids(engine, engine.for_decoding(params), arrays, tokens,
+                                decoding.GREEDY, 0, ends, _likeliest))
     return [cut_at_end(ends, row) for row in ids[:len(prompts)].tolist()]
 
 

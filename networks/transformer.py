@@ -518,7 +518,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
     """Run `tokens` [B, T], which are at slots slot ... slot + T - 1 of rows that begin at slots
     start [B], through all layers. Returns the last block's output [B, T, D], with all time, and the
     cache with their keys and values. `length` is for positions whose scaling depends on it. Layers
-    are a list (zigzag.generate.decoding.unstack_layers)."""
+    are a list (zigzag.generate.engine.unstack_layers)."""
     config = change(config, seq_len=length)
     query = kv_cache.query_tokens(slot, start, tokens.shape[1])
     batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 import data
-import networks
 import sample
 import tasks
-import train
 from tests.common import full, go, peer, published_files, refused
 from tests.helpers import TINY, learn, run_of
 from zigzag.core.errors import ConfigError
@@ -19,7 +17,7 @@ from zigzag.disk import chats
 from zigzag.disk.corpus import Corpus, Sources
 from zigzag.disk.output import SPLITS
 from zigzag.disk.tokenizers import tokenizer_at
-from zigzag.generate.chat import Conversation
+from zigzag.generate.chat import chat_ids, user
 
 # With and without marks around what the assistant wrote.
 MARKED = """{% for m in messages %}<{{ m.role }}>
@@ -288,9 +286,8 @@ def test_a_chat_is_read_as_it_was_learned(tmp_path, text):
     folder = data.prepare([str(text)], tmp_path / "tokens", 300).folder
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     (folder / "chat_template.jinja").write_text(MARKED)
-    tokenizer, c = tokenizer_at(str(folder)), train.parse([])
-    talk = Conversation(networks.network_of(c), tokenizer, c.network)
-    ids = talk.ask("Why?", print).ids
+    tokenizer = tokenizer_at(str(folder))
+    ids = chat_ids(tokenizer, [user("Why?")])
     learned, _ = chats.encode_chat({"messages": [
         {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]},
         chats.Template(folder), tokenizer)

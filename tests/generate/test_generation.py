@@ -17,7 +17,7 @@ from tests.helpers import make, mesh_of
 from tests.networks import test_families, test_pairs_families
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
-from zigzag.generate import cache, passes, rows, scores
+from zigzag.generate import cache, passes, rows, scores, turns
 from zigzag.generate.rows import context_of, cut_at_end, padded_length
 from zigzag.hub.llama import start_id
 
@@ -124,9 +124,9 @@ def test_positions_that_scale_with_the_length_have_a_longer_context():
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Prompts are read in chunks of 8."""
-    for module in (cache, rows, passes, scores):
+    for module in (cache, rows, passes, scores, turns):
         monkeypatch.setattr(module, "CHUNK", 8)
-    monkeypatch.setattr(passes.prefill, "__defaults__", (8, 0, 0))
+    monkeypatch.setattr(passes.prefill, "__defaults__", (8,))
     passes.new_cache.clear_cache()
     yield
     passes.new_cache.clear_cache()

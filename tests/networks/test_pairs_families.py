@@ -292,7 +292,7 @@ def test_what_they_write_is_what_transformers_writes(name, mesh):
 
 @pytest.mark.parametrize("source, words", [
     (None, "this model has an encoder: give it a source"), ([[5]], "2 prompts and 1 sources"),
-    ([[5], []], "a source is empty"), ([[5], [V]], f"source 1 has the id {V}")])
+    ([[5], []], r"source 1 has \[\]: expected a list of ids"), ([[5], [V]], f"source 1 has {V}")])
 def test_a_bad_source_is_refused(source, words):
     """An id that does not exist, which would look up the last row of the table."""
     config = config_of(encoder_layers=2, vocab_size=V)

@@ -1,37 +1,38 @@
 """The command of sample.py: answer prompts, hold a conversation, score texts and choices."""
 
+import collections
+import contextlib
+import importlib
 import itertools
+import json
 import math
 import os
 import sys
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Iterable, NamedTuple, Sequence
 
 import jax
+import numpy as np
 
 import networks
 import sample
-from zigzag.commands import choices, generation_speed, terminal
-from zigzag.commands.answers import Answer
+from zigzag.commands import choices, generation_speed
 from zigzag.core import hosts
-from zigzag.core.errors import ConfigError, note
+from zigzag.core.errors import ConfigError, note, printable
 from zigzag.core.flags import check_shards, parse_flags
 from zigzag.core.mesh import keep_compiled, mesh_sizes, simulate_devices
+from zigzag.disk.chats import has_template
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.generate.chat import Conversation, conversation
+from zigzag.generate.answers import Answer
+from zigzag.generate.chat import fitting_ids, user
 from zigzag.generate.prompts import (
     GROUPS,
     Flags,
     Input,
     Prompt,
     check_given,
-    counted_repeats,
-    given_input,
     make_prompts,
-    max_new_tokens,
     read_input,
-    scored_texts,
 )
-from zigzag.generate.reading import Reading
 from zigzag.generate.rows import context_of
 from zigzag.hub.llama import special_ids
 from zigzag.weights.network import Network
@@ -60,47 +61,68 @@ class Model(NamedTuple):
         has_encoder = self.has_source and not self.network.source_ids(self.c)
         return special_ids(self.c, self.tokenizer)[1:2] if has_encoder else self.tokenizer.ends
 
-    def conversation(self) -> Conversation | None:
-        return conversation(self.network, self.tokenizer, self.c, self.flags.system,
-                            self.flags.chat)
+    @property
+    def has_template(self) -> bool:
+        folder = self.tokenizer.folder      # (bytes have no files)
+        return bool(folder) and not self.has_source and has_template(folder)
 
-    def answer(self, prompt: Prompt, tokens: int, **more: Any) -> Answer:
+    def sources(self, prompts: Sequence[Prompt]) -> list[Any] | None:
+        return [prompt.source for prompt in prompts] if self.has_source else None
+
+    def room(self, prompt: Prompt) -> int:
+        """How many new ids fit into the context after a prompt. (The last is not read.)"""
+        context = context_of(self.network, self.c)
+        return context - min(len(prompt.ids), context) + 1
+
+    def answer(self, prompt: Prompt, tokens: int) -> Answer:
         """The answer to a prompt, before its first id."""
-        room = sys.maxsize
-        if self.flags.stop_at_context:
-            context = context_of(self.network, self.c)
-            room = context - min(len(prompt.ids), context) + 1
-        return Answer(self.tokenizer.decode, prompt, tokens, self.flags.stop, room, **more)
+        ends = self.flags.stop_at_context or self.has_source
+        return Answer(self.tokenizer.decode, prompt.ids, self.flags.stop, tokens,
+                      self.room(prompt) if ends else sys.maxsize)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do what a command line asks for. The files that it names are read before the model."""
-    with terminal.ends_quietly():
-        given, _ = parse_flags(Flags, argv, groups=GROUPS)
-        check_shards(given)
-        check_given(given)
-        flags, has_input = Flags(**given), any(name in given for name in INPUTS)
-        is_chat = terminal.is_conversation() and not (has_input or flags.json or flags.beams)
-        if flags.system and not (is_chat or flags.chat):
-            raise ConfigError("--system is for a conversation: on a terminal with no prompt, or "
-                              "with --chat")
-        file = given_input(flags)
-        if flags.coordinator or flags.distributed:
-            _join_processes(flags, has_input)
-        keep_compiled(least=0)
-        model = Model(flags, *sample.load_model(flags))
-        if flags.bench:
-            generation_speed.bench(model.params, model.c, flags.model)
-        elif flags.score:
-            score_texts(model, file)
-        elif flags.choices:
-            score_choices(model, file)
-        elif is_chat:
-            converse(model)
-        else:
-            # (An empty standard input is one empty prompt: the beginning of a document.)
-            file = file or (None if has_input else read_input("-", ""))
-            write(model, file.texts("prompt") or [""] if file else [flags.prompt])
+    """Do what a command line asks for. The texts that it names are read before the model."""
+    given, _ = parse_flags(Flags, argv, groups=GROUPS)
+    check_shards(given)
+    check_given(given)
+    flags, has_input = Flags(**given), any(name in given for name in INPUTS)
+    is_chat = is_conversation() and not (has_input or flags.json or flags.beams)
+    if flags.system and not (is_chat or flags.chat):
+        raise ConfigError("--system is for a conversation: on a terminal with no prompt, or with "
+                          "--chat")
+    file = None
+    for name in ("score", "choices", "prompts"):
+        if path := getattr(flags, name):
+            file = read_input(path, f"--{name}")
+    if flags.coordinator or flags.distributed:
+        _join_processes(flags, has_input)
+    if not (has_input or is_chat):
+        file = read_input("-", "")
+    keep_compiled(least=0)
+    model = Model(flags, *sample.load_model(flags))
+    if (flags.chat or flags.system) and not model.has_template:
+        raise ConfigError("--chat and --system need a chat template, which this model does not "
+                          "have")
+    if model.has_source and (flags.bench or flags.score or flags.choices):
+        raise ConfigError("--bench, --score and --choices: expected a decoder; this model has an "
+                          "encoder (sample.score takes its sources)")
+    if flags.bench:
+        generation_speed.bench(model.params, model.c)
+    elif flags.score:
+        score_texts(model, file)
+    elif flags.choices:
+        score_choices(model, file)
+    elif is_chat:
+        converse(model)
+    else:
+        # (An empty standard input is one empty prompt: the beginning of a document.)
+        write(model, file.texts("prompt") or [""] if file else [flags.prompt])
+
+
+def is_conversation() -> bool:
+    """Whether a person types, and reads what is printed."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _join_processes(flags, has_input):
@@ -128,145 +150,174 @@ def write(model: Model, texts: Sequence[str]) -> None:
     """Print an answer for each of these prompts."""
     flags = model.flags
     if flags.chat:      # (each is the one message of a conversation)
-        talk = model.conversation()
-        prompts = counted_repeats([talk.ask(text, note) for text in texts])
+        prompts = [message(model, [*system(model), user(text)]) for text in texts]
     else:
         prompts = make_prompts(model.network, model.c, model.tokenizer, texts, flags.source)
-    for tokens, some in batches(model, prompts):
-        source = [prompt.source for prompt in some] if model.has_source else None
-        answers, pieces = (beams if flags.beams else streamed)(model, some, tokens, source)
-        terminal.show(pieces, answers, flags.json)
+    if flags.beams:     # (so that no answer is cut because another prompt is long)
+        def room(prompt):
+            return min(flags.tokens, model.room(prompt))
+
+        for tokens, group in itertools.groupby(prompts, room):
+            while some := list(itertools.islice(group, flags.batch)):
+                write_beams(model, some, tokens)
+        return
+    seeds, size = seeds_of(prompts, flags.seed), 16 * flags.batch
+    for at in range(0, len(prompts), size):
+        some = prompts[at:at + size]
+        answers = [model.answer(prompt, flags.tokens) for prompt in some]
+        write_answers(model, some, answers, seeds[at:at + size])
 
 
-def batches(model: Model, prompts: Iterable[Prompt]) -> Iterator[tuple[int, list[Prompt]]]:
-    """Yield (tokens, prompts that all have room for that many new ids), in order. So the length of
-    an answer does not depend on the other prompts. They are at most --batch; more, if they take
-    each other's rows."""
-    flags, is_fixed = model.flags, model.has_source or model.flags.beams
-
-    def tokens_of(prompt):
-        return max_new_tokens(model.network, model.c, prompt.ids, flags.tokens
-                              ) if is_fixed else flags.tokens
-
-    for tokens, group in itertools.groupby(prompts, tokens_of):
-        while some := list(itertools.islice(group, flags.batch * (1 if is_fixed else 16))):
-            yield tokens, some
+def seeds_of(prompts: Sequence[Prompt], seed: int) -> list[int]:
+    """A seed for each prompt: this one, and the next ones for those that are equal to others
+    before."""
+    seen, seeds = collections.Counter(), []
+    for prompt in prompts:
+        key = prompt.text, hash(np.asarray(prompt.source).tobytes())
+        seeds.append(seed + seen[key])
+        seen[key] += 1
+    return seeds
 
 
-def streamed(model: Model, prompts: Sequence[Prompt], tokens: int, source: Any
-             ) -> tuple[list[Answer], Iterator[list]]:
-    """(the answers to these prompts, pieces with their ids)."""
+def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Answer],
+                  seeds: Sequence[int], piece: int = 8) -> None:
+    """Print the answers to these prompts while they are generated."""
     flags = model.flags
-    logs: list[list[float]] = [[] for _ in prompts]
-    answers = [model.answer(prompt, tokens, **{"logprobs": own} if flags.logprobs else {})
-               for prompt, own in zip(prompts, logs)]
     pieces = sample.stream(
-        model.params, [prompt.ids for prompt in prompts], model.c, tokens, flags.sampling,
-        seed=[flags.seed + prompt.repeat for prompt in prompts], stop=model.ends, source=source,
+        model.params, [prompt.ids for prompt in prompts], model.c, flags.tokens, flags.sampling,
+        seed=seeds, source=model.sources(prompts), stop=model.ends, piece=piece, logprobs=True,
         stop_at_context=flags.stop_at_context, say=note, batch=flags.batch,
-        logprobs=flags.logprobs, ended=lambda n: answers[n].reason)
-    return answers, _only_ids(pieces, logs) if flags.logprobs else pieces
+        ended=lambda n: answers[n].reason)
+    show(pieces, prompts, answers, flags)
 
 
-def _only_ids(pieces, logs):
-    """The ids of pieces (ids, log-probabilities); the latter are added to `logs`."""
-    for piece in pieces:
-        for known, pair in zip(logs, piece):
-            known.extend(pair[1] if pair else ())
-        yield [pair and pair[0] for pair in piece]
-
-
-def beams(model: Model, prompts: Sequence[Prompt], tokens: int, source: Any
-          ) -> tuple[list[Answer], list[list]]:
-    """(the beams of each prompt as answers, one piece with their ids)."""
+def write_beams(model: Model, prompts: Sequence[Prompt], tokens: int) -> None:
+    """Print the best beams of each prompt, with their scores."""
     flags = model.flags
     if tokens < flags.tokens:
         note(f"--tokens {flags.tokens}: a beam search ends with the context, after {tokens}")
-    best = sample.beam_search(model.params, [prompt.ids for prompt in prompts], model.c,
-                              flags.beams, tokens, model.ends, source, flags.length_penalty)
-    found = [(prompt._replace(begin=f"{score:9.3f}  {prompt.begin}"), new, score)
-             for prompt, of_prompt in zip(prompts, best) for new, score in of_prompt]
-    return ([model.answer(prompt, tokens, score=score) for prompt, _, score in found],
-            [[new for _, new, _ in found]])
+    best = sample.beam_search(
+        model.params, [prompt.ids for prompt in prompts], model.c, flags.beams, tokens, model.ends,
+        model.sources(prompts), flags.length_penalty)
+    for prompt, of_prompt in zip(prompts, best):
+        for ids, score in of_prompt:
+            beam = prompt._replace(begin=f"{score:9.3f}  {prompt.begin}", score=score)
+            show([[(ids, ids)]], [beam], [model.answer(prompt, tokens)], flags)
+
+
+def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequence[Answer],
+         flags: Flags) -> None:
+    """Print answers in their order, as they grow, or with --json when they have ended. Each of
+    `pieces` has what Answer.add takes, for every answer."""
+    clean = printable if sys.stdout.isatty() else str
+    before, after = ([nothing] * len(answers) for nothing in (None, ((), ())))
+    at = sent = 0
+    for piece in itertools.chain([before], pieces, [after]):
+        for answer, pair in zip(answers, piece, strict=True):
+            answer.add(pair)
+        while at < len(answers):
+            text, has_ended = prompts[at].begin + answers[at].shown(), answers[at].reason
+            if not flags.json:
+                print(clean(text[sent:]), end="\n" if has_ended else "", flush=True)
+            elif has_ended:
+                print(json.dumps(record(prompts[at], answers[at], flags)), flush=True)
+            sent = len(text)
+            if not has_ended:
+                break
+            at, sent = at + 1, 0        # (the next begins when this one has ended)
+
+
+def record(prompt: Prompt, answer: Answer, flags: Flags) -> dict[str, Any]:
+    """An answer as a JSON object."""
+    found = {"prompt": prompt.text, "text": answer.text, "tokens": len(answer.ids),
+             "stopped": answer.reason}
+    if flags.logprobs:
+        found |= {"ids": answer.ids, "logprobs": answer.logprobs,
+                  "logprob": math.fsum(answer.logprobs)}
+    return found if prompt.score is None else found | {"score": prompt.score}
 
 
 # -------------------------------------------------------------------------------------------
 # A conversation
 
+def system(model: Model) -> list[dict[str, str]]:
+    """The messages with which a conversation begins."""
+    return [{"role": "system", "content": model.flags.system}] if model.flags.system else []
+
+
+def message(model: Model, messages: list[dict[str, str]]) -> Prompt:
+    """The Prompt whose continuation is the model's answer to the last of these messages. (The
+    oldest are dropped from them if they do not fit.)"""
+    ids = fitting_ids(model.tokenizer, messages, context_of(model.network, model.c), note)
+    return Prompt(messages[-1]["content"], ids)
+
+
 def converse(model: Model) -> None:
-    """Hold a conversation by the model's chat template. Without one, each line is a prompt."""
-    talk = model.conversation()
-    reading = None if model.has_source else Reading(
-        sample.engine_of(model.c), model.params, model.flags.sampling)
-
-    def answer(line, pressed):
-        prompt = talk.ask(line, note) if talk else make_prompts(
-            model.network, model.c, model.tokenizer, [line])[0]
-        text = say(model, prompt, reading, pressed)
-        if talk and (text or not pressed):
-            talk.keep(line, text)
-
-    def begin(system):
-        talk.begin(system)
-        return f"a new conversation{', with this system message' if system else ''}"
-
-    commands = {
-        "reset": ("forget what was said, and begin anew", lambda _: begin(talk.system)),
-        "system": ("TEXT: begin anew, and tell the model this first", begin)} if talk else {}
-    terminal.converse("Talk to the model" if talk else "Each line is continued", answer, commands,
-                      reading and reading.compile(sample.draw))
-
-
-def say(model: Model, prompt: Prompt, reading: Reading | None, pressed: Sequence[int]) -> str:
-    """Print an answer while it is generated, until Ctrl-C is pressed. Returns its text."""
-    flags, tokens = model.flags, model.flags.tokens
-    if reading:
-        pieces = reading.stream(prompt.ids, tokens, flags.seed, model.ends, sample.draw,
-                                flags.stop_at_context)
-        if len(prompt.ids) > reading.context:
-            note(f"that is {len(prompt.ids):,} tokens: the last {reading.context:,}, the model's "
-                 f"context, are read")
-    else:
-        tokens = max_new_tokens(model.network, model.c, prompt.ids, tokens)
-        pieces = sample.stream(
-            model.params, [prompt.ids], model.c, tokens, flags.sampling, seed=flags.seed,
-            stop=model.ends, source=[prompt.source], piece=1, say=note)
-
-    def status():
-        return "reading ..." if reading and reading.is_ready else "compiling ..."
-
-    pieces = terminal.in_background(pieces, pressed, status)
-    first, answer = list(itertools.islice(pieces, 1)), model.answer(prompt, tokens)
-    terminal.show(itertools.chain(first, pieces), [answer], pressed=pressed)
-    if reading and reading.has_rolled:
-        note(f"the context of {reading.context:,} tokens was full: the answer went on from its "
-             f"last half")
-    if not pressed and answer.reason != "stop":
-        note(f"--tokens {tokens} ended this answer" if answer.reason == "length" else
-             "the context is full")
-    return answer.text
+    """Answer the lines that a person types: by the model's chat template, as a conversation, or
+    else by continuing each."""
+    with contextlib.suppress(ImportError):      # (not every Python has readline)
+        importlib.import_module("readline")     # makes lines editable
+    greeting = "Talk to the model" if model.has_template else "Each line is continued"
+    print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
+    said, tokens = system(model), model.flags.tokens
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return print()
+        if not line.strip():
+            continue
+        if model.has_template:
+            said.append(user(line))
+            prompt = message(model, said)
+        else:
+            prompt, = make_prompts(model.network, model.c, model.tokenizer, [line])
+        answer = model.answer(prompt, tokens)
+        try:
+            write_answers(model, [prompt], [answer], [model.flags.seed], piece=1)
+            if answer.reason != "stop":
+                note(f"--tokens {tokens} or the end of the context ended this answer")
+        except KeyboardInterrupt:
+            print()
+        said.append({"role": "assistant", "content": answer.text})
 
 
 # -------------------------------------------------------------------------------------------
 # Scores
 
 def score_texts(model: Model, file: Input) -> None:
-    """Print the log-probability of each text of the file --score."""
-    flags = model.flags
-    texts, rows, sources = scored_texts(model.network, model.c, model.tokenizer, file,
-                                        flags.by == "line")
-    parts = [slice(at, at + flags.batch) for at in range(0, len(rows), flags.batch)]
-    found = (pair for part in parts for pair in sample.score(
-        model.params, rows[part], model.c, sources and sources[part], flags.batch))
-    terminal.show_scores(texts, found, flags.json)
+    """Print the log-probability, the number of scored tokens and the perplexity of each text of the
+    file --score, and of all texts together."""
+    flags, texts = model.flags, [file.text]     # (running text is one document)
+    if flags.by == "line" or file.has_objects:
+        texts = file.texts("text")
+    # (The first id is not scored: it is the tokenizer's start id or, without one, the text's.)
+    rows, found = [model.tokenizer.prompt(text) for text in texts], []
+    if not flags.json:
+        print("log-probability    tokens  perplexity  text")
+    for at in range(0, len(rows), flags.batch):
+        part = slice(at, at + flags.batch)
+        for text, pair in zip(texts[part], sample.score(
+                model.params, rows[part], model.c, batch=flags.batch)):
+            found.append(pair)
+            print(score_line(flags, "text", text, *pair), flush=True)
+    logprobs, counts = zip(*found)
+    if flags.json or len(texts) > 1:
+        total = len(texts) if flags.json else f"all {len(texts):,} texts"
+        print(score_line(flags, "texts", total, math.fsum(logprobs), sum(counts)))
+
+
+def score_line(flags: Flags, name: str, text: Any, logprob: float, tokens: int) -> str:
+    """A line of the table of scores."""
+    perplexity = math.exp(min(-logprob / tokens, 700)) if tokens else None
+    if flags.json:
+        return json.dumps({name: text, "logprob": logprob, "tokens": tokens,
+                           "perplexity": perplexity})
+    text = printable(" ".join(text.split()))
+    return f"{logprob:15.3f}  {tokens:8,}  {perplexity or math.nan:10,.3f}  {text:.57}"
 
 
 def score_choices(model: Model, file: Input) -> None:
     """Print how many questions of the file --choices the model answers right."""
-    flags = model.flags
     items = choices.read_items(file.lines)
-    if model.has_source:
-        raise ConfigError(f"{file.name}: expected a decoder; this model has an "
-                          f"encoder")
-    found = choices.logprobs(model.params, model.c, model.tokenizer, items, flags.batch)
-    choices.show(items, found, flags.json)
+    choices.answer(model.params, model.c, model.tokenizer, items, model.flags)

@@ -1,14 +1,15 @@
 """Generating text with a model. Read it for sampling.
 
     cache       the KV cache
+    engine      Engine: a model that generates; which device has which part of it
     passes      the compiled passes: prompts into a cache, and a loop that adds ids
-    decoding    Sampling; the state of the loop; which device has which part of it
+    decoding    Sampling; how an id is chosen
     search      beam search
     scores      log-probabilities of given ids
     turns       prompts through the rows of a cache; a row that is free takes the next prompt
-    rows        prompts as padded rows; seeds; where an answer ends
+    rows        prompts as padded rows; seeds; the context
     prompts     sample.py's flags; prompts from files and standard input, as ids
-    reading     the row of a conversation, whose cache is kept between turns
+    answers     the text of an answer while its ids arrive, up to a stop text
     chat        chat templates
 
 sample.py's command is in the wing above it, zigzag/commands/.

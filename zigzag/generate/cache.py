@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import ambient, mark_varying, platform_in_use
+from zigzag.core.mesh import ambient, batch_spec, mark_varying, platform_in_use
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.weights.network import Layer
 
@@ -32,32 +32,28 @@ CHUNK = 256
 CROSS = ("cross_k", "cross_v", "cross_document")
 
 
-def _splits_heads(layer, specs, tensor):
-    """Whether tensor splits the heads of a layer's cache: read from its weights' specs."""
-    own = jax.tree.leaves([specs[name] for name in layer.weights if name in specs])
-    return layer.heads % tensor == 0 and any("tensor" in spec for spec in own)
+def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
+    """The specs of a layer's cache on this mesh, from the specs of its weights."""
+    def are_split(names):
+        leaves = jax.tree.leaves([specs[name] for name in names if name in specs])
+        return mesh.shape["tensor"] > 1 and any("tensor" in spec for spec in leaves)
+
+    rows, = batch_spec(mesh) or (None,)
+    by_slots = P(rows, None, "tensor") if mesh.shape["tensor"] > 1 else P(rows)
+    by_heads = layer.heads % mesh.shape["tensor"] == 0 and are_split(layer.weights)
+    found = dict.fromkeys(layer.widths, P(rows, "tensor") if by_heads else by_slots)
+    found |= dict.fromkeys(layer.source, P(rows))
+    if "cross_k" in layer.source and are_split(["cross_wk"]):
+        found |= dict.fromkeys(CROSS[:2], by_slots)
+    return found
 
 
-def layer_specs(layer: Layer, specs: Any, batch: P, tensor: int) -> dict[str, P]:
-    """The specs of a layer's cache, from the specs of its weights and of a batch."""
-    rows, = batch or (None,)
-    own = cross = P(rows)
-    if tensor > 1:
-        own = P(rows, "tensor") if _splits_heads(layer, specs, tensor) else P(rows, None, "tensor")
-    found = dict.fromkeys(layer.widths, own)
-    if "cross_k" in layer.source and tensor > 1 and any(
-            "tensor" in spec for spec in jax.tree.leaves(specs["cross_wk"])):
-        cross = P(rows, None, "tensor")
-    return found | {name: cross if name in CROSS[:2] else P(rows) for name in layer.source}
-
-
-def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, specs: Any = None, tensor: int = 1
+def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1
               ) -> dict[str, Array]:
-    """An empty cache of a layer, {name: [rows, K, slots, N]}, with the totals of all devices."""
+    """An empty cache of a layer, {name: [rows, K, slots, N]}, whose slots `tensor` divides."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
-    if tensor > 1 and not _splits_heads(layer, specs, tensor):
-        slots = -(-slots // tensor) * tensor
+    slots = -(-slots // tensor) * tensor
     return {name: jnp.zeros((rows, layer.heads, slots, width), dtype)
             for name, width in layer.widths.items()}
 

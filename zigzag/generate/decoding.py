@@ -1,39 +1,20 @@
-"""How an id is chosen, and decoding on a mesh.
+"""How an id is chosen.
 
 The state is a dict of arrays (passes.py has a table of them). If rows are split over devices, all
 devices go on until the last row has ended, because they may have to gather weights together.
-
-On a mesh, a forward pass is one shard_map, as a training step is. It takes the weights, which are
-split as in training except that each device has all layers, and the state: the rows (padded to a
-number that the mesh divides), the cache (zigzag/generate/cache.py), and what all rows share.
 """
 
-import contextlib
 import dataclasses
 import functools
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, did_you_mean
-from zigzag.core.mesh import (
-    axis_size,
-    batch_spec,
-    cast,
-    mesh_of,
-    shardings,
-    varying,
-    without_axis,
-)
-from zigzag.generate.cache import layer_specs, new_layer
-from zigzag.parallel.collectives import all_gather
-from zigzag.weights import lora
-from zigzag.weights.network import Layer, Network
-from zigzag.weights.table import layer_counts
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +27,10 @@ class Sampling:
     repetition_penalty: float = 1.0     # divides positive logits of earlier ids, multiplies others
 
     def __post_init__(self) -> None:
-        for name, value, accepted, is_right in (
-                ("temperature", self.temperature, "0 or more", self.temperature >= 0),
-                ("top_k", self.top_k, "0 or more", self.top_k >= 0),
-                ("top_p", self.top_p, "above 0, at most 1", 0 < self.top_p <= 1),
-                ("min_p", self.min_p, "from 0 to 1", 0 <= self.min_p <= 1),
-                ("repetition_penalty", self.repetition_penalty, "above 0",
-                 self.repetition_penalty > 0)):
-            if not is_right:
-                raise ConfigError(f"{name} {value}: must be {accepted}")
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
+                and 0 <= self.min_p <= 1 and self.repetition_penalty > 0):
+            raise ConfigError(f"{self}: temperature and top_k must be 0 or more, top_p above 0 and "
+                              f"at most 1, min_p from 0 to 1, and repetition_penalty above 0")
 
 
 GREEDY = Sampling(temperature=0)
@@ -62,14 +38,9 @@ GREEDY = Sampling(temperature=0)
 
 def sampling_of(sampling: Sampling | float, changes: dict[str, Any]) -> Sampling:
     """The Sampling with these of its fields changed; a number is one with this temperature."""
-    known = [f.name for f in dataclasses.fields(Sampling)]
-    if wrong := [name for name in changes if name not in known]:
-        raise TypeError(f"{wrong[0]!r} is no option of generation" + did_you_mean(wrong[0], known))
-    if not isinstance(sampling, Sampling):
-        if "temperature" in changes:
-            raise TypeError(f"two temperatures: {sampling} and {changes['temperature']}")
-        sampling = Sampling(temperature=sampling)
-    return dataclasses.replace(sampling, **changes) if changes else sampling
+    if isinstance(sampling, Sampling):
+        return dataclasses.replace(sampling, **changes)
+    return Sampling(temperature=sampling, **changes)
 
 
 def end_ids(ends: Any, vocab_size: int) -> list[int]:
@@ -128,98 +99,3 @@ def any_device(x: Array) -> Array:
     """Whether x has a True on any device."""
     x, axes = x.any(), tuple(sorted(varying(x)))
     return lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x
-
-
-# -------------------------------------------------------------------------------------------
-# Decoding on a mesh: which device has which rows, weights and parts of the cache
-
-@contextlib.contextmanager
-def mesh_of_weights(params: Any) -> Iterator[None]:
-    """Make the mesh of the weights jax's ambient mesh."""
-    mesh = mesh_of(params)
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        yield
-
-
-def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any:
-    """The tree with a list of layers, each a dict of its own, in place of stacked weights [L, ...]:
-    `counts` has the names of the stacks, in order, and how many layers are in each. of_layer(leaf,
-    i) makes the leaf of layer i from a stacked leaf (a weight, or its spec)."""
-    return {**{name: w for name, w in tree.items() if name not in counts}, "layers": [
-        lora.adapted(jax.tree.map(lambda w: of_layer(w, i), tree[name]))
-        for name, count in counts.items() for i in range(count)]}
-
-
-@functools.cache
-def specs_for_decoding(network: Network, config: Any, mesh: Any) -> Any:
-    """The specs of the weights for decoding: those for training, without the dimension of layers.
-    None on one device."""
-    if mesh.size <= 1:
-        return None
-    decoder_of = network.decoder_of or (lambda tree: tree)
-    specs = decoder_of(without_axis(network.weight_specs(config, mesh), "pipe"))
-    return unstack_layers(specs, layer_counts(decoder_of(network.table(config))),
-                          lambda spec, i: P(*spec[1:]))
-
-
-def for_decoding(network: Network, params: Any, dtype: str, specs: Any) -> Any:
-    """The weights in this precision, with a list of layers, on the ambient mesh. (Weights that have
-    been through this are returned as they are.)"""
-    if isinstance(params.get("layers"), list):
-        return params
-    params = network.decoder_of(params) if network.decoder_of else params
-    # (w[i] would compile one slice for each i; a dynamic index compiles one for all layers.)
-    params = unstack_layers(cast(params, dtype), layer_counts(params),
-                            lambda w, i: lax.dynamic_index_in_dim(w, i, 0, keepdims=False))
-    return placed(params, specs)
-
-
-def places_for_decoding(network: Network, config: Any, mesh: Any) -> Any:
-    """The shapes of for_decoding's result, each with its sharding."""
-    shapes = jax.eval_shape(lambda params: for_decoding(network, params, config.dtype, None),
-                            network.weight_shapes(config))
-    specs = specs_for_decoding(network, config, mesh)
-    specs = jax.tree.map(lambda _: P(), shapes) if specs is None else specs
-    return jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes,
-                        shardings(specs, mesh))
-
-
-def placed(tree: Any, specs: Any) -> Any:
-    """The tree, split over the ambient mesh by its specs; unchanged if they are None."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tree if specs is None else lax.with_sharding_constraint(tree, shardings(specs, mesh))
-
-
-def cache_specs(layers: Sequence[Layer], specs: Any) -> list[dict[str, P]]:
-    """The specs of the cache, from those of the weights."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return [layer_specs(layer, own, batch_spec(mesh), mesh.shape["tensor"])
-            for layer, own in zip(layers, specs["layers"], strict=True)]
-
-
-def empty_cache(layers: Sequence[Layer], rows: int, slots: int, dtype: Any, specs: Any
-                ) -> list[dict[str, Any]]:
-    """A cache without tokens, for this number of rows and slots."""
-    tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if specs else 1
-    cache = [new_layer(layer, rows, slots, dtype, specs and specs["layers"][i], tensor)
-             for i, layer in enumerate(layers)]
-    return placed_cache(cache, layers, specs)
-
-
-def placed_cache(cache: Any, layers: Sequence[Layer], specs: Any) -> Any:
-    """The cache, split as the passes take it, by the specs of the weights."""
-    return placed(cache, specs and [{name: split[name] for name in layer} for layer, split in zip(
-        cache, cache_specs(layers, specs))])
-
-
-def gather_all_but_layers(params: Any, specs: Any) -> Any:
-    """All-gather the weights over fsdp, except those of layers: model.extend gathers a layer's
-    weights when it reaches the layer."""
-    def whole(path, w, spec):
-        if "fsdp" not in spec or any(getattr(key, "key", "").endswith("layers") for key in path):
-            return w
-        return all_gather(w, "fsdp", list(spec).index("fsdp"), spec)
-
-    if not params or axis_size("fsdp") == 1:
-        return params
-    return jax.tree_util.tree_map_with_path(whole, params, specs)

@@ -3,31 +3,28 @@ or standard input, as ids.
 
     The sea is                      a text on each line; blank lines are skipped
     {"prompt": "The sea is"}        an object on each line: in a *.jsonl file, or if the first line
-                                    is an object with these fields
+                                    begins with {"
 
 The file name - stands for standard input.
 """
 
-import collections
 import dataclasses
 import json
 import math
-import re
 import sys
 from pathlib import Path
-from typing import Any, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.flags import change
-from zigzag.core.options import check_values, flag
+from zigzag.core.options import check_values, comments, flag
 from zigzag.disk.checkpoint import best_step, tokenizer_of_run
 from zigzag.disk.examples import texts_of
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
-from zigzag.generate.rows import context_of
 from zigzag.hub.llama import FAMILIES, fields_of, special_ids
 from zigzag.weights.network import Network
 
@@ -38,12 +35,16 @@ class Flags:
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
     a chat template, else it continues what you type. With --chat a prompt is a message to it."""
+    # the model
     run: str = "out"            # the --out of a train.py
     checkpoint: str = ""        # its checkpoint of this step, best, or smallest:NAME or
                                 # largest:NAME (of an evaluation); empty: the newest
     model: str = ""             # or a Hugging Face folder with a published model
     edited: bool = False        # load a published model into an edited model.py, although that
                                 # computes something else
+    shards: int = 0             # devices to split the model over, whatever it was trained on
+    mesh: str = ""              # or axis=size,...; data takes the remaining devices
+    # what to do
     prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
                                 # a document
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
@@ -51,34 +52,34 @@ class Flags:
     chat: bool = False          # answer each prompt as a message, by the model's chat template
     system: str = ""            # system message of a conversation
     score: str = ""             # print the log-probability of the text of this file, or of each
-                                # text in a file of objects with "text" (for an encoder-decoder:
-                                # "source" and "target")
-    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
-                                # log-probabilities of its choices, and print the accuracy
+                                # text in a file of objects with "text"
     by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
                                                 # by itself
+    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
+                                # log-probabilities of its choices, and print the accuracy
     bench: bool = False         # measure how fast the model generates here
-    json: bool = False          # print a JSON object for each text
-    logprobs: bool = False      # add each new id and its log-probability to --json
-    batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
-                                        # together
+    # which ids
     tokens: int = flag(256, least=1)    # number of new ids
-    stop: tuple = ()            # end an answer before any of these texts
-    stop_at_context: bool = False       # end when the context is full; else continue from its last
-                                        # half
     temperature: float = 0.8    # 0: greedy
     top_k: int = 0              # sample among the k likeliest ids; 0: all
     top_p: float = 1.0          # sample among the likeliest ids with this total probability
     min_p: float = 0.0          # sample among ids with at least this share of the likeliest's
                                 # probability
     repetition_penalty: float = 1.0     # above 1: penalise ids that already occur in the text
+    stop: tuple = ()            # end an answer before any of these texts
+    stop_at_context: bool = False       # end when the context is full; else continue from its last
+                                        # half
     beams: int = 0              # print this many continuations, by beam search (no temperature)
     length_penalty: float = flag(1.0, least=-math.inf)
                                         # beam search divides scores by length to this power
     seed: int = 0               # random seed
-    shards: int = 0             # devices to split the model over, whatever it was trained on
-    mesh: str = ""              # or axis=size,...; data takes the remaining devices
-    coordinator: str = ""       # many hosts: HOST:PORT of process 0
+    # output
+    json: bool = False          # print a JSON object for each text
+    logprobs: bool = False      # add each new id and its log-probability to --json
+    batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
+                                        # together
+    # many hosts
+    coordinator: str = ""       # HOST:PORT of process 0
     processes: int = 0          # number of processes
     process_id: int = flag(-1, least=-1)        # the number of this process, from 0, which prints
     distributed: bool = False   # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
@@ -89,32 +90,17 @@ class Flags:
         hosts.check_processes(self)
         if "" in self.stop:
             raise ConfigError("--stop '': expected a text")
-        for name in ("prompt", "system", "stop"):
-            try:
-                "".join(getattr(self, name)).encode()
-            except UnicodeEncodeError as e:
-                raise ConfigError(f"--{name} cannot be encoded: {e.reason} at character "
-                                  f"{e.start}; expected text in UTF-8") from None
-        try:
-            self.sampling
-        except ConfigError as e:
-            raise ConfigError(f"--{e}") from None
+        _ = self.sampling       # (refuses wrong values)
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
 
 
-# The groups of flags in --help.
-GROUPS = {
-    "the model": ("run", "checkpoint", "model", "edited", "shards", "mesh"),
-    "what to do": ("prompt", "prompts", "source", "chat", "system", "score", "by",
-                   "choices", "bench"),
-    "which ids": ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop",
-                  "stop_at_context", "beams", "length_penalty", "seed"),
-    "output": ("json", "logprobs", "batch"),
-    "many hosts": ("coordinator", "processes", "process_id", "distributed", "patience"),
-}
+# The groups of flags in --help: the headings above them.
+GROUPS: dict[str, list[str]] = {}
+for name, comment in comments(Flags).items():
+    GROUPS.setdefault(comment.group, []).append(name)
 # {flag: the flags that have no effect beside it}
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 OF_ANSWERS = (*GROUPS["which ids"], "prompt", "prompts", "chat", "logprobs")
@@ -127,19 +113,12 @@ NEEDS = {"by": "score FILE", "length_penalty": "beams", "logprobs": "json",
          "edited": "model FOLDER"}
 
 
-class TooLong(ConfigError):
-    """A prompt that is longer than the model's context."""
-
-
 def check_given(given: dict[str, Any]) -> None:
-    """Refuse flags of a command line that have no effect beside the others. (0 may be given: a beam
-    search draws nothing, as with temperature 0.)"""
+    """Refuse flags of a command line that have no effect beside the others."""
     for one, names in NOT_USED.items():
-        found = [f"--{name}" for name in given if given.get(one) and name in names
-                 and (given[name] or one != "beams")]
-        if found:
-            raise ConfigError(f"{' and '.join(found)}: no effect with --{one}; leave "
-                              f"{'it' if len(found) == 1 else 'them'} out")
+        for name in names:
+            if given.get(one) and given.get(name):
+                raise ConfigError(f"--{name}: no effect with --{one}; leave it out")
     for name, needed in NEEDS.items():
         if given.get(name) and not given.get(needed.split()[0]):
             raise ConfigError(f"--{name} has no effect alone: give --{needed} too")
@@ -150,8 +129,8 @@ def step_of(run: str, step: str) -> int | None:
     largest:NAME; None (the newest) if empty."""
     if not step:
         return None
-    if step == "best" or re.fullmatch(r"(smallest|largest):\S+", step):
-        return best_step(run, by="" if step == "best" else step)
+    if step == "best" or step.startswith(("smallest:", "largest:")):
+        return best_step(run, by=step.removeprefix("best"))
     if not step.isdecimal() or len(step) > 18:
         raise ConfigError(f"--checkpoint {step}: expected the number of a step, best, or "
                           f"smallest:NAME or largest:NAME")
@@ -169,7 +148,6 @@ def needed_tokenizer(run: str) -> Tokenizer:
 
 class Input(NamedTuple):
     """The text of a file, or of standard input (-)."""
-    path: str
     name: str               # in messages
     text: str
 
@@ -179,53 +157,31 @@ class Input(NamedTuple):
         return [(f"{self.name} line {number}", line.rstrip("\r"))   # (only \n ends a line)
                 for number, line in enumerate(self.text.split("\n"), 1) if line.strip()]
 
-    def has_objects(self, field: str) -> bool:
-        """Whether the lines are JSON objects, told by the file's name or by the first line."""
-        if self.path.endswith((".jsonl", ".json")):
-            return True
-        try:
-            record = json.loads(self.lines[0][1])
-        except (ValueError, RecursionError, IndexError):
-            return False
-        return isinstance(record, dict) and field in record
+    @property
+    def has_objects(self) -> bool:
+        """Whether the lines are JSON objects."""
+        return self.name.endswith(".jsonl") or self.text.lstrip().startswith('{"')
 
     def texts(self, field: str) -> list[str]:
         """The text of each line: this field of its object or, if it is none, the line itself."""
-        if self.has_objects(field):
-            return [text for text, in self.rows(field)]
+        if self.has_objects:
+            return [texts_of(line.encode(), where, (field,))[0] for where, line in self.lines]
         return [line for _, line in self.lines]
 
-    def rows(self, *fields: str) -> list[tuple[str, ...]]:
-        """These fields of the object on each line."""
-        return [texts_of(line.encode(), where, fields) for where, line in self.lines]
 
-
-def read_input(path: str, flag: str, expected: str = "a text on each line") -> Input:
+def read_input(path: str, flag: str) -> Input:
     """A file, or the standard input, which may be empty if there is no flag."""
     name = f"{flag} {path}" if path != "-" else "standard input"
     try:
-        # (Standard input is None if it was closed.)
-        raw = Path(path).read_bytes() if path != "-" else sys.stdin and sys.stdin.buffer.read()
+        raw = Path(path).read_bytes() if path != "-" else sys.stdin.buffer.read()
+        text = raw.decode("utf-8-sig")
     except OSError as e:
-        raise ConfigError(f"{name}: {e.strerror or e}; expected a file with {expected}") from None
-    try:
-        text = (raw or b"").decode("utf-8-sig")
+        raise ConfigError(f"{name}: {e.strerror}; expected a file of text") from None
     except UnicodeDecodeError as e:
-        line = raw.count(b"\n", 0, e.start) + 1
-        raise ConfigError(f"{name} line {line}: not UTF-8 ({e.reason}); expected text in UTF-8"
-                          ) from None
+        raise ConfigError(f"{name}: not UTF-8 ({e}); expected text in UTF-8") from None
     if flag and not text.strip():
-        raise ConfigError(f"{name}: no text in it; expected {expected}")
-    return Input(path, name, text)
-
-
-def given_input(flags: Flags) -> Input | None:
-    """The file that the command line names."""
-    for name, expected in (("score", "a text"), ("choices", "a question on each line"),
-                           ("prompts", "a text on each line")):
-        if path := getattr(flags, name):
-            return read_input(path, f"--{name}", expected)
-    return None
+        raise ConfigError(f"{name}: no text in it; expected a line at least")
+    return Input(name, text)
 
 
 def file_prompts(path: str, flag: str) -> list[str]:
@@ -242,7 +198,7 @@ class Prompt(NamedTuple):
     ids: Sequence[int]      # the ids that the model continues
     source: Any = None      # what the model reads beside it: the input of an encoder
     begin: str = ""         # the text shown before the answer
-    repeat: int = 0         # the number of equal prompts before it
+    score: float | None = None      # of a beam
 
 
 def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
@@ -250,29 +206,25 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
     """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
     read text: one text is the prompt for each of its arrays, and several texts have an array each,
     or all the same one."""
-    sources = [None] * len(texts)
+    shape = network.source_shape(c)
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
-    if not reads_text(network, c):
-        sources = load_sources(source, network.source_shape(c))
-        if len(texts) == 1 or len(sources) == 1:
-            texts, sources = [*texts] * len(sources), [*sources] * len(texts)
-        if len(texts) != len(sources):
-            raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
-    return counted_repeats([
-        _make_prompt(network, c, tokenizer, text, own,
-                     f"prompt {number}" if len(texts) > 1 else "the prompt")
-        for number, (text, own) in enumerate(zip(texts, sources), 1)])
-
-
-def counted_repeats(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """The prompts, each with the number of equal ones before it."""
-    counts, found = collections.Counter(), []
-    for prompt in prompts:
-        key = prompt.text, hash(np.asarray(prompt.source).tobytes())
-        found.append(prompt._replace(repeat=counts[key]))
-        counts[key] += 1
-    return found
+    if shape is None:
+        return [Prompt(text, tokenizer.prompt(text), begin=text) for text in texts]
+    start = special_ids(c, tokenizer)[:1]
+    if reads_text(network, c):
+        if not all(map(str.strip, texts)):
+            raise ConfigError("a prompt is empty: this model has an encoder, which needs a text")
+        return [Prompt(text, start, tokenizer.with_ends(text)) for text in texts]
+    sources = load_sources(source, shape)
+    if len(texts) == 1 or len(sources) == 1:
+        texts, sources = [*texts] * len(sources), [*sources] * len(texts)
+    if len(texts) != len(sources):
+        raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
+    if network.source_ids(c):       # (a decoder reads the text, too)
+        return [Prompt(text, tokenizer.prompt(text), one, text)
+                for text, one in zip(texts, sources)]
+    return [Prompt(text, start, one) for text, one in zip(texts, sources)]
 
 
 def reads_text(network: Network, c: Any) -> bool:
@@ -281,51 +233,18 @@ def reads_text(network: Network, c: Any) -> bool:
     return shape is None or len(shape) == 1
 
 
-def _make_prompt(network, c, tokenizer, text, source, what):
-    if network.source_shape(c) is None or network.source_ids(c):    # (a decoder reads the text)
-        return Prompt(text, tokenizer.prompt(text), source, begin=text)
-    if source is None:
-        if not text.strip():
-            raise ConfigError(f"{what} is empty: this model has an encoder, which needs a text to "
-                              f"read")
-        source = tokenizer.with_ends(text)
-        if len(source) > (limit := network.max_positions(c)):
-            raise TooLong(f"{what} has {len(source):,} tokens; the model's encoder has positions "
-                          f"for {limit:,}")
-    return Prompt(text, [special_ids(c, tokenizer)[0]], source)
-
-
 def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
     """The arrays of this shape in a .npy file (one, or several in one array [n, ...]), for an
     encoder that does not read text."""
-    expected = f"--source {path!r}: expected a .npy file with an array of {list(shape)}, or several"
     try:
         arrays = np.load(path, mmap_mode="r", allow_pickle=False)
         found = arrays[None] if arrays.shape == shape else arrays
+        if found.shape[1:] != shape or not len(found) or found.dtype.kind not in "biuf":
+            raise ValueError(f"it has {arrays.dtype} {list(arrays.shape)}")
     except (OSError, ValueError, TypeError, EOFError, AttributeError) as e:
-        raise ConfigError(f"{expected} ({one_line(e)})") from None
-    if found.shape[1:] != shape or not len(found) or found.dtype.kind not in "biuf":
-        raise ConfigError(f"{expected}; it has {found.dtype} {list(arrays.shape)}")
+        raise ConfigError(f"--source {path!r}: expected a .npy file with an array of "
+                          f"{list(shape)}, or several ({one_line(e)})") from None
     return found
-
-
-def scored_texts(network: Network, c: Any, tokenizer: Tokenizer, file: Input, by_line: bool
-                 ) -> tuple[list[str], list[Sequence[int]], list[Sequence[int]] | None]:
-    """(texts to score, their ids, the encoder's inputs or None). Running text is one document, or
-    one for each line. The first id of each is not scored: it is the tokenizer's start id or, if it
-    has none, the text's first id."""
-    if network.source_shape(c) is None:
-        is_lines = by_line or file.has_objects("text")
-        texts = file.texts("text") if is_lines else [file.text]
-        return texts, [tokenizer.prompt(text) for text in texts], None
-    if not reads_text(network, c):
-        raise ConfigError(f"{file.name}: this model's encoder reads arrays "
-                          f"{list(network.source_shape(c))}, not a text")
-    sources, targets = zip(*file.rows("source", "target"))
-    start, rows = special_ids(c, tokenizer)[0], map(tokenizer.with_ends, targets)
-    # (As in tasks/pairs.py: BART's targets begin with the start id, those of others may not.)
-    rows = [ids if len(ids) > 1 and ids[0] == start else [start, *ids] for ids in rows]
-    return list(targets), rows, [*map(tokenizer.with_ends, sources)]
 
 
 def whole_context(c: Any, families: Mapping[str, Any] = FAMILIES) -> Any:
@@ -334,11 +253,3 @@ def whole_context(c: Any, families: Mapping[str, Any] = FAMILIES) -> Any:
     record = json.loads(c.published or "{}")
     context = fields_of(record, families)["seq_len"] if record else 0
     return change(c, seq_len=max(c.seq_len, context))
-
-
-def max_new_tokens(network: Network, c: Any, ids: Sequence[int], tokens: int) -> int:
-    """`tokens`, or as many as fit after this prompt into the context of a decoder or the positions
-    of an encoder-decoder. (The last new id is not read, and needs no position.)"""
-    room = min(context_of(network, c), network.max_positions(c)) - len(ids) + 1
-    room -= len(network.source_ids(c))
-    return max(1, min(tokens, room))

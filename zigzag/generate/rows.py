@@ -6,11 +6,9 @@ and their number is padded so that it divides over the mesh.
               ^ all rows choose their first new id at the same slot
 """
 
-import bisect
 import collections
 import functools
-import sys
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import jax
 import numpy as np
@@ -35,33 +33,29 @@ def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, t
     """(prompts as [B, P], padded on the left; the slots [B] where they begin). Refused if the
     `tokens` new ids do not all have positions (the last, which is not read, needs none). If ids
     stand for a source, they are put before each prompt."""
-    check_ids("prompt", prompts, c)
-    prompts = [[*network.source_ids(c), *prompt] for prompt in prompts]
-    longest, limit = max(map(len, prompts)), network.max_positions(c)
-    if tokens < 0:
-        raise ConfigError(f"tokens {tokens}: must be at least 0")
-    if longest > c.seq_len:
-        raise ConfigError(f"a prompt has {longest} tokens; the model's context has {c.seq_len}")
-    if longest + max(tokens - 1, 0) > limit:
-        raise ConfigError(f"a prompt of {longest} tokens and {tokens} new ones: the model has "
-                          f"positions for {limit}")
-    padded = np.zeros((len(prompts), padded_length(longest)), np.int32)
-    for row, ids in zip(padded, prompts):
-        row[-len(ids):] = ids
-    return padded, np.array([padded.shape[1] - len(ids) for ids in prompts], np.int32)
+    longest, context = check_ids("prompt", prompts, c), context_of(network, c)
+    before, limit = network.source_ids(c), network.max_positions(c)
+    room = context if longest > context else limit - len(before)
+    if longest + max(0, tokens - 1) > room:
+        raise ConfigError(f"a prompt of {longest} tokens and {tokens} new ones: the model's "
+                          f"context has {room}")
+    padded = np.zeros((len(prompts), padded_length(len(before) + longest)), np.int32)
+    sizes = [len(before) + len(prompt) for prompt in prompts]
+    for row, size, prompt in zip(padded, sizes, prompts):
+        row[-size:] = [*before, *prompt]
+    return padded, padded.shape[1] - np.array(sizes, np.int32)
 
 
 def check_ids(what, rows, c):
-    """Refuse rows that are empty or have unknown ids. Returns the length of the longest."""
-    if isinstance(rows, str) or any(isinstance(row, str) or not np.ndim(row) for row in rows):
-        raise ConfigError(f"a {what} is a list of ids: encode a text first, and put a single "
-                          f"{what} into a list")
-    if not len(rows) or not all(map(len, rows)):
-        raise ConfigError(f"a {what} is empty: generation needs at least one id to begin with")
+    """Refuse rows that are no lists of known ids, or empty. Returns the length of the longest."""
     for number, row in enumerate(rows):
-        if wrong := [i for i in row if not 0 <= i < c.vocab_size]:
-            raise ConfigError(f"{what} {number} has the id {wrong[0]}; the model knows 0 to "
-                              f"{c.vocab_size - 1}")
+        is_list = np.ndim(row) == 1 and len(row)
+        wrong = [i for i in row if not 0 <= i < c.vocab_size] if is_list else [row]
+        if wrong:
+            raise ConfigError(f"{what} {number} has {wrong[0]!r:.60}: expected a list of ids from "
+                              f"0 to {c.vocab_size - 1}")
+    if not len(rows):
+        raise ConfigError(f"no {what}: expected at least one list of ids")
     return max(map(len, rows))
 
 
@@ -106,7 +100,8 @@ def pad_rows(rows: Any, xp: Any = np) -> Any:
 
 def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
                   source: Any) -> dict[str, np.ndarray]:
-    """Prompts and sources as arrays, whose number of rows divides over the mesh."""
+    """Prompts and sources as arrays, whose number of rows divides over the ambient mesh. Refused if
+    there are no positions for `tokens` more ids."""
     check_writes(network, c, "sample")
     padded, start = padded_prompts(network, prompts, c, tokens)
     arrays = {"tokens": padded, "start": start,
@@ -143,18 +138,14 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
         1, dtype=np.uint32)
 
 
-def seeds_of(rows: dict[str, Any], seed: int, xp: Any = np) -> Any:
-    """Three numbers [B, 3] that seed the random numbers of each row: its seed, a hash of its
-    content, and (unless traced) the number of equal rows before it. So an answer depends neither on
-    the other rows nor on their order, and equal prompts get different answers."""
-    return seeds_from(content_hash(rows["tokens"], rows["start"], xp), rows.get("source"), seed, xp)
-
-
-def seeds_from(content: Any, source: Any, seed: int | Sequence[int], xp: Any = np) -> Any:
-    """seeds_of prompts with these hashes, and with these sources or None. `seed` is one number, or
-    one for each prompt."""
-    if source is not None:
-        content = content + content_hash(source, 0, xp) * np.uint32(31)
+def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np) -> Any:
+    """Three numbers [B, 3] that seed the random numbers of each row: its seed (`seed` is one for
+    all, or one for each), a hash of its content, and (unless traced) the number of equal rows
+    before it. So an answer depends neither on the other rows nor on their order, and equal prompts
+    get different answers."""
+    content = content_hash(rows["tokens"], rows["start"], xp)
+    if "source" in rows:
+        content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
     if np.ndim(seed) and len(seed) != len(content):
         raise ConfigError(f"{len(content)} prompts and {len(seed)} seeds: expected one for each")
     seeds = xp.broadcast_to(xp.asarray(seed).astype(np.uint32), content.shape)
@@ -170,41 +161,13 @@ def seeds_from(content: Any, source: Any, seed: int | Sequence[int], xp: Any = n
 
 def context_of(network: Network, c: Any) -> int:
     """The most tokens in a row: seq_len (more, if the positions scale with the length), or the
-    number of positions if that is less. No limit for an encoder-decoder, which refuses rows longer
-    than its positions."""
+    number of positions if that is less, or if there is an encoder."""
+    positions = network.max_positions(c) - len(network.source_ids(c))
     if network.source_shape(c) is not None:
-        return sys.maxsize
-    length = scaled_length(getattr(c, "rope_scaling", ""), c.seq_len)
-    return min(length, network.max_positions(c))
+        return positions
+    return min(scaled_length(getattr(c, "rope_scaling", ""), c.seq_len), positions)
 
 
 def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """The ids before the first one in `ends`."""
     return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]
-
-
-def ids_and_texts(stop: Any, tokenizer: Any) -> tuple[list[int], list[str]]:
-    """The ids and the texts in `stop`; texts are refused without a tokenizer."""
-    stop = [stop] if np.ndim(stop) == 0 else stop
-    texts = [text for text in stop if isinstance(text, str)]
-    if texts and tokenizer is None:
-        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
-    return [i for i in stop if i not in texts], texts
-
-
-def count_to_text(decode: Callable[[Sequence[int]], str], texts: Sequence[str],
-                  prompt: Sequence[int], ids: Sequence[int]) -> int | None:
-    """The number of ids after a prompt with which the first of these texts is complete; None if
-    none is."""
-    # (Some tokenizers drop a space at the beginning of a text.)
-    before = [*prompt[-8:]]
-    begin = len(decode(before))
-
-    def has_text(count):
-        # (The last character may be incomplete.)
-        text = decode([*before, *ids[:count]])[begin:].rstrip("\ufffd")
-        return any(stop in text for stop in texts)
-
-    if not ids or not has_text(len(ids)):
-        return None
-    return bisect.bisect_left(range(len(ids)), True, key=has_text)

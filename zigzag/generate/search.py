@@ -1,8 +1,8 @@
 """Beam search: each prompt has K running beams, and the K best that have finished.
 
     best_beams      of each prompt
-    best_ids        the best beam of each row, inside a compiled function
-    beam_loop       the loop: K times V candidates -> the K best that go on, the K best that ended
+    ids_of_rows     new ids of rows, which may be a part of a compiled function
+    next_beams      a step: K times V candidates -> the K best that go on, the K best that ended
 """
 
 import math
@@ -15,25 +15,14 @@ from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mark_varying
-from zigzag.generate.decoding import any_device, end_ids, mesh_of_weights
-from zigzag.generate.passes import Engine, prefill, traced_rows
-from zigzag.generate.rows import on_host, padded_length
+from zigzag.generate.decoding import Sampling, any_device, end_ids
+from zigzag.generate.engine import Engine, mesh_of_weights
+from zigzag.generate.passes import prefill, room_for, write_ids
+from zigzag.generate.rows import cut_at_end, on_host, pad_rows, padded_length, prompt_arrays
 
 NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
 LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
-FINISHED = ("finished", "finished_scores", "lengths")       # in the state: the best beams
-
-
-def _check(beams, tokens, length_penalty, early_stop, vocab_size):
-    """Refuse options of a beam search."""
-    if not 1 <= beams <= vocab_size:
-        raise ConfigError(f"beams {beams}: expected 1 to {vocab_size}, the vocabulary")
-    if tokens < 1:
-        raise ConfigError(f"tokens {tokens}: must be at least 1")
-    if not math.isfinite(length_penalty):
-        raise ConfigError(f"length_penalty {length_penalty}: expected a finite number")
-    if early_stop not in (True, False, "never"):
-        raise ConfigError(f"early_stop {early_stop!r}: expected True, False or 'never'")
+FINISHED = ("finished", "finished_scores")      # in the state: the best beams
 
 
 def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], beams: int,
@@ -45,64 +34,79 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
     when the search ends. False: when no running beam, at its present length, can beat a finished
     one. "never": when none can at any length. True: as soon as `beams` beams have finished."""
     vocab_size = engine.config.vocab_size
-    _check(beams, tokens, length_penalty, early_stop, vocab_size)
+    if not (1 <= beams <= vocab_size and tokens >= 1 and math.isfinite(length_penalty)
+            and early_stop in (True, False, "never")):
+        raise ConfigError(f"beams {beams}, tokens {tokens}, length_penalty {length_penalty}, "
+                          f"early_stop {early_stop!r}: expected 1 to {vocab_size} beams, tokens of "
+                          f"at least 1, a finite length_penalty, and True, False or 'never'")
     ends = end_ids(eos, vocab_size)
     with mesh_of_weights(params):
-        rows, params = engine.arrays(prompts, tokens, source), engine.for_decoding(params)
-        best = _read_and_search(engine, params, rows, ends, beams, tokens, padded_length(tokens),
-                                float(length_penalty), early_stop)
-        ids, scores, lengths = (on_host(best[name]) for name in FINISHED)
-    return [[(ids[row, k, :lengths[row, k]].tolist(), float(scores[row, k])) for k in range(beams)
-             if scores[row, k] > LOWEST] for row in range(len(prompts))]
+        rows = prompt_arrays(engine.network, prompts, engine.config, tokens, source)
+        params = engine.for_decoding(params)
+        best = _search(engine, params, rows, ends, beams, tokens, padded_length(tokens),
+                       float(length_penalty), early_stop)
+        ids, scores = (on_host(best[name])[:len(prompts)].tolist() for name in FINISHED)
+    return [[(cut_at_end(ends, beam[:tokens]), score) for beam, score in zip(*of_prompt)
+             if score > LOWEST / 2] for of_prompt in zip(ids, scores)]
 
 
-@jax.jit(static_argnames=("engine", "tokens", "ends", "beams"))
-def best_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-             ends: tuple[int, ...], beams: int) -> Array:
-    """The best beam [B, tokens] of each of these rows (passes.traced_rows), inside a compiled
-    function."""
-    count = len(rows["tokens"])
-    params, rows = traced_rows(engine, params, rows)
-    best = _read_and_search(engine, params, rows, ends, beams, tokens, tokens, 1.0, False)
-    return best["finished"][:count, 0]
+def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
+                sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable, beams: int
+                ) -> Array:
+    """New ids [B, tokens] of these rows: passes.write_ids or, with beams, the best beam's. It may
+    be a part of a compiled function."""
+    start = jnp.zeros(len(rows["tokens"]), jnp.int32)
+    rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
+    params = engine.for_decoding(params)
+    if beams:
+        ids = _search(engine, params, rows, ends, beams, tokens, tokens)["finished"][:, 0]
+    else:
+        ids = write_ids(engine, params, rows, tokens, sampling, seed, ends, draw)
+    return ids[:len(start)]
 
 
-def _read_and_search(engine, params, rows, ends, beams, limit, size, *options):
-    """The best beams of these rows: at most `limit` ids, in arrays with room for `size`."""
-    state, length = prefill(engine, params, rows, limit)
+def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, early_stop=False):
+    """The best beams of these rows, at most `limit` ids with their ends: `finished` [B, beams,
+    size] and finished_scores."""
+    slots, length = room_for(engine, rows, limit)
+    state = prefill(engine, params, rows, slots, length)
     state |= {"ends": np.array(ends or [-1], np.int32), "limit": np.int32(limit)}
-    return _search(engine, params, state, length, beams, size, *options)
+    return _search_after(engine, params, state, length, beams, size, length_penalty, early_stop)
 
 
-@jax.jit(static_argnames=("engine", "length", "beams", "tokens", "length_penalty", "early_stop"))
-def _search(engine, params, state, length, beams, tokens, length_penalty, early_stop):
-    """The best beams of each prompt: finished [B, beams, tokens], finished_scores and lengths."""
+@jax.jit(static_argnames=("engine", "length", "beams", "size", "length_penalty", "early_stop"))
+def _search_after(engine, params, state, length, beams, size, length_penalty, early_stop):
+    """_search after prefill. The beams of a prompt are rows [B * beams] of the cache."""
     network, config = engine.network, engine.config
 
     def search(params, specs, state):
-        start = jnp.repeat(state["start"], beams, 0)
+        start, slot, ends, limit = (state[name] for name in ("start", "slot", "ends", "limit"))
+        start = jnp.repeat(start, beams, 0)
 
-        def next_logits(ids, cache, slot):
-            x, cache = network.extend(params, cache, ids, slot, start, config, length, specs)
-            return network.head_logits(params, x, config)[:, 0], cache
+        def step(carry):
+            found, cache, _ = carry
+            x, cache = network.extend(params, cache, found["newest"].reshape(-1, 1),
+                                      slot + found["count"], start, config, length, specs)
+            logits = network.head_logits(params, x, config)[:, 0]
+            found, parents, goes_on = next_beams(found, logits, ends, limit, length_penalty,
+                                                 early_stop)
+            rows = (jnp.arange(len(parents))[:, None] * beams + parents).reshape(-1)
+            cache = [{name: a if name.startswith("cross") else a[rows]
+                      for name, a in layer.items()} for layer in cache]
+            return found, cache, any_device(goes_on) & (found["count"] < limit)
 
-        result = beam_loop(
-            next_logits, state["cache"], state["logits"], state["slot"], state["ends"], beams,
-            tokens, state["limit"], length_penalty, early_stop)
-        return {name: result[name] for name in FINISHED}
+        # (All beams of a prompt are still equal, so only the first counts.)
+        newest = jnp.repeat(state["newest"][:, None], beams, 1)
+        none, ids = jnp.zeros(newest.shape), jnp.zeros((*newest.shape, size), jnp.int32)
+        found = {"newest": newest, "running": ids, "finished": ids,
+                 "running_scores": (none + NEG_INF).at[:, 0].set(0.0),
+                 "finished_scores": none + LOWEST, "can_improve": none[:, 0] == 0}
+        found = {**mark_varying(found, newest), "count": jnp.int32(0)}
+        cache = jax.tree.map(lambda a: jnp.repeat(a, beams, 0), state["cache"])
+        found, *_ = lax.while_loop(lambda carry: carry[2], step, (found, cache, jnp.bool_(True)))
+        return {name: found[name] for name in FINISHED}
 
     return engine.on_mesh(search, params, state, FINISHED)
-
-
-def _begin_beams(logits, beams, tokens):
-    """The state before the first ids. All beams of a prompt are still equal, so only the first
-    counts."""
-    B = len(logits)
-    ids, none = jnp.zeros((B, beams, tokens), jnp.int32), jnp.zeros((B, beams), bool)
-    state = {"running": ids, "running_scores": jnp.where(none, 0, NEG_INF).at[:, 0].set(0.0),
-             "finished": ids, "finished_scores": jnp.where(none, 0, LOWEST),
-             "lengths": ids[:, :, 0], "is_finished": none, "can_improve": ids[:, 0, 0] == 0}
-    return {**mark_varying(state, logits), "count": jnp.int32(0)}
 
 
 def _gather_beams(tree, beams):
@@ -111,60 +115,44 @@ def _gather_beams(tree, beams):
         a, beams.reshape(*beams.shape, *(1,) * (a.ndim - 2)), 1), tree)
 
 
-def beam_loop(next_logits: Callable, cache: Any, logits: Array, slot: Array, ends: Array,
-              beams: int, tokens: int, limit: Array, length_penalty: float,
-              early_stop: bool | str) -> dict[str, Any]:
-    """Beam search for at most `limit` ids, from the cache and the logits [B, V] after each prompt.
-    The options are those of best_beams; `slot` is that of the first new id."""
+def next_beams(state: dict[str, Any], logits: Array, ends: Array, limit: Array,
+               length_penalty: float, early_stop: bool | str
+               ) -> tuple[dict[str, Any], Array, Array]:
+    """The state with one more id, chosen by the logits [B * K, V] after each beam; the beam [B, K]
+    that each running one continues; and whether the search of a prompt goes on [B]. A beam has at
+    most `limit` ids. The options are those of best_beams."""
     def score(sums, length):
         return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
 
-    def body(carry):
-        state, cache, logits, _ = carry
-        (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
-        # The best continuations of all beams together: enough of them that K can go on.
-        scores = jax.nn.log_softmax(logits).reshape(B, -1, V) + state["running_scores"][..., None]
-        candidates = min(max(2, 1 + len(ends)) * K, K * V)
-        scores, best = lax.top_k(scores.reshape(B, -1), candidates)
-        parents, new_ids = best // V, (best % V).astype(jnp.int32)
-        ids = lax.dynamic_update_slice_in_dim(
-            _gather_beams(state["running"], parents), new_ids[..., None], count, 2)
-        is_end = (new_ids[..., None] == ends).any(-1)
-        stops = is_end | (count + 1 >= limit)
+    (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
+    # The best continuations of all beams together: enough of them that K can go on.
+    scores = jax.nn.log_softmax(logits).reshape(B, -1, V) + state["running_scores"][..., None]
+    candidates = min(max(2, 1 + len(ends)) * K, K * V)
+    scores, best = lax.top_k(scores.reshape(B, -1), candidates)
+    parents, new_ids = best // V, (best % V).astype(jnp.int32)
+    ids = lax.dynamic_update_slice_in_dim(
+        _gather_beams(state["running"], parents), new_ids[..., None], count, 2)
+    stops = (new_ids[..., None] == ends).any(-1) | (count + 1 >= limit)
 
-        # The K best that go on.
-        running_scores, chosen = lax.top_k(scores + jnp.where(stops, NEG_INF, 0.0), K)
-        parents, running = _gather_beams((parents, ids), chosen)
+    # The K best that go on.
+    running_scores, chosen = lax.top_k(scores + jnp.where(stops, NEG_INF, 0.0), K)
+    parents, running, newest = _gather_beams((parents, ids, new_ids), chosen)
 
-        # The K best that have finished, now or before.
-        stops_in_top = stops & (jnp.arange(candidates) < K)
-        may_finish = stops_in_top & state["can_improve"][:, None] & (scores > NEG_INF / 2)
-        if early_stop is True:
-            may_finish &= ~state["is_finished"].all(-1, keepdims=True)
-        new_scores = jnp.where(may_finish, score(scores, count + 1), LOWEST)
-        finished_scores, chosen = lax.top_k(
-            jnp.concatenate([state["finished_scores"], new_scores], 1), K)
-        old = state["finished"], state["lengths"], state["is_finished"]
-        new = ids, jnp.where(is_end, count, count + 1), stops_in_top
-        finished, lengths, is_finished = _gather_beams(
-            jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), old, new), chosen)
+    # The K best that have finished, now or before.
+    may_finish = stops & (jnp.arange(candidates) < K) & (scores > NEG_INF / 2)
+    may_finish &= state["can_improve"][:, None]
+    if early_stop is True:
+        may_finish &= (state["finished_scores"] == LOWEST).any(-1, keepdims=True)
+    new_scores = jnp.where(may_finish, score(scores, count + 1), LOWEST)
+    finished_scores, chosen = lax.top_k(
+        jnp.concatenate([state["finished_scores"], new_scores], 1), K)
+    finished = _gather_beams(jnp.concatenate([state["finished"], ids], 1), chosen)
 
-        # Can a running beam still beat the worst of these?
-        longest = limit if early_stop == "never" and length_penalty > 0 else count + 1
-        worst = jnp.where(is_finished.all(-1), finished_scores.min(-1), LOWEST)
-        can_improve = state["can_improve"] & (score(running_scores[:, 0], longest) > worst)
-        goes_on = can_improve & ~(is_finished.all(-1) & (early_stop is True))
-
-        state = {"running": running, "running_scores": running_scores, "finished": finished,
-                 "finished_scores": finished_scores, "lengths": lengths,
-                 "is_finished": is_finished, "can_improve": can_improve, "count": count + 1}
-        rows = (jnp.arange(B)[:, None] * K + parents).reshape(-1)
-        cache = [{name: a if name.startswith("cross") else a[rows] for name, a in layer.items()}
-                 for layer in cache]
-        logits, cache = next_logits(running[:, :, count].reshape(-1, 1), cache, slot + count)
-        return state, cache, logits, any_device(goes_on) & (count + 1 < limit)
-
-    state = _begin_beams(logits, beams, tokens)
-    cache = jax.tree.map(lambda a: jnp.repeat(a, beams, 0), cache)
-    return lax.while_loop(lambda carry: carry[3], body, (
-        state, cache, jnp.repeat(logits, beams, 0), any_device(state["can_improve"])))[0]
+    # Can a running beam still beat the worst of these?
+    longest = limit if early_stop == "never" and length_penalty > 0 else count + 1
+    worst = finished_scores.min(-1)
+    can_improve = state["can_improve"] & (score(running_scores[:, 0], longest) > worst)
+    return {"newest": newest, "running": running, "running_scores": running_scores,
+            "finished": finished, "finished_scores": finished_scores, "can_improve": can_improve,
+            "count": count + 1}, parents, can_improve & ((worst == LOWEST) | (
+                early_stop is not True))

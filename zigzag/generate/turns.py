@@ -4,12 +4,11 @@
     row 1   | b b | c c c c c c c | e ...
               time ->
 
-All rows share `slot`, the slot of the token that is read next, which grows without end: the cache
-is a ring with as many slots as the longest row has tokens. The prompts of new rows are read into a
-small cache of their own, and rolled so that they end where the others are. A row whose context is
-full is freed too, and what is left of its text waits to be read again. Few programs are compiled:
-the passes for all rows, for an eighth of them, and, if prompts wait, for chunks of a prompt of at
-most three lengths.
+All rows share `slot`, the slot of their newest ids, which grows without end: the cache is a ring
+with as many slots as the longest row has tokens. The prompts of new rows are read into a small
+cache of their own, and rolled so that they end where the others are. A row whose context is full
+is freed too, and what is left of its text waits to be read again. Few programs are compiled: the
+passes for all rows and for an eighth of them, and chunks of a prompt of at most five lengths.
 
 If positions scale with a row's length (Network.decoding_length), only prompts of one such length
 are answered together, so that an answer does not depend on the other prompts.
@@ -18,7 +17,7 @@ are answered together, so that an answer does not depend on the other prompts.
 import collections
 import dataclasses
 import functools
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +25,24 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
-from zigzag.generate import cache as kv_cache
 from zigzag.generate import decoding, passes
-from zigzag.generate.decoding import Sampling, mesh_of_weights
-from zigzag.generate.passes import Engine
+from zigzag.generate.cache import CHUNK
+from zigzag.generate.decoding import Sampling
+from zigzag.generate.engine import Engine, mesh_of_weights
 from zigzag.generate.rows import (
     check_ids,
     check_writes,
-    content_hash,
     context_of,
     cut_at_end,
     on_host,
     padded_length,
     padded_prompts,
-    seeds_from,
+    seeds_of,
     source_arrays,
 )
 
-# While prompts wait: the most ids that are written before others are looked for, and the most
-# tokens of a prompt that are read at once.
-PIECE, CHUNK = 8, 64
+PIECE = 8       # while prompts wait: the most ids that are written before free rows are looked for
 NEAR = 4        # prompts are sorted by length among as many as fill the rows 4 times
-Found = Iterable[tuple["Text", list[int], list[float]]]     # new ids and their log-probabilities
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,83 +50,70 @@ class Text:
     """A prompt and its answer."""
     number: int             # the prompt's
     ids: list[int]          # those of the prompt that fit into the context, then the new ones
-    left: int               # how many new ids it may still get
+    left: int               # how many new ids it may still get; 0: it has ended
     count: int = 0          # how many it has
     begin: int = 0          # where its context begins in ids
     length: int = 0         # Network.decoding_length
-    goes_on: bool = True
 
     @property
     def size(self) -> int:
         return len(self.ids) - self.begin
 
-    def add(self, ids: list[int], logs: list[float], ends: Sequence[int]
-            ) -> tuple[list[int], list[float]]:
-        """Add the next ids up to the first one in `ends`, and return them."""
-        kept = cut_at_end(ends, ids)[:self.left]
+    def add(self, new: list[int], ends: Sequence[int]) -> int:
+        """Add the next ids up to the first one in `ends`. Returns how many they are."""
+        kept = cut_at_end(ends, new)[:self.left]
         self.ids += kept
-        self.left -= len(kept)
         self.count += len(kept)
-        self.goes_on = len(kept) == len(ids) and self.left > 0
-        return kept, logs[:len(kept)]
-
-
-def texts_of(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, stop_at_context: bool,
-             say: Callable[[str], Any]) -> list[Text]:
-    """The prompts as Texts. `say` reports what does not fit into the context."""
-    check_writes(engine.network, engine.config, "sample")
-    if tokens < 0:
-        raise ConfigError(f"tokens {tokens}: must be at least 0")
-    longest = check_ids("prompt", prompts, engine.config)
-    size = context_of(engine.network, engine.config)
-    if longest > size:
-        say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
-            f"last {size:,} are read")
-    if min(longest, size) + tokens - 1 > size and not stop_at_context:
-        say(f"the context of this model is {size:,} tokens: a text that fills it goes on from "
-            f"its last {max(1, size // 2):,} (--stop_at_context ends it there)")
-    rows = [list(prompt[-size:]) for prompt in prompts]
-    return [Text(number, row, min(tokens, size - len(row) + 1) if stop_at_context else tokens)
-            for number, row in enumerate(rows)]
+        self.left = self.left - len(kept) if len(kept) == len(new) else 0
+        return len(kept)
 
 
 class Rows:
     """The rows on the devices: at most `batch` (more if the mesh does not divide it). `owners` has
     the Text in each, or None; `length` is that of them all."""
 
-    def __init__(self, engine: Engine, params: Any, texts: Sequence[Text], sampling: Sampling,
-                 ends: Sequence[int], source: Any, seed: int | Sequence[int], batch: int,
-                 piece: int):
-        if batch < 1:
-            raise ConfigError(f"batch {batch}: must be at least 1")
-        self.engine, self.texts, self.sampling, self.ends = engine, texts, sampling, ends
+    def __init__(self, engine: Engine, params: Any, prompts: Sequence[Sequence[int]], tokens: int,
+                 sampling: Sampling, ends: Sequence[int], source: Any, seed: int | Sequence[int],
+                 batch: int, piece: int, stop_at_context: bool, say: Callable[[str], Any]):
+        check_writes(engine.network, engine.config, "sample")
+        if tokens < 0 or batch < 1:
+            raise ConfigError(f"tokens {tokens}, batch {batch}: must be at least 0 and at least 1")
+        self.engine, self.sampling, self.ends, self.piece = engine, sampling, ends, piece
         self.network, self.config = engine.network, engine.config
-        self.context = context_of(self.network, self.config)
-        self.sources = source_arrays(self.network, source, self.config, len(texts))
-        of_source = self.network.source_ids(self.config)
-        self.seeds = seeds_from(np.concatenate([
-            content_hash(np.array([[*of_source, *text.ids]], np.int32)) for text in texts]),
-            self.sources.get("source"), seed)
+        self.context = size = context_of(self.network, self.config)
+        longest = check_ids("prompt", prompts, self.config)
+        # (The text of an encoder-decoder is not read from its middle on: it ends with the context.)
+        ends_there = stop_at_context or self.network.source_shape(self.config) is not None
+        if longest > size:
+            say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
+                f"last {size:,} are read")
+        if min(longest, size) + tokens - 1 > size and not ends_there:
+            say(f"the context of this model is {size:,} tokens: a text that fills it goes on from "
+                f"its last {max(1, size // 2):,} (--stop_at_context ends it there)")
+        self.texts = [Text(number, list(prompt[-size:]), tokens)
+                      for number, prompt in enumerate(prompts)]
+        for text in self.texts:
+            text.left = min(tokens, self._room(text)) if ends_there else tokens
+        self.sources = source_arrays(self.network, source, self.config, len(prompts))
+        rows, start = padded_prompts(
+            self.network, [text.ids for text in self.texts], self.config, 0)
+        self.seeds = seeds_of({"tokens": rows, "start": start, **self.sources}, seed)
+        self.size = padded_length(tokens)
+        self.slots = rows.shape[1] + padded_length(min(tokens, min(map(self._room, self.texts))))
         with mesh_of_weights(params):
             self.params = engine.for_decoding(params)
             mesh = jax.sharding.get_abstract_mesh()
             groups = 1 if mesh.empty else row_groups(mesh)
-        self.count = -(-min(batch, len(texts)) // groups) * groups
+        self.count = -(-min(batch, len(prompts)) // groups) * groups
         self.some = -(-self.count // (8 * groups)) * groups
         self.owners: list[Text | None] = [None] * self.count
-        longest = max(texts, key=lambda text: text.size)
-        room, most = self._room(longest), max(text.left for text in texts)
-        tokens, _ = padded_prompts(self.network, [longest.ids], self.config, min(room, most))
-        self.slots = tokens.shape[1] + padded_length(min(room, most))
-        self.piece, self.size = piece, padded_length(most)
-        self.chunk = CHUNK if len(texts) > self.count else kv_cache.CHUNK
-        for text in texts:
+        for text in self.texts:
             text.length = self._length_of(text)
-        self.waiting = collections.deque(sorted(texts, key=lambda text: (
+        self.waiting = collections.deque(sorted(self.texts, key=lambda text: (
             text.length, text.number // (NEAR * self.count), text.size)))
 
     def _room(self, text):
-        """The number of new ids until its context is full. (The last one is not read.)"""
+        """How many new ids it may get until its context is full. (The last one is not read.)"""
         return self.context + 1 - text.size
 
     def _length_of(self, text):
@@ -139,39 +121,31 @@ class Rows:
         tokens = padded_length(text.size) + min(text.left, self._room(text))
         return self.network.decoding_length(self.config, tokens, self.slots)
 
-    def go_on(self, ended: Callable[[int], Any]) -> bool:
-        """Whether a text goes on. One that ended(its number) says has ended does not."""
-        for text in self.texts:
-            text.goes_on = text.goes_on and not ended(text.number)
-        self.owners = [text if text and text.goes_on else None for text in self.owners]
-        self.waiting = collections.deque(text for text in self.waiting if text.goes_on)
-        return any(self.owners) or bool(self.waiting)
-
-    def next(self, draw: Callable) -> list[tuple[list[int], list[float]] | None]:
-        """The next ids of each text, with their log-probabilities: none if it has ended, None if
-        there are none yet."""
-        places = self._places()
-        found = self._read(places, draw) if places else self._write(draw)
-        new = [None if text.goes_on else ([], []) for text in self.texts]
-        for text, ids, logs in found:
-            new[text.number] = text.add(ids, logs, self.ends)
-            if text.goes_on and text.size > self.context:
-                self.owners[self.owners.index(text)] = None
-                text.begin = len(text.ids) - max(1, self.context // 2)
-                text.length = self._length_of(text)
-                is_next = text.length == self.length
-                (self.waiting.appendleft if is_next else self.waiting.append)(text)
-        return new
+    def written(self, draw: Callable, ended: Callable[[int], Any]) -> Iterator[list]:
+        """Yield the next ids of each text and their log-probabilities: none if it has ended, None
+        if there are none yet. A text that ended(its number) says has ended does not go on."""
+        while True:
+            for text in self.texts:
+                if ended(text.number):
+                    text.left = 0
+            self.owners = [text if text and text.left else None for text in self.owners]
+            self.waiting = collections.deque(text for text in self.waiting if text.left)
+            while places := self._places():
+                self._read(places)
+            if not any(self.owners):
+                return
+            yield self._write(draw)
 
     def _places(self):
         """The rows that are read next: all if all are free, else some if an eighth is free."""
         free = [row for row, text in enumerate(self.owners) if text is None]
-        if not self.waiting or len(free) == self.count:
-            return free if self.waiting else []
-        is_enough = len(free) >= max(1, self.count // 8)
-        return free[:self.some] if is_enough and self.waiting[0].length == self.length else []
+        if not self.waiting or len(free) < max(1, self.count // 8):
+            return []
+        if len(free) == self.count:
+            return free
+        return free[:self.some] if self.waiting[0].length == self.length else []
 
-    def _read(self, places, draw) -> Found:
+    def _read(self, places):
         """Read texts that wait into rows `places`, of which some may stay free."""
         is_all = len(places) == self.count
         if is_all:
@@ -182,62 +156,70 @@ class Rows:
                and self.waiting[0].length == self.length):
             texts.append(self.waiting.popleft())
             self.owners[places[len(texts) - 1]] = texts[-1]
+        # (Too few are filled up with the last one, which goes into its row several times.)
         more = (self.count if is_all else self.some) - len(texts)
-        at = np.array([*places[:len(texts)], *[self.count] * more], np.int32)
-        filled = [*texts, *texts[-1:] * more]
+        places = np.array([*places[:len(texts)], *[places[len(texts) - 1]] * more])
+        texts += texts[-1:] * more
         tokens, start = padded_prompts(
-            self.network, [text.ids[text.begin:] for text in filled], self.config, 0)
+            self.network, [text.ids[text.begin:] for text in texts], self.config, 0)
         rows = {"tokens": tokens, "start": start, **{
-            name: x[[text.number for text in filled]] for name, x in self.sources.items()}}
+            name: x[[text.number for text in texts]] for name, x in self.sources.items()}}
         with mesh_of_weights(self.params):
-            read, _ = passes.prefill(self.engine, self.params, rows, 0,
-                                     min(self.chunk, tokens.shape[1]), self.slots, self.length)
-            new = passes.choose_ids(self.engine, self._state(filled), read["logits"],
-                                    self.sampling, draw)
+            read = passes.prefill(self.engine, self.params, rows, self.slots, self.length,
+                                  min(CHUNK, tokens.shape[1]))
             if is_all:
-                self.cache, self.slot, self.start = read["cache"], tokens.shape[1], start
-            else:
-                moved = self.slot - tokens.shape[1]
-                self.cache = put_rows(self.engine, self.cache, read["cache"], at, np.int32(moved))
-                self.start[at[:len(texts)]] = start[:len(texts)] + moved
-        ids, logs = (on_host(new[name])[:, None].tolist() for name in ("newest", "logprobs"))
-        return zip(texts, ids, logs)
+                self.cache, self.slot, self.start = read["cache"], int(read["slot"]), start
+                return
+            moved = self.slot - int(read["slot"])
+            self.cache = put_rows(self.engine, self.cache, read["cache"], places, np.int32(moved))
+            self.start[places] = start + moved
 
-    def _write(self, draw) -> Found:
+    def _write(self, draw):
         """Write the next ids of the rows that are taken."""
         taken = [text for text in self.owners if text]
         rows = [text or taken[0] for text in self.owners]
         limit = min(max(text.left for text in taken), min(map(self._room, taken)), self.piece,
                     PIECE if self.waiting else self.piece)
-        state = self._state(rows) | {
-            "newest": np.array([text.ids[-1] for text in rows], np.int32), "start": self.start,
-            "slot": np.int32(self.slot), "ended": np.array([text is None for text in self.owners])}
-        with mesh_of_weights(self.params):
-            new = passes.decode(self.engine, self.params, self.cache, state, np.int32(limit),
-                                self.size, self.length, self.sampling, draw)
-        self.cache, written = new["cache"], int(on_host(new["written"]))
-        self.slot += written
-        ids, logs = (on_host(new[name])[:, :written].tolist() for name in ("ids", "logprobs"))
-        return [found for found in zip(self.owners, ids, logs) if found[0]]
-
-    def _state(self, texts):
-        """The state of rows with these texts before their next id is chosen."""
-        state = decoding.before_ids(self.seeds[[text.number for text in texts]], self.ends,
-                                    [text.count for text in texts])
+        state = decoding.before_ids(self.seeds[[text.number for text in rows]], self.ends,
+                                    [text.count for text in rows])
+        state |= {"newest": np.array([text.ids[-1] for text in rows], np.int32),
+                  "start": self.start, "slot": np.int32(self.slot),
+                  "ended": np.array([text is None for text in self.owners])}
         if self.sampling.repetition_penalty != 1:
-            state["seen"] = decoding.ids_seen([text.ids for text in texts], self.config.vocab_size)
-        return state
+            state["seen"] = decoding.ids_seen([text.ids for text in rows], self.config.vocab_size)
+        with mesh_of_weights(self.params):
+            found = passes.decode(self.engine, self.params, self.cache, state, np.int32(limit),
+                                  self.size, self.length, self.sampling, draw)
+        self.cache, written = found["cache"], int(on_host(found["written"]))
+        self.slot += written
+        ids, logs = (on_host(found[name])[:, :written].tolist() for name in ("ids", "logprobs"))
+        new = [None if text.left else ([], []) for text in self.texts]
+        for row, text in enumerate(self.owners):
+            if text:
+                count = text.add(ids[row], self.ends)
+                new[text.number] = ids[row][:count], logs[row][:count]
+                if text.left and text.size > self.context:
+                    self._wait_again(row, text)
+        return new
+
+    def _wait_again(self, row, text):
+        """Free the row of a text whose context is full: the last half will be read again."""
+        self.owners[row] = None
+        text.begin = len(text.ids) - max(1, self.context // 2)
+        text.length = self._length_of(text)
+        if text.length == self.length:
+            self.waiting.appendleft(text)
+        else:
+            self.waiting.append(text)
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="cache")
 def put_rows(engine: Engine, cache: Any, new: Any, places: Any, moved: Any) -> Any:
-    """The cache with the rows of another, `moved` slots further, at these places; those beyond its
-    end are dropped."""
+    """The cache with the rows of another, `moved` slots further, at these places."""
     def put(name, rows, new):
         # (The keys of a source have no slots.)
-        new = new if name.startswith("cross") else jnp.roll(new, moved, 2)
-        return rows.at[places].set(new, mode="drop")
+        return rows.at[places].set(new if name.startswith("cross") else jnp.roll(new, moved, 2))
 
     cache = [{name: put(name, layer[name], of_new[name]) for name in layer}
              for layer, of_new in zip(cache, new, strict=True)]
-    return decoding.placed_cache(cache, engine.network.cache_layers(engine.config), engine.specs)
+    return engine.placed_cache(cache)

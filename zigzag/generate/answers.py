@@ -1,0 +1,63 @@
+r"""The text of an answer while its ids arrive, up to a stop text.
+
+An Answer holds back text that a later id may still change:
+
+    ids     Wh | at | \xf0\x9f | \x98 | \x80 | # | ## | ...
+    shown   Wh | What |        |      | What😀 |   |     ...     with the stop "###": # may be its
+                                                                 beginning, and is held back
+"""
+
+import sys
+from typing import Callable, Sequence
+
+
+class Answer:
+    """The ids that follow those of a prompt, and their text, up to the first stop text. There are
+    at most `tokens` of them, of which `room` fit into the context. Without `decode` (ids -> text)
+    there is no text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str] | None, prompt: Sequence[int],
+                 stop: Sequence[str] = (), tokens: int = sys.maxsize, room: int = sys.maxsize):
+        self.decode, self.stop, self.tokens, self.room = decode, stop, tokens, room
+        self.ids, self.logprobs, self.text = [], [], ""
+        self.reason = ""        # why it has ended: stop, length or context
+        self.before, self.decoded = prompt, 0       # the ids before those that `text` lacks
+
+    def add(self, pair: tuple[Sequence[int], Sequence[float]] | None) -> None:
+        """Add the next ids, with their log-probabilities. No ids: the answer has ended. None: there
+        are none yet."""
+        if pair is None:
+            return
+        for i, log in zip(*pair):
+            if not self.reason:
+                self.ids.append(i)
+                self.logprobs.append(log)
+                self._decode()
+        count = len(self.ids)
+        if not self.reason and (not pair[0] or count >= self.tokens):
+            self._decode(is_end=True)
+            self.reason = self.reason or ("length" if count >= self.tokens else
+                                          "context" if count >= self.room else "stop")
+
+    def _decode(self, is_end: bool = False) -> None:
+        """Add the text of the newest ids, unless its last character is incomplete."""
+        if not self.decode:
+            return
+        # (A few ids before them: some tokenizers drop a space at the beginning of a text.)
+        before = [*self.before[-8:]]
+        row = [*before, *self.ids[self.decoded:]]
+        new = self.decode(row)[len(self.decode(before)):]
+        if new.endswith("\ufffd") and not is_end:
+            return
+        self.text += new
+        self.before, self.decoded = row, len(self.ids)
+        for stop in self.stop:
+            if (at := self.text.find(stop)) >= 0:
+                self.text, self.reason = self.text[:at], "stop"
+
+    def shown(self) -> str:
+        """The text that no later id can change."""
+        held = 0 if self.reason else max(
+            (n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
+            default=0)
+        return self.text[:len(self.text) - held]
