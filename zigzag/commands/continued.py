@@ -17,7 +17,7 @@ from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
 from zigzag.core.options import changes, options
-from zigzag.disk.checkpoint import check_run_folder, newest_step, run_config, run_record
+from zigzag.disk.checkpoint import check_run_folder, run_config, run_record
 from zigzag.run import record
 from zigzag.run.continuing import check_steps
 from zigzag.weights.network import config_of_run, network_of
@@ -40,21 +40,10 @@ def continued(given: dict[str, Any]) -> Any:
     asked = command_line.asked_of_run(given, old)
     values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
 
-    def check(facts):
-        check_run_folder(out, facts, functools.partial(record.read_old, train.Config),
-                         record.may_change(train.Config), tasks.needs(old),
-                         given.get("change", ()))
-
-    try:
-        config = command_line.make_config(network, values, given)
-    except ConfigError:     # (if a value differs from the run's, `check` says that instead)
-        check({name: asked[name] for name in record.facts_of(old) if name in asked})
-        raise
-    check({**record.facts_of(config), "network": asked.pop("network", network.name)})
-    if "lr" in given.get("change", ()) and not config.epochs and (
-            config.steps <= (at := newest_step(out))):
-        raise ConfigError(f"--change lr: --out {out} has made its {at:,} steps, so nothing would "
-                          f"be learned with this rate; give --steps too")
+    config = command_line.make_config(network, values, given)
+    facts = {**record.facts_of(config), "network": asked.pop("network", network.name)}
+    check_run_folder(out, facts, functools.partial(record.read_old, train.Config),
+                     record.may_change(train.Config), tasks.needs(old), given.get("change", ()))
     return config
 
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from zigzag.core import hosts
 from zigzag.core.report import Reporter
-from zigzag.disk.batches import batch_arrays
-from zigzag.disk.checkpoint import RunFolder, check_kept, run_record
+from zigzag.disk.checkpoint import RunFolder, check_kept
 from zigzag.disk.corpus import tokenizer_record
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.tokenizers import Tokenizer, copy_files
@@ -51,8 +50,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     what has become of the run. learning_rate(config, update) is train.py's; `log` is fit's."""
     config, plan = program.config, program.plan
     is_made = isinstance(task.examples, Made)
-    record = task.record or (
-        first_example(task, config.out) if config.out and not is_made else {})
+    record = task.record or (first_example(task) if config.out and not is_made else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(task.tokenizer) if task.tokenizer else {})}
     hosts.assert_same_everywhere(facts)     # (check_start has compared the configurations)
@@ -64,10 +62,8 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     if config.out:
         check_kept(program.saved(program.state))
     if config.out and "fingerprint" not in facts:       # (else main has looked, and printed them)
-        continuing.check_steps({"steps": config.steps}, config.out)
-        for line in [*continuing.first_lines(
-                config, None if plan.schedule else learning_rate)][1:]:
-            say.line(line)              # (`prepare` prints the first)
+        for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
+            say.line(line)
     first, of_first = frozen_state(program, task.weights)
     rates = continuing.rates(config, schedule_of(config))
     folder = open_folder(program, facts | of_first, rates, say, task.tokenizer)
@@ -94,19 +90,12 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         end_run(loop)
 
 
-def first_example(task: Task, out: str) -> dict[str, str]:
-    """A fact about examples of which nothing else is recorded: a digest of the first one's row. (If
-    collate makes another row of it each time, the digest that the run has.)"""
-    def digest(rows):
-        return hashlib.sha256(b"".join(name.encode() + np.ascontiguousarray(rows[name]).tobytes()
-                                       for name in sorted(rows))).hexdigest()
-
-    found = old = digest(task.first_row)
-    if (Path(out) / "config.json").exists():
-        old = run_record(out, "--out").get("first_example", found)
-    if old != found and digest(batch_arrays(task.collate, [task.examples[0]])) != found:
-        found = old
-    return {"first_example": hosts.process_allgather(found)[0]}
+def first_example(task: Task) -> dict[str, str]:
+    """A fact about examples of which nothing else is recorded: a digest of the first one's row."""
+    digest = hashlib.sha256()
+    for name, rows in sorted(task.first_row.items()):
+        digest.update(name.encode() + np.ascontiguousarray(rows).tobytes())
+    return {"first_example": hosts.process_allgather(digest.hexdigest())[0]}
 
 
 def has_own_weights(program: Program) -> bool:

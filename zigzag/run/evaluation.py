@@ -11,9 +11,6 @@ Results are the same on every mesh, except for rounding. Each example counts onc
 of the last batch is dropped.
 """
 
-import time
-import traceback
-from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import jax
@@ -22,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, RunError, as_given, did_you_mean, note, one_line
+from zigzag.core.errors import ConfigError, as_given, did_you_mean, note
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.disk.batches import batch_arrays, place_batch
@@ -32,7 +29,7 @@ from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.run import averages, loggers, metrics
 from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
-from zigzag.run.plan import LOGGED, Program
+from zigzag.run.plan import LOGGED, Program, check_names
 from zigzag.run.task import Samples, Task
 
 # The number of new ids in a text that an evaluation shows.
@@ -43,12 +40,11 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     """Refuse flags that do not fit this task, and a --best that names none of its numbers."""
     loggers.check(config.log, config.out)
     if not len(task.held_out):
-        for flag in ("best", "eval_first", "metric"):
-            if value := getattr(config, flag):
-                raise ConfigError(f"--{flag} {as_given(value)}: there are no held-out examples "
-                                  f"to evaluate")
-        if task.metric:
-            raise ConfigError("fit was given a metric, and no held-out examples to predict")
+        given = {f"--{flag} {as_given(value)}": value for flag in ("best", "eval_first", "metric")
+                 if (value := getattr(config, flag))} | {"fit's metric": task.metric}
+        for name, value in given.items():
+            if value:
+                raise ConfigError(f"{name}: there are no held-out examples to evaluate")
     if task.metric and not task.predict:
         raise ConfigError("metric compares the outputs of predict: give fit a predict")
     if config.metric and not task.metric:
@@ -58,11 +54,8 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if config.sample_prompts and not task.samples:
         raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
                           f"from prompts; give fit samples")
-    for name in task.sources:
-        if f"loss_{name}" in program.plan.sums[2]:
-            raise ConfigError(f"the loss gave one of its other sums the name 'loss_{name}', but "
-                              f"eval_loss_{name} is the loss of the source {name!r}: expected "
-                              f"another name")
+    check_names(program.plan.sums[2], "the loss gave one of its other sums",
+                {f"loss_{name}" for name in task.sources})
     # (Now, because a metric may need a package that is missing.)
     of_metric = metrics.names(config.metric) if config.metric else []
     # (The names that a metric of your own returns are known only after it has run.)
@@ -109,7 +102,6 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     if not len(task.held_out):
         return False
     flush_metrics(loop)
-    begin = time.perf_counter()
     watchdog.arm("an evaluation")
     loss, others = _held_out_means(program, task, loop.state)
     row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
@@ -140,7 +132,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
         if loop.folder:
             loop.folder.write_samples(written)
         loop.reporter.losses = []
-    loop.reporter.evaluated(time.perf_counter() - begin)
+    loop.reporter.start_clock()         # (the next step's time begins here)
     watchdog.arm("a step")
     return is_best
 
@@ -251,33 +243,14 @@ def _apply_metric(task, outputs, count, row):
     examples = task.held_out
     if count < len(examples):
         examples = [examples[i] for i in range(count)]
-    try:
-        found = task.metric(outputs, examples)
-    except (ConfigError, RunError):
-        raise
-    except Exception as e:
-        frame = traceback.extract_tb(e.__traceback__)[-1]
-        raise RunError(f"step {row['step']}: the metric ended in {type(e).__name__}: {one_line(e)} "
-                       f"({Path(frame.filename).name} line {frame.lineno}); it was given outputs "
-                       f"of {_shapes(outputs)} and {count} examples") from e
+    found = task.metric(outputs, examples)
     found = found if isinstance(found, dict) else {"metric": found}
-    numbers = {}
+    check_names(found, "the metric gave a number", {*LOGGED, *row})
     for name, x in found.items():
-        if not isinstance(name, str) or name in LOGGED or name in row:
-            raise ConfigError(f"the metric gave a number the name {name!r}: expected a text other "
-                              f"than {', '.join(sorted({*LOGGED, *row}))}, which a run logs "
-                              f"already")
-        try:
-            is_number = not isinstance(x, (str, bytes)) and np.asarray(x).dtype.kind in "biufO"
-            numbers[name] = float(x if is_number and not np.ndim(x) else None)
-        except (TypeError, ValueError, OverflowError):
+        if np.asarray(x).dtype.kind not in "biufO" or np.ndim(x) or x is None:
             raise ConfigError(f"the metric gave {repr(x)[:60]} as {name!r}: expected a number, or "
-                              f"a dict of numbers") from None
-    return process_allgather(numbers)[0]
-
-
-def _shapes(outputs):
-    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs)) or "nothing"
+                              f"a dict of numbers")
+    return process_allgather({name: float(x) for name, x in found.items()})[0]
 
 
 def _write_samples(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
@@ -316,14 +289,10 @@ def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
 
 def read_prompts(path: str) -> list[str]:
     """The prompts of a file; only process 0 reads it."""
-    return process_allgather(_read_file(path) if jax.process_index() == 0 else None)[0]
-
-
-def _read_file(path):
-    prompts = file_prompts(path, "--sample_prompts")
+    prompts = file_prompts(path, "--sample_prompts") if jax.process_index() == 0 else []
     if "" in prompts:
         raise ConfigError(f"--sample_prompts {path}: a prompt is empty; expected a text")
-    return prompts
+    return process_allgather(prompts)[0]
 
 
 def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> Samples | None:

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError, did_you_mean, naming
 from zigzag.core.flags import change
-from zigzag.core.mesh import batch_spec, by_path, cast, flatten, row_groups, untyped
+from zigzag.core.mesh import batch_spec, by_path, cast, row_groups, untyped
 from zigzag.rule.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
 from zigzag.run.custom_loss import check_loss, small_plan, sums_and_gradient
@@ -40,6 +40,7 @@ from zigzag.run.plan import (
     LOGGED,
     Plan,
     Program,
+    check_names,
     loss_sums,
     make_plan,
     make_program,
@@ -138,11 +139,8 @@ class OwnStep:
             raise ConfigError(f"{call}: batch must be a dict of arrays with the same number of "
                               f"rows")
         (rows,), = rows
-        parts = row_groups(self.mesh) * self.config.accumulate
-        if rows % parts:
-            raise ConfigError(f"{call}: the batch has {rows} rows, which do not divide among "
-                              f"{row_groups(self.mesh)} groups of devices x "
-                              f"{self.config.accumulate} parts (--accumulate)")
+        with naming(f"{call}: its batch"):
+            check_batch(change(self.config, batch=rows), self.mesh)
         constants = jax.make_jaxpr(call.loss)(call.trees, call.batch).consts
         if any(isinstance(x, jax.core.Tracer) for x in constants):
             raise ConfigError(f"{call}: the loss closes over an array that the step has computed; "
@@ -158,23 +156,16 @@ class OwnStep:
 
     def _results(self, results):
         """What a step returned: its state and its metrics."""
-        if not isinstance(results, tuple) or len(results) != 2:
-            raise ConfigError("step must return (state, metrics)")
-        new, metrics = results
-        if not isinstance(new, dict) or not {"params", "opt", "step"} <= new.keys():
-            raise ConfigError("step must return (state, metrics), with the state as it was given: "
-                              "a dict of params, opt and step")
+        new, metrics = results if isinstance(results, tuple) and len(results) == 2 else ({}, {})
+        is_state = isinstance(new, dict) and {"params", "opt", "step"} <= new.keys()
+        if not is_state or not isinstance(metrics, dict) or jnp.shape(
+                metrics.get("loss", jnp.zeros(1))):
+            raise ConfigError("step must return (state, metrics): the state as it was given, a "
+                              "dict of params, opt and step, and metrics, a dict that has a "
+                              "\"loss\" among its numbers")
         _check_like("the state that step returned", new["params"], self.params,
                     lambda x: f"{x.dtype}{list(x.shape)}")
-        if not isinstance(metrics, dict) or jnp.shape(
-                metrics.get("loss", jnp.zeros(1))):
-            raise ConfigError("step must return (state, metrics), with metrics a dict that has a "
-                              "\"loss\" among its numbers")
-        for name in metrics:
-            if not isinstance(name, str) or name in LOGGED - NUMBERS:
-                raise ConfigError(f"step gave one of its metrics the name {name!r}: expected a "
-                                  f"text other than {', '.join(sorted(LOGGED - NUMBERS))}, which a "
-                                  f"run logs already")
+        check_names(metrics, "step gave one of its metrics", LOGGED - NUMBERS)
         return new, metrics
 
     # -- where weights live, and how each loss runs
@@ -222,11 +213,9 @@ class OwnStep:
             plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
                              call.loss, call.batch, exactly, number not in self.as_one_device,
                              schedule=self.schedule, learned=call.name, timed=timed)
-        paths, decisions, tree = flatten(plan.decisions)
-        reasons = {path: d.reason for path, d in by_path(known).items()}
-        return dataclasses.replace(plan, decisions=jax.tree.unflatten(tree, [
-            dataclasses.replace(d, reason=reasons.get(path, d.reason))
-            for path, d in zip(paths, decisions)]))
+        decisions = {n: jax.tree.map(lambda d, place: dataclasses.replace(d, reason=place.reason),
+                                     plan.decisions[n], places) for n, places in known.items()}
+        return dataclasses.replace(plan, decisions={**plan.decisions, **decisions})
 
     # -- what a step calls
 
@@ -296,41 +285,39 @@ class OwnStep:
         program that is right then."""
         # (Made when it is first asked for. On one device nothing asks for it.)
         made = functools.cache(lambda: self._made(program, make_batch))
-        for number, call in enumerate(self.calls):
-            self._check(number, call, lambda at, number=number: made()[at][number], say)
-        if evaluates:
-            self._check(None, self.evaluation, functools.cache(
-                lambda at: ({}, make_batch(at, 0))), say)
+        calls = dict(enumerate(self.calls)) | ({None: self.evaluation} if evaluates else {})
+        for number, call in calls.items():
+            with naming(str(call)):
+                while not self._is_right(number, call, made, say):
+                    self.as_one_device.add(number)
+                    del self.plans[number]
         return self.program()
 
-    def _check(self, number, call, given, say):
+    def _is_right(self, number, call, made, say):
         place = NamedSharding(self.mesh, batch_spec(self.mesh))
+        plan = self.plan(number, call)
+
+        def init(key):
+            return {**plan.init(key), **made()[0][number][0]}
 
         def batch(at, rows):
             return jax.jit(lambda b: jax.tree.map(lambda x: x[:rows], b),
-                           out_shardings=place)(given(at)[1])
+                           out_shardings=place)(made()[at][number][1])
 
-        with naming(str(call)):
-            while True:
-                plan = self.plan(number, call)
-                own = plan.init
-                plan = dataclasses.replace(plan, init=lambda key: {**own(key), **given(0)[0]})
-                small = small_plan(plan)
-                if check_loss(plan, small, self.make_gradients(small),
-                              self.make_evaluate(small) if number is None else None, batch,
-                              lambda text: say(f"{call}: {text}")):
-                    return
-                self.as_one_device.add(number)
-                del self.plans[number]
+        small = small_plan(dataclasses.replace(plan, init=init))
+        return check_loss(plan, small, self.make_gradients(small),
+                          self.make_evaluate(small) if number is None else None, batch,
+                          lambda text: say(f"{call}: {text}"))
 
     def _made(self, program, make_batch):
         """For each of the first updates, and each call: the trees that only the step has computed,
-        and the batch, at new weights and on one device."""
+        and the batch, at new weights and on one device. (None: of the evaluation.)"""
         def made(state, batch):
-            found = []
+            found = {None: ({}, batch)}
 
             def gradients(loss, trees, name, batch):
-                found.append(({n: x for n, x in trees.items() if n not in self.params}, batch))
+                found[len(found) - 1] = {n: x for n, x in trees.items()
+                                         if n not in self.params}, batch
                 others = {n: x for n, x in trees.items() if n != name}
                 sums, grads = untyped(functools.partial(
                     sums_and_gradient, with_checked_sums(loss)[0]))(
@@ -338,25 +325,24 @@ class OwnStep:
                 return _means(grads[name], sums)
 
             self.step(state, batch, gradients, self.update)
-            return found
+            return [found.pop(None), *found.values()]
 
         compiled = jax.jit(made, compiler_options=program.plan.compiler_options,
                            out_shardings=NamedSharding(self.mesh, P()))
         state = _of_user(program.start(jax.random.key(self.config.seed), None))
         # (One after the other: a CPU's devices may wait for each other for ever.)
-        return [jax.block_until_ready(compiled(state, make_batch(at, 0))) for at in range(3)]
+        each = [jax.block_until_ready(compiled(state, make_batch(at, 0))) for at in range(3)]
+        return [dict(zip([None, *range(len(self.calls))], values)) for values in each]
 
 
 def _check_config(c, mesh):
     check_batch(c, mesh)
-    if c.lora_rank:
-        raise ConfigError("--lora_rank: a step of one's own has no adapters; leave it out")
-    if c.ema:
-        raise ConfigError(f"--ema {c.ema:g}: a step of one's own keeps its own average, as a tree "
-                          f"of init's that the step updates; leave it out")
-    if c.chunks > 1:        # (layers of trees in no loss would lie in another order than others)
-        raise ConfigError(f"--chunks {c.chunks}: not with a step of one's own, which sees layers "
-                          f"in their own order; give --schedule gpipe or 1f1b")
+    # (Layers of trees in no loss would lie in another order than others, with chunks.)
+    for name, usual, why in (
+            ("lora_rank", 0, "has no adapters"), ("chunks", 1, "sees layers in their own order"),
+            ("ema", 0, "keeps its own average, as a tree of init's that the step updates")):
+        if (value := getattr(c, name)) != usual:
+            raise ConfigError(f"--{name} {value:g}: a step of one's own {why}; leave it out")
 
 
 def _trace():

@@ -282,14 +282,10 @@ def _traced(loss, weights, few, batch):
     except (TypeError, ValueError) as e:
         if isinstance(e, ConfigError) or rows == of_batch:
             raise
-        error = e
-    try:
-        jax.eval_shape(loss, weights, batch)
-    except (TypeError, ValueError):
-        raise error from None
-    raise ConfigError(f"this loss can be computed for {of_batch} rows, and not for {rows}, which "
-                      f"are what a device has of --batch {of_batch} at a time "
-                      f"({one_line(error)}); write it for any number of rows") from None
+        jax.eval_shape(loss, weights, batch)        # (a loss that is never right ends here)
+        raise ConfigError(f"this loss can be computed for {of_batch} rows, and not for {rows}, "
+                          f"which are what a device has of --batch {of_batch} at a time "
+                          f"({one_line(e)}); write it for any number of rows") from None
 
 
 def _with_frozen(init, dtype):
@@ -334,17 +330,19 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     is_flat = isinstance(aux, dict) and jax.tree_util.all_leaves([s, c, *aux.values()])
     if not is_flat or jnp.shape(s) or jnp.shape(c):     # (None is no leaf)
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
-        is_one = not is_tuple and jax.tree_util.all_leaves([result]) and not jnp.shape(result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
-                          f"and the count to divide by, and optionally a dict of other sums to log "
-                          f"(arrays); it returned {shapes}" + (
-                              ": instead of a mean, return the sum and the count" * is_one))
-    for name in aux:
-        if not isinstance(name, str) or name in LOGGED:
-            raise ConfigError(f"the loss gave one of its other sums the name {name!r}: expected a "
-                              f"text other than {', '.join(sorted(LOGGED))}, which a step logs "
-                              f"already")
+                          f"and the count to divide by (not a mean), and optionally a dict of "
+                          f"other sums to log (arrays); it returned {shapes}")
+    check_names(aux, "the loss gave one of its other sums", LOGGED)
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
+
+
+def check_names(given: Any, what: str, known: Any) -> None:
+    """Refuse names of numbers that a run logs already; `what` says who gave them."""
+    for name in given:
+        if not isinstance(name, str) or name in known:
+            raise ConfigError(f"{what} the name {name!r}: expected a text other than "
+                              f"{', '.join(sorted(known))}, which a run logs already")
 
 
 def _check_sums_of_parts(plan, weights, rows):
