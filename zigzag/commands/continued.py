@@ -72,8 +72,6 @@ def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict
     if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
         is_other = given.get("decay", old["decay"]) != old["decay"]
         dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
-    if given.get("eval_every") == 0:            # (what evaluations would have done)
-        dropped |= {"best", "metric", "eval_first"}
     return {name: value for name, value in old.items() if name not in dropped | given.keys()}
 
 

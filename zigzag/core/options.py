@@ -142,7 +142,7 @@ def check_values(config: Any) -> None:
         if value is None and option.is_optional:
             continue
         if option.one_of and value not in option.one_of:
-            known = list(map(str, filter(None, option.one_of)))
+            known = [str(one) for one in option.one_of if one != ""]
             raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
                               + did_you_mean(str(value), known))
         if option.check:

@@ -21,7 +21,6 @@ passed (zigzag/core/tested.py), which compares it with one device on every axis.
 
 import dataclasses
 import functools
-import math
 import re
 import time
 from typing import Any, Callable, NamedTuple
@@ -184,10 +183,9 @@ def _rows_to_compare(plan):
     """The number of rows to compare: all rows of a batch if they are small, so that any coupling of
     rows is as in an update; else a few for each device."""
     config, cut = plan.config, plan.accumulate * row_groups(plan.mesh)
-    numbers = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(plan.batch))
+    numbers = sum(x.size for x in jax.tree.leaves(plan.batch))
     each = config.batch // cut
-    few = math.gcd(config.microbatches, each) * (2 if each > config.microbatches else 1)
-    return cut * (each if config.batch * numbers <= SMALL else few)
+    return cut * (each if numbers <= SMALL else min(each, 2 * config.microbatches))
 
 
 def _find_difference(plan, make_batch, compute):
@@ -304,6 +302,10 @@ def _beside_one_device(plan, compute, is_narrow, batch, key, size):
 
         wanted = untyped(three)(_whole(params), _whole(batch), key)
     found = _named(sums, gradient, held)
+    for name, x in wanted.items():
+        if x.shape[1:] != found[name].shape:
+            raise ConfigError(f"{name} has the shape {list(found[name].shape)} on this mesh, and "
+                              f"{list(x.shape[1:])} on one device: return what adds up over rows")
     return {name: Value(_norm(found[name], x[0]), _norm(x[0]),
                         jnp.maximum(_norm(x[1], x[0]), _norm(x[2], x[0])))
             for name, x in wanted.items()}

@@ -226,14 +226,12 @@ def predict_all(program: Program, predict: Callable, collate: Callable, examples
 
 
 def _check_outputs(outputs, rows, first):
-    for x, before in zip(jax.tree.leaves(outputs), jax.tree.leaves(first), strict=True):
-        if np.shape(x)[:1] != (rows,):
-            raise ConfigError(f"predict gave an array of shape {list(np.shape(x))} for {rows} "
-                              f"examples: the first dimension must count them")
-        if np.shape(x)[1:] != np.shape(before)[1:]:
-            raise ConfigError(f"predict gave rows of shape {list(np.shape(x)[1:])} for some "
-                              f"examples, and {list(np.shape(before)[1:])} for the first ones: pad "
-                              f"every batch to the same shape")
+    shapes = [np.shape(x) for x in jax.tree.leaves(outputs)]
+    wanted = [(rows, *np.shape(x)[1:]) for x in jax.tree.leaves(first)]
+    if shapes != wanted:
+        raise ConfigError(f"predict gave arrays of the shapes {shapes} for {rows} examples, and "
+                          f"not {wanted}: the first dimension must count the examples, and the "
+                          f"others be those of the first batch (pad every batch to the same shape)")
 
 
 def _apply_metric(task, outputs, count, row):
@@ -276,10 +274,10 @@ def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
 
     def show(outputs):
         before, new = outputs[0][:begin].tolist(), outputs[0][begin:].tolist()
+        new = tokenizer.decode(cut_at_end(tokenizer.ends, new) if is_asked else new)
         if is_asked:
-            return {"question": tokenizer.spelled(before),
-                    "answer": tokenizer.decode(cut_at_end(tokenizer.ends, new))}
-        return {"prompt": tokenizer.decode(before), "written": tokenizer.decode(new)}
+            return {"question": tokenizer.spelled(before), "answer": new}
+        return {"prompt": tokenizer.decode(before), "written": new}
 
     return predict, show
 

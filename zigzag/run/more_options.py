@@ -22,7 +22,7 @@ class MoreOptions:
     init_from: str = flag("", same=True)    # a run: begin with its model and its weights
 
     # mesh
-    zero: int = 0                   # 1: split the optimizer's state over data
+    zero: int = flag(0, one_of=(0, 1))      # 1: split the optimizer's state over data
 
     # saving
     change: tuple[str, ...] = flag((), recorded=False)
@@ -129,9 +129,8 @@ class MoreOptions:
                                     # the longest wait so far
 
     def __post_init__(self) -> None:
-        if isinstance(self.best, str) or self.best in (("",), ("none",)):
-            words = self.best.split() if isinstance(self.best, str) else ()
-            object.__setattr__(self, "best", tuple(words))
+        best = self.best.split() if isinstance(self.best, str) else self.best
+        object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))
         checks.check_config(self)
         derive(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
         schedules.fill_in(self)

@@ -268,8 +268,6 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.dtype, config.accumulate, names, tuple(calls), schedule,
                 tuple(timed.items()), strips.least(config) if trusted else 0, learned)
-    if plan.parts > 1 and not trusted:
-        _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
     return plan
 
@@ -345,15 +343,6 @@ def check_names(given: Any, what: str, known: Any) -> None:
                               f"{', '.join(sorted(known))}, which a run logs already")
 
 
-def _check_sums_of_parts(plan, weights, rows):
-    _, _, whole = jax.eval_shape(plan.loss, weights, plan.batch)
-    for name, x in plan.sums[2].items():
-        if x.shape != whole[name].shape:
-            raise ConfigError(f"the loss's other sum {name!r} has the shape {list(x.shape)} for "
-                              f"{rows} rows and {list(whole[name].shape)} for "
-                              f"{plan.config.batch}: return what adds up over rows")
-
-
 # -------------------------------------------------------------------------------------------
 # What is refused
 
@@ -375,14 +364,14 @@ def _check_axes(plan, names, why):
         need = f"{axis}={plan.sizes[axis]}"
         if need not in plan.needs:
             continue
-        if function not in names:
-            raise ConfigError(f"mesh axis {need}: this loss does not call shard.{function}, "
-                              f"which is what splits {what} over it; {any_loss(axis)}")
+        missing = function not in names and (
+            f"does not call shard.{function}, which is what splits {what} over it")
         # A gradient inside the loss would be the gradient of this device's part alone.
-        if DIFFERENTIATED in names:
-            raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself "
-                              f"(or another derivative), which over {axis} would be the gradient "
-                              f"of one device's part; {any_loss(axis)}")
+        inside = DIFFERENTIATED in names and (
+            f"takes a gradient inside itself (or another derivative), which over {axis} would be "
+            f"the gradient of one device's part")
+        if missing or inside:
+            raise ConfigError(f"mesh axis {need}: this loss {missing or inside}; {any_loss(axis)}")
     if why and plan.needs and plan.sizes["tensor"] > 1:
         raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "
                           f"compiler may split it beside {plan.needs[0]}; give a mesh without "
