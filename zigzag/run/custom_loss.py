@@ -44,6 +44,8 @@ from zigzag.run.plan import Plan, Program, in_one
 # To measure the effect of rounding on a loss, weights are moved by this share of their size, if all
 # is computed in float32, or if some of it is in 16 bits.
 ROUNDING_32, ROUNDING_16 = 2.0**-20, 2.0**-8
+# The weights that are compared are new ones, moved at random by this share of their size.
+MOVED = 0.1
 # The relative differences that are allowed in (sums, gradients), in these two cases.
 SHARES_32, SHARES_16 = (3e-5, 2e-4), (6e-3, 2e-2)
 # All rows of a batch are compared if it has at most this many numbers.
@@ -191,8 +193,7 @@ def _rows_to_compare(plan):
 def _find_difference(plan, make_batch, compute):
     """Text that says what differs between compute(params, batch) and one device: in one batch by
     more than three times what rounding explains, or by more than that in two of three batches. ""
-    if nothing does; None if nothing could be compared. Computed at weights moved at random, or, if
-    nothing is finite there, at new weights."""
+    if nothing does; None if nothing could be compared."""
     rows = _rows_to_compare(plan)
     given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
     is_narrow = plan.dtype != "float32" or computes_in_16_bits(
@@ -203,27 +204,22 @@ def _find_difference(plan, make_batch, compute):
     compiled = jax.jit(
         functools.partial(_beside_one_device, plan, compute, is_narrow),
         out_shardings=jax.NamedSharding(plan.mesh, P()),
-        compiler_options=options).lower(*given[0], jnp.float32(0)).compile()
+        compiler_options=options).lower(*given[0]).compile()
     process_allgather("compiled")               # all compile before any device waits for another
-    is_checked, apart = False, 0
-    for size in (0.1, 0.0):
-        for args in given:
-            found = jax.device_get(compiled(*args, jnp.float32(size)))
-            sizes = {name: value.size for name, value in found.items()}
-            norms = [norm for name, norm in sizes.items() if _is_gradient(name)]
-            if norms and not np.any(norms) or not np.isfinite(
-                    [sizes["the sum"], sizes["the count"], *norms]).all():
-                continue
-            each = process_allgather(_times_allowed(found, is_narrow))
-            times = {name: max(t[name] for t in each) for name in found}
-            what = sorted((name for name in found if times[name] > 1), key=_is_gradient)
-            is_checked, apart = True, apart + bool(what)
-            if what and (max(times.values()) > 3 or apart == 2):
-                texts = [f"{name} by {_ratio(*found[name][:2]):.1%}" for name in what[:3]]
-                return ", ".join(texts) + f" and {len(what) - 3} more" * (len(what) > 3)
-        if is_checked:
-            return ""
-    return None
+    apart = []                                  # for each batch: whether something differs
+    for args in given:
+        found = jax.device_get(compiled(*args))
+        gradients = [value.size for name, value in found.items() if _is_gradient(name)]
+        if gradients and not np.any(gradients) or not np.isfinite(
+                [found["the sum"].size, found["the count"].size, *gradients]).all():
+            continue
+        times = process_allgather(_times_allowed(found, is_narrow))[0]
+        what = sorted((name for name in found if times[name] > 1), key=_is_gradient)
+        apart.append(bool(what))
+        if what and (max(times.values()) > 3 or sum(apart) == 2):
+            texts = [f"{name} by {_ratio(*found[name][:2]):.1%}" for name in what[:3]]
+            return ", ".join(texts) + f" and {len(what) - 3} more" * (len(what) > 3)
+    return "" if apart else None
 
 
 def _is_gradient(name):
@@ -282,11 +278,11 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
     return sums, gradient
 
 
-def _beside_one_device(plan, compute, is_narrow, batch, key, size):
-    """{name: Value} of compute(params, batch), at new weights moved at random by the share `size`
-    of their size; its noise is measured by moving the weights twice by rounding errors."""
+def _beside_one_device(plan, compute, is_narrow, batch, key):
+    """{name: Value} of compute(params, batch), at new weights moved at random. The noise is measured
+    by moving them twice more, by rounding errors."""
     params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
-    params = cast(_moved(params, jax.random.fold_in(key, 1), size), plan.dtype)
+    params = cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
 
     with jax.default_matmul_precision("highest"):
