@@ -279,8 +279,8 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
 
 
 def _beside_one_device(plan, compute, is_narrow, batch, key):
-    """{name: Value} of compute(params, batch), at new weights moved at random. The noise is measured
-    by moving them twice more, by rounding errors."""
+    """{name: Value} of compute(params, batch), at new weights moved at random. For the noise, they
+    are moved twice more, by rounding errors."""
     params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
     params = cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)

@@ -1,11 +1,9 @@
 """Evaluation on held-out examples.
 
     check_task      refuses, before training begins, flags that do not fit the task
-    evaluate        the loss on all held-out examples, predictions, a metric, and sampled texts
+    evaluate        the loss on all held-out examples, predictions, and a metric
     predict_all     predictions for a whole data set, in its order, on any mesh
     preview         what a decoder writes after the beginning of a held-out text, or a question
-    answers         --sample_prompts for an encoder-decoder: its answers
-    continuations   --sample_prompts for a decoder: how it continues the prompts
 
 Results are the same on every mesh, except for rounding. Each example counts once, and the padding
 of the last batch is dropped.
@@ -19,18 +17,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, as_given, did_you_mean, note
+from zigzag.core.errors import ConfigError, as_given, did_you_mean
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.disk.batches import batch_arrays, place_batch
 from zigzag.disk.checkpoint import best_of
-from zigzag.generate.chat import chat_ids, user
-from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.run import averages, loggers, metrics
 from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
 from zigzag.run.plan import LOGGED, Program, check_names
-from zigzag.run.task import Samples, Task
+from zigzag.run.task import Task
 
 # The number of new ids in a text that an evaluation shows.
 NEW_IDS = 160
@@ -51,9 +47,6 @@ def check_task(config: Any, program: Program, task: Task) -> None:
         raise ConfigError(f"--metric {config.metric}: the command line has metrics for pairs of "
                           f"texts (a model with an encoder) and for classes; give fit a metric of "
                           f"your own")
-    if config.sample_prompts and not task.samples:
-        raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
-                          f"from prompts; give fit samples")
     check_names(program.plan.sums[2], "the loss gave one of its other sums",
                 {f"loss_{name}" for name in task.sources})
     # (Now, because a metric may need a package that is missing.)
@@ -107,21 +100,15 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
-    texts, written = [], []
-    if task.predict or task.samples:
-        params = program.permute(program.weights(loop.state), back=True)
+    texts = []
     if task.predict:
+        params = program.permute(program.weights(loop.state), back=True)
         count = min(len(task.held_out), task.predicted or len(task.held_out))
         loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
                                    count)
         row |= _apply_metric(task, loop.outputs, count, row)
         if task.show:
             texts.append(task.show(jax.tree.map(lambda x: x[:SHOWN], loop.outputs)))
-    if task.samples:
-        written = [{"step": at, "prompt": prompt, "text": text}
-                   for prompt, text in _write_samples(program, task.samples, params)]
-        texts += [dict(zip(task.samples.labels, (sample["prompt"], sample["text"])))
-                  for sample in written]
     loop.reporter.evaluation(row, texts)
     loop.evaluation = row
     _check_best(program.config.best, [name for name, x in row.items()
@@ -129,8 +116,6 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     is_best = is_new and _is_best(loop, row)
     if is_new:
         loop.write(row)
-        if loop.folder:
-            loop.folder.write_samples(written)
         loop.reporter.losses = []
     loop.reporter.start_clock()         # (the next step's time begins here)
     watchdog.arm("a step")
@@ -251,14 +236,6 @@ def _apply_metric(task, outputs, count, row):
     return process_allgather({name: float(x) for name, x in found.items()})[0]
 
 
-def _write_samples(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
-    """Pairs (prompt, text that the model writes)."""
-    outputs = predict_all(program, samples.predict, samples.collate, samples.prompts, params,
-                          len(samples.prompts))
-    return [(prompt, samples.text(prompt, jax.tree.map(lambda x, i=i: x[i], outputs)))
-            for i, prompt in enumerate(samples.prompts)]
-
-
 def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
             ) -> tuple[Callable, Callable]:
     """A decoder's predict and show. It continues the first `begin` tokens of a held-out row or, if
@@ -281,52 +258,3 @@ def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
 
     return predict, show
 
-
-# -------------------------------------------------------------------------------------------
-# Sampled texts (--sample_prompts)
-
-def read_prompts(path: str) -> list[str]:
-    """The prompts of a file; only process 0 reads it."""
-    prompts = file_prompts(path, "--sample_prompts") if jax.process_index() == 0 else []
-    if "" in prompts:
-        raise ConfigError(f"--sample_prompts {path}: a prompt is empty; expected a text")
-    return process_allgather(prompts)[0]
-
-
-def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> Samples | None:
-    """Samples of an encoder-decoder: its answers to the prompts of a file. collate(sources) and
-    predict are the task's; text(outputs) is the text for one source. None without a file."""
-    if not path:
-        return None
-    return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs),
-                   ("source", "answer"))
-
-
-def continuations(path: str, tokenizer: Any, context: int, write: Callable, is_chat: bool = False
-                  ) -> Samples | None:
-    """Samples of a decoder, which continues a file's prompts within its context or, if `is_chat`,
-    answers each as a message. write(params, batch) returns new ids for `tokens` [B, P], padded on
-    the left, whose rows begin at `start` [B]. None without a file."""
-    if not path:
-        return None
-    prompts, most = read_prompts(path), max(context // 2, context - 160)
-    ids = {prompt: chat_ids(tokenizer, [user(prompt)]) if is_chat else list(
-        tokenizer.prompt(prompt)) for prompt in prompts}
-    longest = max(map(len, ids.values()))
-    if longest > most and jax.process_index() == 0:
-        note(f"--sample_prompts {path}: a prompt has {longest:,} tokens; the last {most:,} are "
-             f"read, which leaves room in the context of {context:,}")
-    ids = {prompt: row[-most:] for prompt, row in ids.items()}
-    longest = min(longest, most)
-
-    def collate(some):
-        start = np.array([longest - len(ids[prompt]) for prompt in some], np.int32)
-        tokens = [[0] * begin + ids[prompt] for begin, prompt in zip(start, some)]
-        return {"tokens": np.array(tokens, np.int32), "start": start}
-
-    def text(prompt, new):
-        before, new = ids[prompt], cut_at_end(tokenizer.ends, new.tolist())
-        return tokenizer.decode([*before, *new])[len(tokenizer.decode(before)):]
-
-    return Samples(prompts, collate, write, text,
-                   ("question", "answer") if is_chat else ("prompt", "written"))

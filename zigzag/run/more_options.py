@@ -35,8 +35,6 @@ class MoreOptions:
     best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, once or more: keep the
                                     # checkpoint where this number, which evaluations log, was best;
                                     # none: stop that
-    sample_prompts: str = flag("", of=("text", "pairs"))
-                                    # a file of prompts that every evaluation continues
 
     # measuring
     bench: bool = flag(False, recorded=False)
@@ -110,7 +108,7 @@ class MoreOptions:
                                     # classes by accuracy or f1
     beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
     sample_temperature: float = flag(0.8, of=("text",))
-                                    # temperature of the texts that an evaluation shows; 0: greedy
+                                    # temperature of the text that an evaluation shows; 0: greedy
 
     # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile

@@ -15,15 +15,6 @@ from zigzag.disk.tokenizers import Tokenizer
 from zigzag.weights.network import network_of
 
 
-class Samples(NamedTuple):
-    """Texts for the model to write at each evaluation."""
-    prompts: Sequence[str]
-    collate: Callable       # prompts -> arrays, whose rows have the same shape for all prompts
-    predict: Callable       # (params, arrays) -> outputs
-    text: Callable          # (a prompt, its outputs) -> what the model has written
-    labels: tuple[str, str] = ("prompt", "written")     # what to call the two on the screen
-
-
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What is learned, from what, and what to show of it. The first six may be given by position.
@@ -45,7 +36,6 @@ class Task:
                                         # or a dict of texts by their labels
     metric: Callable | None = None      # outputs, examples -> a number, or a dict of numbers
     predicted: int | None = None        # how many held-out examples predict is given; None: all
-    samples: Samples | None = None      # prompts that the model continues at each evaluation
     sources: dict[str, int] = dataclasses.field(default_factory=dict)   # {name: how many} of the
                                         # held-out examples, in turn: the loss of each is logged too
     bits_per_nat: float | None = None   # the held-out loss times this is bits per byte
