@@ -81,7 +81,7 @@ def _why_untested(plan):
     return next(filter(None, process_allgather(why)), "")
 
 
-def small_plan(plan: Plan) -> Plan:
+def _small_plan(plan):
     """The plan of what is compared: `plan` with at most two parts, and in float32 if the loss can
     be traced in it (a loop inside may need the plan's own dtype)."""
     # (Strips of any size: the run may cut its many rows where these few would not be cut.)
@@ -95,26 +95,25 @@ def small_plan(plan: Plan) -> Plan:
     return dataclasses.replace(small, dtype="float32")
 
 
-def check_loss(plan: Plan, small: Plan, gradients: Callable, evaluate: Callable | None,
+def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | None,
                make_batch: Callable, say: Callable) -> bool:
     """Refuse a loss that has other values on this mesh, or in --accumulate parts, than on one
     device. Returns False if that can be avoided by gathering all weights, so that each device
     computes the loss as a single device does; else True.
 
-    small                   small_plan(plan)
-    gradients, evaluate     train.py's functions for it, not compiled yet; evaluate is None if there
-                            are no held-out examples
-    make_batch(update, rows)    the first rows of an update's batch"""
+    make_gradients, make_evaluate   train.py's; None for the second if nothing is held out
+    make_batch(update, rows)        the first rows of an update's batch"""
     begin = time.perf_counter()
-    if evaluate:
+    if make_evaluate:
         _check_held_out(plan)
     if plan.parts == 1 and not plan.typed:
         if plan.config.check:
             say("check    on this mesh only the compiler splits the loss: nothing is compared")
         return True
     compares = plan.config.check or plan.parts > 1 or plan.mesh.size > 1
-    compute = functools.partial(_on_mesh, small, gradients, evaluate)
-    differ, refusal = "", None
+    small, differ, refusal = _small_plan(plan), "", None
+    compute = functools.partial(_on_mesh, small, make_gradients(small),
+                                make_evaluate and make_evaluate(small))
     try:
         if compares:
             differ = _find_difference(small, make_batch, compute)

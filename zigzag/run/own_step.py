@@ -35,7 +35,7 @@ from zigzag.core.flags import change
 from zigzag.core.mesh import batch_spec, by_path, cast, row_groups, untyped
 from zigzag.rule.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
-from zigzag.run.custom_loss import check_loss, small_plan, sums_and_gradient
+from zigzag.run.custom_loss import check_loss, sums_and_gradient
 from zigzag.run.plan import (
     LOGGED,
     Plan,
@@ -279,7 +279,7 @@ class OwnStep:
 
     # -- the check
 
-    def check(self, program: Program, make_batch: Callable, evaluates: bool, say: Callable
+    def check(self, program: Program, make_batch: Callable, evaluates: Any, say: Callable
               ) -> Program:
         """Compare every gradient that the step asks for, and the evaluation, with one device. The
         program that is right then."""
@@ -304,9 +304,8 @@ class OwnStep:
             return jax.jit(lambda b: jax.tree.map(lambda x: x[:rows], b),
                            out_shardings=place)(made()[at][number][1])
 
-        small = small_plan(dataclasses.replace(plan, init=init))
-        return check_loss(plan, small, self.make_gradients(small),
-                          self.make_evaluate(small) if number is None else None, batch,
+        return check_loss(dataclasses.replace(plan, init=init), self.make_gradients,
+                          self.make_evaluate if number is None else None, batch,
                           lambda text: say(f"{call}: {text}"))
 
     def _made(self, program, make_batch):
