@@ -259,7 +259,7 @@ def make_evaluate(plan: Plan) -> Callable:
 def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | None = None,
           transform: Any = None, schedule: Callable | None = None, typed: bool = True) -> Program:
     """The program that trains task.init's weights with task.loss on batches with these shapes. (See
-    plan.py and modes.py.) `step`, `transform` and `schedule` are fit's step, optimizer, schedule."""
+    plan.py and modes.py.) `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
     transform_of = optimizers.Chosen(transform, optimizer)
     if step:
         return OwnStep(step, config, mesh, task, shapes, transform_of, schedule,

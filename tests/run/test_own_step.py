@@ -319,7 +319,7 @@ def test_options_of_a_run_hold_for_it(mesh, flags):
     close = 0.1 if "dtype" in flags else 2e-5
     assert [r["loss"] for r in others if "loss" in r] == pytest.approx(
         [r["loss"] for r in rows if "loss" in r], rel=close)
-    with pytest.raises(ConfigError, match="--chunks 2: not with a step of one's own"):
+    with pytest.raises(ConfigError, match="--chunks 2: a step of one's own"):
         run(gan(), "pipe=2", schedule="interleaved", chunks=2)
 
 
@@ -449,7 +449,7 @@ def score_sum(trees, batch):
 
 @pytest.mark.parametrize("step, says", [
     (counts_from_zero, "one of its metrics the name 'step'"),
-    (few_rows, "the batch has 3 rows, which do not divide among 2 groups"),
+    (few_rows, "--batch 3 does not divide among 2 groups"),
     (in_a_scan, "inside a loop or function of jax's"),
     (closes_over, "closes over an array that the step has computed"),
     (lambda state, batch, gradients, update: state, r"must return \(state, metrics\)"),
@@ -536,7 +536,7 @@ def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
         assert [row["lr"] for row in rows if "lr" in row] == [rate] * 2
     learn(make(steps=1), optimizer=optax.sgd(0.1), say=report.Reporter(1))
     said = capsys.readouterr().out
-    assert "fit's optimizer with its own rate" in said
+    assert "the optimizer of fit, with its own rate" in said
     assert re.search("^step 1/1 .* grad", said, re.M) and not re.search("adamw|  lr ", said)
 
 

