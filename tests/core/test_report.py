@@ -225,7 +225,7 @@ def test_an_evaluation_is_told_beside_the_training_loss(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "step 20  held-out loss 2.5000  (3.6000 bits per byte)  "
         "training loss since the last evaluation 2.2500", "     | a\ufffd[2Jb", "     | c",
-        "    prompt | d", "           | ", "           | e",
+        "    prompt  | d", "            | ", "            | e",
         "    written | f", "            | "]
     reporter.evaluation({**row, "bits_per_byte": None, "train_loss": None})
     assert capsys.readouterr().out == "step 20  held-out loss 2.5000\n"
