@@ -335,17 +335,6 @@ def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
     assert continued(record, eval_tokens=5000) == 5000
 
 
-@pytest.mark.full
-def test_the_command_continues_with_as_many_held_out_tokens(tmp_path, text):
-    """Correct parts that the command does not use."""
-    run, found = tmp_path / "run", []
-    for steps in (40, 44):
-        done = command(*SMALL, "--data", text, "--eval_every", 20, "--out", run, "--steps", steps)
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads((run / "config.json").read_text())["eval_tokens"])
-    assert found == [run_of(steps=40, batch=4, seq_len=32, eval_every=20).eval_tokens] * 2
-
-
 def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
     """A limited number of windows, all from the first held-out file."""
     config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)

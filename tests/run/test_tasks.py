@@ -14,34 +14,6 @@ ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
            collate=lambda e: {"x": np.stack(e)})
 
 
-def test_own_functions_reach_the_update():
-    """An update that is not params - lr * grad of the custom loss, on some mesh."""
-    target = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
-
-    def loss(params, batch):
-        error = batch["x"] @ params["w"] + params["b"] - batch["x"] @ target
-        return jnp.sum(error ** 2), len(batch["x"])
-
-    rng = np.random.default_rng(0)
-    examples = [rng.normal(size=8).astype(np.float32) for _ in range(32)]
-    results = []
-    for mesh in ("", "data=2", "fsdp=2,tensor=2", "tensor=4"):
-        rows, result = learn(
-            make(steps=5, batch=8), mesh, loss=loss, examples=examples, held_out=examples[:5],
-            init=lambda key: {"w": jnp.zeros((8, 8)), "b": jnp.zeros((8,))},
-            collate=lambda e: {"x": np.stack(e)}, predict=lambda p, b: b["x"] @ p["w"])
-        assert np.asarray(result.outputs).shape[1] == 8
-        results.append([r["loss"] for r in rows if "loss" in r] + [result.held_out])
-    for other in results[1:]:
-        assert other == pytest.approx(results[0], rel=1e-5)
-
-
-def test_a_mean_for_a_loss_is_a_clear_error():
-    """A loss that returns a mean, and ends in TypeError: cannot unpack."""
-    with pytest.raises(ConfigError, match=r"two scalars.*not a mean.*it returned float32\[\]"):
-        learn(make(), loss=lambda p, b: jnp.float32(0) * p["norm"].sum())
-
-
 def test_small_numbers_of_an_array_are_logged_with_their_digits():
     """A load of 3e-6 that is logged as 0.0."""
     def loss(p, b):
@@ -145,15 +117,6 @@ def test_a_loss_that_these_axes_cannot_split_is_refused(mesh, function):
 
     with pytest.raises(ConfigError, match=function):
         learn(make(steps=1, experts=4, shared_experts=1), mesh, loss=loss)
-
-
-@pytest.mark.parametrize("mesh, loss, says", [
-    ("seq=2", lambda p, b: (net.loss(p, b, make())[0], b["targets"].size),
-     "sum of the batch's weights")])
-def test_a_loss_that_would_be_silently_wrong_is_refused(mesh, loss, says):
-    """A constant count of one device's part of the time."""
-    with pytest.raises(ConfigError, match=says):
-        learn(make(steps=1), mesh, loss=loss)
 
 
 @pytest.mark.parametrize("name", ["loss", "step", "lr", "grad_norm", "tokens", "skipped", 1])

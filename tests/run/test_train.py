@@ -290,33 +290,6 @@ def test_a_run_whose_held_out_loss_is_not_finite_has_failed(number, tmp_path):
     assert result.step == 4 and f"warning  step 4: the held-out loss is {number}" in lines
 
 
-# A task whose held-out loss is NaN.
-FAILS = """
-import os, sys
-sys.path.insert(0, os.getcwd())
-import jax.numpy as jnp, numpy as np, train
-from zigzag.core.flags import run_main
-def loss(p, b):
-    return jnp.sum(p["w"] * b["x"]) + jnp.sum(jnp.where(b["x"] > 1, jnp.nan, 0)), len(b["x"])
-run_main(lambda: train.fit(train.parse(sys.argv[1:]), train.Task(
-    lambda key: {"w": jnp.ones(4)}, lambda e: {"x": np.stack(e)}, loss,
-    None, [np.ones(1, "float32")] * 8, [np.full(1, 7, "float32")] * 8)))
-"""
-
-
-@pytest.mark.slow
-def test_a_command_that_has_failed_says_so_in_one_line(tmp_path):
-    """Status 0 for a scheduler, which starts the next job on these weights."""
-    file = tmp_path / "fails.py"
-    file.write_text(FAILS)
-    done = command("--steps", 2, "--warmup", 1, "--mesh", "data=1", "--out", tmp_path / "run",
-                   file=file)
-    assert done.returncode == 1 and "done " not in done.stdout, done.stdout
-    assert done.stderr == (f"error: step 2: the held-out loss is nan; this run has failed, with "
-                           f"all of it saved in {tmp_path}/run\n")
-    assert run_steps(tmp_path / "run")[0] == 2
-
-
 def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
     """A gradient with finite numbers whose squares are not: clipping by that norm would learn
     nothing, and leave a moment of 1e30."""

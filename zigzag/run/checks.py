@@ -176,11 +176,8 @@ def check_corpus(config: Any, sources: Any) -> Any:
                           "train.py learns yet; expected texts, messages, or prompts and "
                           "completions (python -m recipes.dpo learns from preferences)")
     for name, corpus in zip(sources.names, sources.corpora):
-        count = len(corpus.train)
         what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
-        weights = corpus.weights["train"]
-        if weights is not None and count and weights.min() == weights.max() == 0:
-            raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
+        count, weights = len(corpus.train), corpus.weights["train"]
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")
             if documents.unlearned(config.seq_len) == len(documents):
@@ -188,9 +185,10 @@ def check_corpus(config: Any, sources: Any) -> Any:
                 raise ConfigError(f"--seq_len {config.seq_len}: no answer of {corpus.folder} comes "
                                   f"within so many tokens, so there is nothing to learn; the first "
                                   f"one comes after {begins:,} tokens")
-        if count <= config.seq_len and not corpus.is_learned_in_part:
-            skipped = "; ".join(filter(None, what_was_skipped(corpus.record)))
+        elif count <= config.seq_len:
+            skipped = "".join(f"; {text}" for text in what_was_skipped(corpus.record) if text)
             raise ConfigError(f"--seq_len {config.seq_len}: {what} has only {count} tokens to "
-                              f"train on; give more data or a --seq_len below {count}"
-                              + (skipped and f" (skipped: {skipped})"))
+                              f"train on; give more data or a --seq_len below {count}{skipped}")
+        elif weights is not None and weights.min() == weights.max() == 0:
+            raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
     return config

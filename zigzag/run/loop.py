@@ -162,24 +162,22 @@ def flush_metrics(loop: Loop) -> None:
     (at, metrics), loop.pending = loop.pending, None
     say, plan = loop.reporter, loop.program.plan
     watchdog.arm("a step")
+    took, saving = say.lap()
     values = jax.tree.map(plain, jax.device_get(metrics))
+    own = {name: value for name, value in values.items() if name not in LOGGED}
     if plan.schedule == Factor(None):       # (the rate is the optimizer's own, and not known)
         values["lr"] = None
-    took, saving = say.lap()
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
-    tokens, values["skipped"] = float(np.nan_to_num(values.pop("tokens"))), loop.skipped
-    tokens = int(tokens) if tokens.is_integer() else tokens     # (a sum of weights)
-    own = {name: value for name, value in values.items() if name not in LOGGED}
-    tokens_of_batch = plan.batch.get("tokens")
-    what, computed = "tokens", tokens           # (padding is computed, too)
-    if tokens_of_batch is not None and len(tokens_of_batch.shape) == 2:
-        computed = tokens_of_batch.size
-    row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
-           "tokens": tokens, "tokens_per_second": round(computed / took, 1),
-           "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh),
-           "save_seconds": round(saving, 4), **values}
+    learned, tokens = float(np.nan_to_num(values["tokens"])), plan.batch.get("tokens")
+    learned = int(learned) if learned.is_integer() else learned     # (a sum of weights)
+    # (Padding is computed, too.)
+    computed = tokens.size if tokens is not None and len(tokens.shape) == 2 else learned
+    row = {"step": at, "loss": values["loss"], **values, "tokens": learned, "skipped": loop.skipped,
+           "tokens_per_second": round(computed / took, 1), "save_seconds": round(saving, 4),
+           "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh)}
     loop.write(row)
-    if plan.network is None and tokens_of_batch is None:
+    what = "tokens"
+    if plan.network is None and tokens is None:
         what, computed = "examples", plan.config.batch
     say.step(row, took, chips.memory_in_use(), computed, what, own)
     say.losses.append(row["loss"])
@@ -197,9 +195,7 @@ def plain(x: Any) -> Any:
 def _report_skipped(loop, at, what):
     """Say that update `at` learned nothing because `what` (loss or gradient) is not finite; end the
     run after --max_skipped such updates."""
-    chosen = loop.numbers(at - 1)
-    batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
-             + (", ..." if len(chosen) > 8 else ""))
+    batch = f"its batch is of examples {', '.join(map(str, loop.numbers(at - 1)[:8]))}"
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
     if loop.skipped >= loop.program.config.max_skipped:
         if loop.folder:

@@ -202,8 +202,7 @@ class OwnStep:
     def _plan(self, number, call):
         def init(key):
             known = {n: x for n, x in self.init(key).items() if n in call.trees}
-            return {**{n: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x)
-                       for n, x in call.trees.items()}, **known}
+            return {**optax.tree.zeros_like(call.trees), **known}
 
         known = {n: d for n, d in self.places.items() if n in call.trees}
         exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
