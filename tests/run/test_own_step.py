@@ -396,7 +396,7 @@ def score_sum(trees, batch):
      "has nothing at average.down"),
     (lambda state, batch, gradients, update: (
         update(state, "critic", gradients(score_sum, state["params"], "critic", batch)[0]), {}),
-     "metrics a dict that has a \"loss\"")])
+     "metrics, a dict that has a \"loss\"")])
 def test_a_step_that_makes_no_sense_is_a_clear_error(step, says):
     """A page of jax, or a run in which nothing learns."""
     init, _, held_out = gan()
