@@ -170,7 +170,7 @@ def test_no_update_has_a_rate_of_zero_or_less(tmp_path, monkeypatch):
 
 
 def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
-    """The cooldown of a run refused beside its new decay; another decay without --change."""
+    """The cooldown of a run refused beside its new decay."""
     old = dict(decay="wsd", cooldown=0.1, final_share=0.0, decay_steps=9, steps=9)
 
     def left_out(**given):
@@ -179,9 +179,6 @@ def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
     assert left_out(steps=12) == {name: x for name, x in old.items() if name != "steps"}
     assert left_out(change=("decay",), steps=12) == dict(decay="wsd", cooldown=0.1, final_share=0.0)
     assert left_out(change=("decay",), decay="linear") == dict(steps=9)
-    with pytest.raises(ConfigError, match="--change decay: give --decay or --steps too"):
-        continued.check_change(dict(change=("decay",)), "out", True)
-    continued.check_change(dict(change=("decay",), steps=12), "out", True)
 
 
 # -------------------------------------------------------------------------------------------

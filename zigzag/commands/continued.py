@@ -4,7 +4,6 @@ values.
     continued      the configuration for these flags
     of_run         the configuration of a run, to look at its step (learn.explain)
     left_out       the values that a command takes from the run that it continues
-    check_change   refuse a --change that changes nothing
 """
 
 import functools
@@ -16,7 +15,7 @@ import train
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
-from zigzag.core.options import changes, options
+from zigzag.core.options import options
 from zigzag.disk.checkpoint import check_run_folder, run_config, run_record
 from zigzag.run import record
 from zigzag.run.continuing import check_steps
@@ -31,7 +30,9 @@ def continued(given: dict[str, Any]) -> Any:
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
-    check_change(given, out, is_run)
+    if not is_run and (change := given.get("change")):
+        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
+                          f"it out to begin one")
     if not is_run:
         return command_line.config_of_flags(given)
     check_steps(given, out)
@@ -73,18 +74,3 @@ def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict
         is_other = given.get("decay", old["decay"]) != old["decay"]
         dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
     return {name: value for name, value in old.items() if name not in dropped | given.keys()}
-
-
-def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
-    """Refuse a --change that changes nothing."""
-    change = given.get("change", ())
-    if change and not is_run:
-        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
-                          f"it out to begin one")
-    of = changes(train.Config)
-    for word in change:
-        # (--data may be the same path with other text.)
-        if word in of.values() and word != "data" and given.keys().isdisjoint(
-                ("epochs", *(name for name in of if of[name] == word))):
-            other = " or --steps" if word == "decay" else ""
-            raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")
