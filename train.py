@@ -38,16 +38,15 @@ from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.shuffle import mix
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import continuing, made, modes, optimizers, schedules
-from zigzag.run.begin import check_start, running
+from zigzag.run import continuing, modes, optimizers, schedules
+from zigzag.run.begin import check_start, machine, running
 from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import evaluate
 from zigzag.run.loop import Fit, flush_metrics, is_due, profile, save
-from zigzag.run.machine import machine
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
-from zigzag.run.task import Task
+from zigzag.run.task import Task, with_sequence
 from zigzag.run.task import language as language
 from zigzag.weights.network import own_loss
 
@@ -309,7 +308,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
     if optimizer is not None:
         optimizers.check_unused(config)
         schedule = optimizers.Factor(schedule)
-    task, mesh, stop = made.with_sequence(task, config), mesh or machine(config), []
+    task, mesh, stop = with_sequence(task, config), mesh or machine(config), []
     with hosts.exit_together(), hosts.stop_on_signals(stop, config.out):
         config = continuing.hold(schedules.with_steps(config, len(task.examples)))
         say = say or Reporter(config.steps)

@@ -19,7 +19,7 @@ from zigzag.commands import dry_runs
 from zigzag.core import report
 from zigzag.core.errors import human_bytes
 from zigzag.run import loop
-from zigzag.run.record import record_of
+from zigzag.run.continuing import record_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.checkpoint import FORMAT
 from zigzag.disk.corpus import opened_sources
-from zigzag.run.record import old_config
+from zigzag.run.continuing import old_config
 
 WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
 

@@ -41,8 +41,8 @@ from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import step_of
 from zigzag.run import evaluation, metrics
+from zigzag.run.continuing import record_of
 from zigzag.run.evaluation import predict_all
-from zigzag.run.record import record_of
 
 VECTORS = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
 

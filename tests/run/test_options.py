@@ -19,7 +19,7 @@ from zigzag.core.options import comments, options
 from zigzag.disk import checkpoint
 from zigzag.disk.checkpoint import FORMAT
 from zigzag.run import schedules
-from zigzag.run.record import record_of
+from zigzag.run.continuing import record_of
 
 KNOWN = options(train.Config)
 # A value for each option that is not its default, as words of a command line.

@@ -17,8 +17,7 @@ from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
 from zigzag.core.options import options
 from zigzag.disk.checkpoint import check_run_folder, run_config, run_record
-from zigzag.run import record
-from zigzag.run.continuing import check_steps
+from zigzag.run import continuing
 from zigzag.weights.network import config_of_run, network_of
 
 
@@ -35,16 +34,16 @@ def continued(given: dict[str, Any]) -> Any:
                           f"it out to begin one")
     if not is_run:
         return command_line.config_of_flags(given)
-    check_steps(given, out)
-    old = record.old_config(train.Config, out)
+    continuing.check_steps(given, out)
+    old = continuing.old_config(train.Config, out)
     network = network_of(old)
     asked = command_line.asked_of_run(given, old)
     values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
 
     config = command_line.make_config(network, values, given)
-    facts = {**record.facts_of(config), "network": asked.pop("network", network.name)}
-    check_run_folder(out, facts, functools.partial(record.read_old, train.Config),
-                     record.may_change(train.Config), tasks.needs(old), given.get("change", ()))
+    facts = {**continuing.facts_of(config), "network": asked.pop("network", network.name)}
+    check_run_folder(out, facts, functools.partial(continuing.read_old, train.Config),
+                     continuing.may_change(train.Config), tasks.needs(old), given.get("change", ()))
     return config
 
 
@@ -55,7 +54,7 @@ def of_run(run: str, given: dict[str, Any]) -> Any:
         raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
                           f"a network of train.py's; give a run of one first")
     old = run_config(run, train.Config, network=config_of_run(run))
-    facts = record.facts_of(old) | {"model": old.model, "init_from": old.init_from}
+    facts = continuing.facts_of(old) | {"model": old.model, "init_from": old.init_from}
     for name, value in given.items():
         if facts.get(name, value) != value:
             raise ConfigError(f"--{name} {as_given(value)}: --run {run} has {name} "

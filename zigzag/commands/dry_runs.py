@@ -27,9 +27,9 @@ from zigzag.disk.tokenizers import Bytes
 from zigzag.measure import forecast
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.rule.rule import explain, parse_overrides, state_shapes, zero1_specs
+from zigzag.run.begin import devices_of, machine
 from zigzag.run.checks import check_network
 from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
-from zigzag.run.machine import devices_of, machine
 from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.task import Task, without_data
 from zigzag.weights import lora

@@ -4,23 +4,27 @@ last.
     check_start     what can be refused of a program before anything runs
     running         opens the run's folder, makes or restores the state, compiles the step
     open_folder     the run's folder
+    machine         the mesh of a run, on the devices of this machine, of many, or of --topology
 """
 
 import contextlib
 import functools
 import hashlib
+import math
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from zigzag.core import hosts
+from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import RunFolder, check_kept
 from zigzag.disk.corpus import tokenizer_record
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.tokenizers import Tokenizer, copy_files
+from zigzag.measure import chips
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run import continuing
@@ -35,10 +39,8 @@ from zigzag.run.loop import (
     prepare,
     report_header,
 )
-from zigzag.run.made import Made
 from zigzag.run.plan import Program, in_one, shapes_hash
-from zigzag.run.record import facts_of, may_change, read_old, record_of
-from zigzag.run.task import Task
+from zigzag.run.task import Made, Task
 from zigzag.weights.network import network_of
 
 
@@ -114,11 +116,12 @@ def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float]
     config, cls = program.config, type(program.config)
     if not config.out:
         return None
-    folder = RunFolder(config.out, record_of(config) | facts | {
-        "rates": rates, "own_weights": has_own_weights(program)},
-                       [*facts_of(config), *facts], functools.partial(read_old, cls),
-                       program.saved(program.state), config.keep, config.verify == "on",
-                       config.patience, may_change(cls), config.change)
+    record = continuing.record_of(config) | facts | {
+        "rates": rates, "own_weights": has_own_weights(program)}
+    folder = RunFolder(config.out, record, [*continuing.facts_of(config), *facts],
+                       functools.partial(continuing.read_old, cls), program.saved(program.state),
+                       config.keep, config.verify == "on", config.patience,
+                       continuing.may_change(cls), config.change)
     if folder.changed:
         say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
     if tokenizer and jax.process_index() == 0:
@@ -129,9 +132,27 @@ def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float]
 def check_start(program: Program, task: Task, say: Reporter) -> bool:
     """Refuse a program that its task does not fit, or that differs between processes. Returns
     whether its loss must be compared with one device."""
-    hosts.assert_same_everywhere(record_of(program.config))
+    hosts.assert_same_everywhere(continuing.record_of(program.config))
     check_task(program.config, program, task)
     compares = must_compare(program.plan, say.line)
     if compares:
         hosts.watchdog.arm("compiling")
     return compares
+
+
+def machine(config: Any) -> Any:
+    """The mesh of a configuration: on the devices of --topology, on the accelerators of all its
+    processes, or, without accelerators, on as many simulated CPU devices as it needs."""
+    sizes = mesh_sizes(config.mesh, config.shards)
+    count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
+    if not config.distributed and rest == 0:
+        simulate_devices(count)
+    return make_mesh(devices_of(config), **sizes)
+
+
+def devices_of(config: Any) -> Sequence[Any]:
+    """The devices of --topology, or all devices of this run, after its processes have met."""
+    hosts.init_distributed(config)
+    devices = chips.topology_devices(config.topology) if config.topology else jax.devices()
+    hosts.end_at_sigterm()
+    return devices

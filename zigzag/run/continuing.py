@@ -1,4 +1,8 @@
-"""Continuing a run: what its folder and the new command must agree on.
+"""What config.json says of a run, and continuing one: what its folder and the new command must
+agree on. (`cls` is the class of a run's configuration, train.Config.)
+
+    record_of      a configuration as config.json has it
+    old_config     the configuration that it gives back
 
     check_steps    refuse fewer steps than the run has made
     hold           a warmup or decay that has ended stays ended when a run gets more steps
@@ -17,11 +21,48 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
-from zigzag.core.options import changes
-from zigzag.disk.checkpoint import OF_DATA, newest_step, run_record
+from zigzag.core.options import changes, options
+from zigzag.disk.checkpoint import FORMAT, OF_DATA, newest_step, run_config, run_record
 from zigzag.run import schedules
-from zigzag.run.record import old_config
+from zigzag.weights.network import config_of_run, facts_of_network, network_of
+
+
+def record_of(config: Any) -> dict[str, Any]:
+    """A configuration as config.json has it: all fields, flat, and the network's name."""
+    known = options(type(config))
+    return {"format": FORMAT, **{
+        name: value for name, value in flat(config).items()
+        if name not in known or known[name].recorded}, "network": network_of(config).name}
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """The values that must be the same when a run continues."""
+    record = record_of(config)
+    same = [name for name, option in options(type(config)).items() if option.same]
+    own = facts_of_network(type(config.network))
+    return {name: record[name] for name in ("network", *own, *same)}
+
+
+def may_change(cls: type) -> dict[str, str]:
+    """{fact: the word of --change that allows another}."""
+    return changes(cls) | OF_DATA
+
+
+def old_config(cls: type, folder: str) -> Any:
+    """The configuration of the run in a folder, to continue it."""
+    return run_config(folder, cls, "--out", network=config_of_run(folder, "--out"))
+
+
+def read_old(cls: type, folder: str) -> dict[str, Any]:
+    """config.json of the run in a folder, with all fields of its configuration."""
+    return {**run_record(folder, "--out"), **record_of(old_config(cls, folder))}
+
+
+def hidden(cls: type) -> set[str]:
+    """The options that the start of a run does not list: those of one command or process."""
+    return {"published", *(name for name, option in options(cls).items() if not option.recorded)}
 
 
 def check_steps(given: dict[str, Any], out: str) -> None:

@@ -30,11 +30,11 @@ from zigzag.measure import chips
 from zigzag.parallel.attention import describe
 from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
+from zigzag.run.continuing import hidden
 from zigzag.run.loggers import Loggers
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
 from zigzag.run.plan import LOGGED, Program, compiled
-from zigzag.run.record import hidden
 from zigzag.run.task import Task
 from zigzag.weights import lora
 from zigzag.weights.network import describe as describe_network
