@@ -138,8 +138,8 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         say("this loss is not checked on this mesh: the check does not fit into memory, or the "
             "gradients of the first three batches are zero or not finite")
     elif differ and plan.typed and not plan.needs:
-        say(f"this loss is computed as on one device, with all weights gathered at once: on this "
-            f"mesh it is another: {differ}")
+        say(f"this loss is computed as on one device, with all weights gathered at once (else on "
+            f"this mesh: {differ})")
         return False
     elif differ:
         raise refusal or _differs(plan, differ)

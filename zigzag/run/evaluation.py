@@ -137,22 +137,22 @@ def _is_best(loop, row):
 
 def _held_out_means(program, task, state):
     """The mean held-out loss; and the means of the loss's other sums, and of each source alone."""
-    parts, first, total = {}, 0, None
+    first, totals = 0, {}
     for name, count in (task.sources or {"": len(task.held_out)}).items():
-        sums = _held_out_sums(program, task, state, first, first + count)
+        for sums in _held_out_sums(program, task, state, first, first + count):
+            for key in {name, ""}:
+                totals[key] = jax.tree.map(_add, totals[key], sums) if key in totals else sums
         first += count
-        if sums is not None:
-            total = sums if total is None else jax.tree.map(_add, total, sums)
-            parts |= {f"eval_loss_{name}": float(sums[0] / (sums[1] or 1))} if name else {}
-    loss, count, others = total
-    return float(loss / (count or 1)), parts | {
+    loss, count, others = totals.pop("")
+    means = {f"eval_loss_{name}": float(loss / (count or 1))
+             for name, (loss, count, _) in totals.items()}
+    return float(loss / (count or 1)), means | {
         f"eval_{name}": plain(x / (count or 1)) for name, x in others.items()}
 
 
 def _held_out_sums(program, task, state, first, last):
-    """The loss's sums over held-out examples `first` to `last`; None if there are none."""
+    """Yield the loss's sums over batches of held-out examples, from `first` to `last`."""
     config, groups = program.config, row_groups(program.mesh)
-    total = None
     while first < last:
         rows = min(rows_at_once(config), last - first)
         if config.step == "shard_map" and "all_rows" not in program.plan.names:
@@ -160,11 +160,9 @@ def _held_out_sums(program, task, state, first, last):
         # (Rows that a loss compares stay together; with jit, any loss may do so.)
         batch = _batch(program, task.collate, task.held_out, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
-        sums = jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
+        yield jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
             program.evaluate(averages.used(state), batch, state["frozen"])))
-        total = sums if total is None else jax.tree.map(_add, total, sums)
         first += rows
-    return total
 
 
 def rows_at_once(config: Any) -> int:

@@ -323,10 +323,9 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
 def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     """The result of a loss as (sum, count, {name: other sum}), in float32."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
-    s, c, aux, *_ = (*result, None) if is_tuple else (None,) * 3
-    aux = {} if aux is None else aux
-    is_flat = isinstance(aux, dict) and jax.tree_util.all_leaves([s, c, *aux.values()])
-    if not is_flat or jnp.shape(s) or jnp.shape(c):     # (None is no leaf)
+    s, c, aux = (*result, {})[:3] if is_tuple else (None, None, {})
+    leaves = [s, c, *aux.values()] if isinstance(aux, dict) else [None]      # (None is no leaf)
+    if not jax.tree_util.all_leaves(leaves) or jnp.shape(s) or jnp.shape(c):
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
                           f"and the count to divide by (not a mean), and optionally a dict of "
