@@ -323,7 +323,8 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
 def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     """The result of a loss as (sum, count, {name: other sum}), in float32."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
-    s, c, aux = (*result, {})[:3] if is_tuple else (None, None, {})
+    s, c, aux = (*result, None)[:3] if is_tuple else (None, None, None)
+    aux = {} if aux is None else aux
     leaves = [s, c, *aux.values()] if isinstance(aux, dict) else [None]      # (None is no leaf)
     if not jax.tree_util.all_leaves(leaves) or jnp.shape(s) or jnp.shape(c):
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)

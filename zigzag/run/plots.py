@@ -134,8 +134,6 @@ def _panel(curves, width):
 
 def picture(runs: dict[str, Curves], path: str) -> None:
     """Draw the panels into a file, in the format that its name ends with."""
-    if not Path(path).suffix:
-        raise ConfigError(f"--save {path}: expected a name that ends with .png, .pdf or .svg")
     figures = optional_package("matplotlib.figure", f"--save {path}")
     names = _names(runs)
     columns = min(3, len(names))
