@@ -35,8 +35,8 @@ def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     plots.draw([str(runs / "a"), str(runs / "b")])
     text = capsys.readouterr().out
     first, second, *_ = text.splitlines()
-    assert first == f"* {runs / 'a'}: step 100, loss 2.0000, eval_loss 3.5000"
-    assert second == f"o {runs / 'b'}: step 50, loss 3.0000"
+    assert first == f"* {runs / 'a'}: step 100"
+    assert second == f"o {runs / 'b'}: step 50"
     panels = {panel.splitlines()[0]: panel.splitlines() for panel in text.split("\n\n")[1:]}
     assert list(panels) == ["loss", "lr", "grad_norm", "tokens_per_second", "eval_loss", "right",
                             "expert_load/smallest", "expert_load/largest"]

@@ -99,12 +99,8 @@ def text_chart(runs: dict[str, Curves], width: int = WIDTH) -> str:
     """A panel for each number, one below the other, each run with its own mark."""
     marks = {run: MARKS[i % len(MARKS)] for i, run in enumerate(runs)}
     last = max(curve[-1, 0] for curves in runs.values() for curve in curves.values())
-    lines = []
-    for run, curves in runs.items():
-        now = [f", {name} {curves[name][-1, 1]:.4f}" for name in ("loss", "eval_loss")
-               if name in curves]
-        steps = max(curve[-1, 0] for curve in curves.values())
-        lines.append(f"{marks[run]} {run}: step {steps:,.0f}" + "".join(now))
+    lines = [f"{marks[run]} {run}: step {max(curve[-1, 0] for curve in curves.values()):,.0f}"
+             for run, curves in runs.items()]
     for name in _names(runs):
         lines += ["", name, *_panel({marks[run]: _columns(curves[name], last, width)
                                      for run, curves in runs.items() if name in curves}, width),
