@@ -38,16 +38,15 @@ from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.shuffle import mix
 from zigzag.parallel.storage import stored_to_used
-from zigzag.run import continuing, made, modes, optimizers, schedules
-from zigzag.run.begin import check_start, running
-from zigzag.run.custom_loss import check_loss, check_traceable, small_plan
+from zigzag.run import continuing, modes, optimizers, schedules
+from zigzag.run.begin import check_start, machine, running
+from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import evaluate
 from zigzag.run.loop import Fit, flush_metrics, is_due, profile, save
-from zigzag.run.machine import machine
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
-from zigzag.run.task import Task
+from zigzag.run.task import Task, with_sequence
 from zigzag.run.task import language as language
 from zigzag.weights.network import own_loss
 
@@ -258,9 +257,8 @@ def make_evaluate(plan: Plan) -> Callable:
 
 def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | None = None,
           transform: Any = None, schedule: Callable | None = None, typed: bool = True) -> Program:
-    """The program that trains task.init's weights with task.loss on batches with these shapes.
-    (plan.py decides where weights live, and how the loss runs on the mesh, in one of modes.py's
-    ways.) `step`, `transform` and `schedule` are fit's step, optimizer and schedule."""
+    """The program that trains task.init's weights with task.loss on batches with these shapes. (See
+    plan.py and modes.py.) `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
     transform_of = optimizers.Chosen(transform, optimizer)
     if step:
         return OwnStep(step, config, mesh, task, shapes, transform_of, schedule,
@@ -273,23 +271,19 @@ def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | N
 
 
 def build_checked(config: Config, mesh: Any, task: Task, say: Reporter, **given: Any) -> Program:
-    """The program of a task, after comparing a custom loss, or an edited one, on the mesh with one
-    device. Where they differ, a program in which each device computes the loss as one device would;
-    the loss is refused if that differs too."""
-    shapes, evaluates = batch_shapes(config.batch, task.first_row), len(task.held_out) > 0
+    """The program of a task, after comparing a custom or an edited loss with one device. Where they
+    differ, each device computes it as one device would; it is refused if that differs too."""
+    shapes = batch_shapes(config.batch, task.first_row)
     program = build(config, mesh, task, shapes, **given)
     if not check_start(program, task, say):
         return program
+    evaluates = make_evaluate if len(task.held_out) else None
     batch = functools.partial(training_batch, program.config, mesh, task, program.batch)
     with jax.set_mesh(mesh):
         batch(0, 0)         # (what cannot be made is refused here, before anything is written)
         if program.own:
             return program.own.check(program, batch, evaluates, say.line)
-        while True:
-            small = small_plan(program.plan)
-            if check_loss(program.plan, small, make_gradients(small),
-                          make_evaluate(small) if evaluates else None, batch, say.line):
-                break
+        while not check_loss(program.plan, make_gradients, evaluates, batch, say.line):
             program = build(config, mesh, task, shapes, **given, typed=False)
         check_traceable(program)
     return program
@@ -314,7 +308,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
     if optimizer is not None:
         optimizers.check_unused(config)
         schedule = optimizers.Factor(schedule)
-    task, mesh, stop = made.with_sequence(task, config), mesh or machine(config), []
+    task, mesh, stop = with_sequence(task, config), mesh or machine(config), []
     with hosts.exit_together(), hosts.stop_on_signals(stop, config.out):
         config = continuing.hold(schedules.with_steps(config, len(task.examples)))
         say = say or Reporter(config.steps)
@@ -336,8 +330,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
                 flush_metrics(loop)         # of the step before
                 loop.pending = loop.at, metrics
                 is_best = is_due(loop, config.eval_every) and evaluate(loop)
-                # params, opt and step: enough to continue bit for bit. (Frozen weights never
-                # change.) This does not wait for the disk.
+                # params, opt and step: enough to continue bit for bit. It does not wait for disks.
                 if is_best or is_due(loop, config.save_every or config.steps):
                     save(loop)
                 hosts.share_stop(stop)

@@ -20,7 +20,6 @@ from zigzag.generate.decoding import GREEDY
 from zigzag.generate.rows import cut_at_end
 from zigzag.hub.llama import special_ids
 from zigzag.run import checks, metrics, schedules
-from zigzag.run.evaluation import answers
 from zigzag.run.task import Learned, Task, language
 from zigzag.weights.network import flops_of_update, network_of
 
@@ -80,13 +79,10 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
         return metrics.TEXT_METRICS[config.metric](
             list(map(text, outputs[1])), [tokenizer.decode(target) for _, target in examples])
 
-    samples = None if is_array else answers(config.sample_prompts, lambda sources: to_batch(
-        [(tokenizer.with_ends(s), [end]) for s in sources]), predict, lambda out: text(out[1]))
     init, loss, _ = language(config)
     return Task(init, to_batch, loss, predict, pairs, held_out, tokenizer=tokenizer, show=show,
                 metric=metric if config.metric else None,
-                predicted=None if config.metric else 1, samples=samples,
-                flops=flops_of_update(config))
+                predicted=None if config.metric else 1, flops=flops_of_update(config))
 
 
 def _ids_around(network, config, tokenizer):

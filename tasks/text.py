@@ -16,7 +16,7 @@ from zigzag.disk.tokenizers import Tokenizer, tokenizer_record
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.rows import context_of
 from zigzag.run import checks, schedules
-from zigzag.run.evaluation import NEW_IDS, continuations, preview
+from zigzag.run.evaluation import NEW_IDS, preview
 from zigzag.run.task import Learned, Task, language
 from zigzag.weights.network import flops_of_update, network_of
 
@@ -98,6 +98,4 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
                 held_out=mixed(list(held_out.values())),
                 sources={name: len(part) for name, part in held_out.items()},
                 show=show, predicted=1, flops=flops_of_update(config),
-                samples=continuations(config.sample_prompts, tokenizer, room, write,
-                                      sources.has_chats),
                 bits_per_nat=weight / size / math.log(2) if size else None)

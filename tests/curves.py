@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from tests.helpers import ROOT
 from zigzag.run import plots
 
-# The number of each recipe that is drawn: a name in its metrics.jsonl, or a title of --plot.
+# The number of each recipe that is drawn: a name in its metrics.jsonl.
 DRAWN = {"regress": "r2", "classify": "right", "seq2seq": "exact", "caption": "exact",
          "diffusion": "right", "contrastive": "found", "lora": "exact", "maml": "error_1",
          "dpsgd": "right", "fedavg": "right", "dpo": "accuracy", "grpo": "exact",
-         "ppo": "length", "ddpg": "return", "distill": plots.PER_TOKEN, "uva3d": "loss"}
+         "ppo": "length", "ddpg": "return", "distill": "eval_loss", "uva3d": "loss"}
 
 
 def main(folder):
@@ -20,7 +20,7 @@ def main(folder):
     drawn = [(name, title) for name, title in DRAWN.items() if (Path(folder) / name).is_dir()]
     for number, (name, title) in enumerate(drawn):
         axes = figure.add_subplot(-(-len(drawn) // 4), 4, number + 1)
-        x, y = plots.series(str(Path(folder) / name))[title][0].T
+        x, y = plots.curves_of(str(Path(folder) / name))[title].T
         axes.plot(x, y, "o-" if len(x) < 25 else "-", markersize=3)
         axes.set_title(f"{name}: {title}", fontsize=9)
         axes.tick_params(labelsize=7)

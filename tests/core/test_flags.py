@@ -17,7 +17,7 @@ import train
 from networks import NETWORKS
 from tests.common import SMALL, command, refused
 from tests.helpers import ROOT
-from zigzag.commands import help
+from zigzag.commands import command_line
 from zigzag.core import errors, familiar, flags
 from zigzag.core.options import comments
 from zigzag.generate import prompts
@@ -55,7 +55,7 @@ class More(Few):
     (["--mesh", "seq=8", "--seq_len", 60], "--seq_len 64"),
     (["--mesh", "tensor=8", "--microbatches", 3], "--microbatches 2"),
     (["--mesh", "pipe=2,tensor=4", "--seq_len", 63], "--seq_len 64"),
-    (["--chunks", 2], "interleaved"), (["--zero", 2], "fsdp"),
+    (["--chunks", 2], "interleaved"), (["--zero", 2], "expected 0 or 1"),
     (["--schedule", "interleaved"], "--chunks"), (["--schedule", "1f1"], "'1f1b'"),
     (["--model", "tinny"], "are tiny, "), (["--dtype", "float16"], "bfloat16"),
     (["--step", "pjit"], "jit"), (["--dropout", 1], "below 1"), (["--vocab_size", 10], "257"),
@@ -63,8 +63,8 @@ class More(Few):
     (["--tied", "maybe"], "true or false"),
     (["--experts", 2, "--experts_per_token", 3], "--experts 2"),
     (["--best", "smallest:a", "--best", "biggest:b"], "--best biggest:b: expected smallest:NAME"),
-    (["--beams", 4], "it is for pairs of texts (a model with an encoder)"),
-    (["--fields", "a", "b", "--pack", "stream"], "--fields a b has no effect on text"),
+    (["--beams", 4], "--beams 4: no effect on text"),
+    (["--fields", "a", "b", "--pack", "stream"], "--fields a b: no effect on text"),
     (["--model", "transformer", "--head", "classes", "--labels", 3], "--causal false"),
     (["--qk_norm", "true"], "--model transformer has it"),
     (["--model", "transformer", "--shared_experts", 1], "--experts"),
@@ -75,10 +75,10 @@ class More(Few):
     (["--optimizer", "sgd"], "adamw or muon"),
     (["--processes", 2], "need all of --coordinator"),
     (["--coordinator", "here", "--processes", 2, "--process_id", 0], "HOST:PORT"),
-    (["--coordinator", "a:70000", "--processes", 2, "--process_id", 0], "HOST:PORT"),
+    (["--coordinator", "a", "--processes", 2, "--process_id", 0], "HOST:PORT"),
     (["--coordinator", "a:7000", "--processes", 2, "--process_id", 2], "0 to 1"),
     (["--coordinator", "a:7000", "--processes", 2, "--process_id", 0, "--distributed"],
-     "one of them"),
+     "or only --distributed"),
     (["--shards", 0], "at least 1"), (["--out", "gs://bucket/run"], "that every process sees"),
     (["--sum_dtype", "float23"], "'float32'"),
     (["--step", "jit", "--mesh", "pipe=2,seq=2"], "pipe=2 and seq=2"),
@@ -150,7 +150,7 @@ def test_every_flag_is_in_the_help_and_the_everyday_ones_come_first(capsys):
     assert all(comment.help and comment.group for comment in own.values())
     assert len(shown) <= 45 and {"data", "lr", "seq_len"} <= set(re.findall(
         r"--(\w+) ", "\n".join(text.splitlines()[:25])))
-    assert "context length" in text and text.splitlines()[-1] == help.LAST
+    assert "context length" in text and text.splitlines()[-1] == command_line.LAST
     all_shown = re.findall(r"^  --(\w+) +\S", whole, re.M)
     assert set(all_shown) == set(own) | {f.name for network in NETWORKS.values()
                                     for f in dataclasses.fields(network.config)}
@@ -177,7 +177,7 @@ def test_a_flag_of_a_fork_is_in_the_help():
         # data
         third: int = 0
 
-    groups = help.groups_of(Own, Run)
+    groups = command_line.groups_of(Own, Run)
     assert "mine" in groups["model"] and "also" in groups["training"]
     assert "third" in groups["data"]
 

@@ -33,7 +33,7 @@ from tests.helpers import learn, make, mesh_of, without_times
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
-from zigzag.run.record import facts_of, read_old
+from zigzag.run.continuing import facts_of, read_old
 from zigzag.weights.table import Weight
 
 

@@ -366,7 +366,7 @@ IN_PROCESSES = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
 import networks, sample, train
-from zigzag.run.machine import machine
+from zigzag.run.begin import machine
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 config = train.parse(sys.argv[1:])
 params, c = networks.load_run(config.out, machine(config))

@@ -34,8 +34,8 @@ from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
 from zigzag.disk.corpus import tokenizer_of
 from zigzag.hub import folders, reference
+from zigzag.run.continuing import record_of
 from zigzag.run.loop import first_state
-from zigzag.run.record import record_of
 from zigzag.weights import lora
 
 # 3 heads, 1 key head and 300 ids: what 2 devices do not divide, and rows of padding.

@@ -17,7 +17,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.checkpoint import FORMAT
 from zigzag.disk.corpus import opened_sources
-from zigzag.run.record import old_config
+from zigzag.run.continuing import old_config
 
 WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
 
@@ -63,18 +63,16 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     assert list(rows) == [1, 2, 3, 4, 5, 6]
     held = f"{rows[4]['lr']:.1e}"
     assert lines[1].startswith(
-        f"schedule steps 4 -> 6, decay_steps none -> 4: the learning rate was {held} at step 4 and "
-        f"will be {held} at step 5; it stays there, because the decay has ended: --change decay "
-        f"spreads it over all 6 steps") and "--change lr" in lines[1]
+        f"schedule steps 4 -> 6, decay_steps None -> 4: the learning rate was {held} at step 4 and "
+        f"will be {held} at step 5 (--change decay spreads ") and "--change lr" in lines[1]
     differs = {name for name in was if was[name] != now[name]}
     assert differs == {"steps", "out", "decay_steps", "rates"} and was.keys() == now.keys()
     go("--out", run, "--steps", 9, "--change", "decay")
     lines, rows = capsys.readouterr().out.splitlines(), [*map(json.loads, open(
         run / "metrics.jsonl"))]
     rates = [f"{row['lr']:.1e}" for row in rows if "lr" in row]
-    assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7; the decay goes on and " \
-        "ends at step 9" \
-        in lines[1] and float(rates[6]) > float(rates[5])
+    assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7" in lines[1]
+    assert float(rates[6]) > float(rates[5])
     assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> None,")
                for line in lines)
     log = (run / "log-0.txt").read_text()
@@ -90,7 +88,7 @@ def test_more_epochs_continue_a_run_and_fewer_are_refused(run, text, capsys):
     assert record_of(run)["steps"] == 6 and "epochs" not in record_of(run)
     assert "at step 4 of 6" in capsys.readouterr().out
     before = record_of(run)
-    with pytest.raises(ConfigError, match="--epochs: 5 steps, and --out .* is at step 6 already"):
+    with pytest.raises(ConfigError, match="--steps 5: --out .* is at step 6 already"):
         go("--out", run, "--epochs", 5 * 4 / count)
     assert record_of(run) == before
 
@@ -105,7 +103,7 @@ def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
     assert "weight_decay" not in error
     error = refused(capsys, "--out", run, "--model", "gpt2")
     assert "network 'decoder', and " in error and "layers 2, and 12 was given" in error
-    assert "heads 4, and 3 was given" in refused(capsys, "--out", run, "--heads", 3)    # (30 / 3?)
+    assert "heads 4, and 3 was given" in refused(capsys, "--out", run, "--heads", 3)
     old = old_config(train.Config, str(run))
     same = continued("--out", run, "--kv_heads", 0, "--heads", 4, "--model", "tiny", "--lr", 0.004)
     assert same == change(old, out=str(run))
@@ -141,7 +139,7 @@ def test_what_is_changed_on_purpose_is_noted_and_stays(run, text, tmp_path, caps
     (more / "new.txt").write_text("what the first run never saw\n" * 9)
     go("--out", run, "--steps", 5, "--lr", 0.002, "--data", more, "--change", "lr", "data")
     said, now = capsys.readouterr().out, record_of(run)
-    assert f"changed  --data {was['data'][0]} -> {more}; --lr 0.004 -> 0.002, noted in" in said
+    assert f"changed  --data {was['data']} -> {[str(more)]}; --lr 0.004 -> 0.002, noted" in said
     change, = now["changes"]
     assert change["step"] == 4 and change["lr"] == [0.004, 0.002]
     assert change["data"] == [was["data"], [str(more)]] and "change" not in now
@@ -186,8 +184,6 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
     before = sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file())
     data.prepare([str(text)], tmp_path / "bytes")
     for words, says in (
-            (("--change", "lr"), "give --lr too"),
-            (("--lr", 1, "--change", "lr"), "has made its 4 steps, so nothing"),
             (("--change", "lrr"), "'lr'"),
             (("--change", "data", "--data", tmp_path / "bytes"), "not those of the tokenizer of"),
             (("--change", "data", "--data", tmp_path / "nosuch"), "no such file"),

@@ -1,10 +1,8 @@
 """Held-out examples, each predicted once and in order on any mesh; metrics of the predictions; the
 best checkpoint, which is kept; samples."""
 
-import collections
 import dataclasses
 import fractions
-import itertools
 import json
 import math
 import os
@@ -26,7 +24,6 @@ from tests.common import (
     command,
     digit_pairs,
     ends,
-    full,
     hosts,
     net,
     peer,
@@ -35,18 +32,17 @@ from tests.common import (
     started,
     survives_kills,
 )
-from tests.helpers import ROOT, TINY, learn, make, program_of, run_of, tokens_of, without_times
+from tests.helpers import ROOT, TINY, learn, make, program_of, run_of, tokens_of
 from zigzag.commands import continued as continued_run
-from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import best_step, run_steps
 from zigzag.disk.corpus import opened_sources
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import step_of
-from zigzag.generate.rows import cut_at_end
 from zigzag.run import evaluation, metrics
+from zigzag.run.continuing import record_of
 from zigzag.run.evaluation import predict_all
-from zigzag.run.record import record_of
 
 VECTORS = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
 
@@ -112,9 +108,9 @@ def test_outputs_that_have_no_row_for_each_example_are_refused():
         return {"x": np.stack(examples), "n": np.zeros((len(examples), width))}
 
     for predict, says in (
-            (lambda p, b: b["x"].sum(), r"an array of shape \[\] for 8 examples"),
-            (lambda p, b: p["w"][:3], r"an array of shape \[3, 8\] for 8 examples"),
-            (lambda p, b: b["n"], r"rows of shape \[2\] for some examples, and \[1\] for the fi")):
+            (lambda p, b: b["x"].sum(), r"shapes \[\(\)\] for 8 examples"),
+            (lambda p, b: p["w"][:3], r"shapes \[\(3, 8\)\] for 8 examples"),
+            (lambda p, b: b["n"], r"shapes \[\(8, 2\)\] for 8 examples, and not \[\(8, 1\)\]")):
         with pytest.raises(ConfigError, match=says):
             learn(make(steps=1, eval_first=True), **{**OWN, "predict": predict, "collate": collate})
 
@@ -227,21 +223,18 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
 
 
 @pytest.mark.parametrize("metric, error, says", [
-    (lambda o, e: 1 / 0, RunError,
-     r"step 0: the metric ended in ZeroDivisionError.*test_evaluation.py line \d+\); it was given "
-     r"outputs of int32\[203\], float32\[203, 8\] and 203 examples"),
+    (lambda o, e: 1 / 0, ZeroDivisionError, "division by zero"),
     (lambda o, e: {"x": [1, 2]}, ConfigError, r"gave \[1, 2\] as 'x': expected a number"),
     (lambda o, e: None, ConfigError, "gave None as 'metric': expected a number"),
     (lambda o, e: 1j, ConfigError, "gave 1j as 'metric': expected a number"),
     (lambda o, e: np.datetime64("2026-11-24"), ConfigError, "expected a number"),
-    (lambda o, e: {"x": 10**400}, ConfigError, "expected a number"),
     (lambda o, e: {"eval_loss": 1.0}, ConfigError, "the name 'eval_loss': expected"),
     (lambda o, e: {"eval_far": 1.0}, ConfigError, "the name 'eval_far'"),
     *((lambda o, e, name=name: {name: 1.0}, ConfigError,
        f"the name {name!r}: expected a text other than .*, eval_loss, grad_norm, loss, .*, which a")
       for name in ("loss", "lr", "tokens", "train_loss", 1))])
 def test_a_broken_metric_is_a_clear_error_and_is_found_at_once(metric, error, says):
-    """A traceback from the depths of the loop, after the first hour of training."""
+    """What is found after the first hour of training, although --eval_first was given."""
     rows = []
     with pytest.raises(error, match=says):
         learn(make(steps=1, eval_first=True), **OWN, metric=metric)
@@ -254,8 +247,7 @@ def test_what_a_task_has_nothing_for_is_refused():
             (dict(eval_first=True), dict(held_out=()), "--eval_first True: there are no held-out"),
             (dict(best="smallest:eval_loss"), dict(held_out=()), "--best .*no held-out examples"),
             (dict(metric="exact"), {}, "--metric exact: .*for pairs of texts"),
-            ({}, dict(held_out=(), metric=len), "a metric, and no held-out examples"),
-            (dict(sample_prompts="x"), {}, "--sample_prompts x: this task writes no text"),
+            ({}, dict(held_out=(), metric=len), "fit.s metric: there are no held-out"),
             ({}, dict(metric=len, predict=None), "give fit a predict")):
         with pytest.raises(ConfigError, match=says):
             learn(make(steps=1, **changes), **{**OWN, **given})
@@ -293,7 +285,7 @@ def test_other_sums_that_do_not_add_up_over_held_out_rows_are_refused():
         s, n, others = own_loss(params, batch)
         return s, n, others if "seeds" in batch else {"one": jnp.ones(())}
 
-    with pytest.raises(ConfigError, match="its other sum 'one', of held-out rows"):
+    with pytest.raises(ConfigError, match="its held-out other sum 'one' by"):
         learn(make(steps=1), "data=2", **{**OWN, "loss": loss})
 
 
@@ -343,17 +335,6 @@ def test_a_continued_run_keeps_its_held_out_tokens(tmp_path):
     assert continued(record, eval_tokens=5000) == 5000
 
 
-@pytest.mark.full
-def test_the_command_continues_with_as_many_held_out_tokens(tmp_path, text):
-    """Correct parts that the command does not use."""
-    run, found = tmp_path / "run", []
-    for steps in (40, 44):
-        done = command(*SMALL, "--data", text, "--eval_every", 20, "--out", run, "--steps", steps)
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads((run / "config.json").read_text())["eval_tokens"])
-    assert found == [run_of(steps=40, batch=4, seq_len=32, eval_every=20).eval_tokens] * 2
-
-
 def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
     """A limited number of windows, all from the first held-out file."""
     config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
@@ -370,48 +351,13 @@ def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
 # -------------------------------------------------------------------------------------------
 # Metrics of texts
 
-def subsequences(words):
-    return {chosen for n in range(len(words) + 1) for chosen in itertools.combinations(words, n)}
-
-
-def brute_rouge(p, r):
-    """ROUGE by its definitions: common n-grams one by one, and all common subsequences."""
-    p, r = p.lower().split(), r.lower().split()
-
-    def f(common, a, b):
-        if not common:
-            return 0
-        precision, recall = common / a, common / b
-        return 2 * precision * recall / (precision + recall)
-
-    def grams(words, n):
-        return [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
-
-    found = {}
-    for n in (1, 2):
-        left, common = grams(r, n), 0
-        for gram in grams(p, n):
-            if gram in left:
-                left.remove(gram)
-                common += 1
-        found[f"rouge{n}"] = f(common, len(grams(p, n)), len(grams(r, n)))
-    longest = max(map(len, subsequences(p) & subsequences(r)))
-    return {**found, "rougeL": f(longest, len(p), len(r))}
-
-
-def test_rouge_is_that_of_a_brute_force():
-    """A longest common subsequence that counts a word twice, or only adjacent words."""
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(["a", "B", "c", "d"], rng.integers(0, 9))) for _ in range(240)]
-    predictions, references = texts[::2], texts[1::2]
-    want = collections.Counter()
-    for p, r in zip(predictions, references):
-        want.update(brute_rouge(p, r))
-    assert metrics.rouge(predictions, references) == pytest.approx(
-        {name: x / len(predictions) for name, x in want.items()})
+def test_rouge_by_hand():
+    """A longest common subsequence that counts a word twice, or only adjacent words; ids."""
     assert metrics.rouge(["The cat, (sat)."], ["the CAT sat"])["rouge2"] == 1
     ids = metrics.rouge([[1, 2, 3, 4]], [[1, 3, 2, 4]])
     assert ids == {"rouge1": 1, "rouge2": 0, "rougeL": 0.75}
+    assert metrics.rouge(["a a b"], ["a b b"]) == {
+        "rouge1": pytest.approx(2 / 3), "rouge2": 0.5, "rougeL": pytest.approx(2 / 3)}
 
 
 def test_rouge_is_that_of_rouge_score():
@@ -591,32 +537,24 @@ def test_kills_leave_the_best_checkpoint(tmp_path, text):
 
 
 # -------------------------------------------------------------------------------------------
-# The command line: pairs, prompts
+# The command line
 
 @pytest.mark.full
-def test_pairs_have_a_metric_and_samples(tmp_path, capsys, monkeypatch):
-    """The command line's own way from a line of JSON to a metric, its best checkpoint, and answers
-    to prompts; a metric whose package is found missing only at the first evaluation."""
+def test_pairs_have_a_metric(tmp_path, capsys, monkeypatch):
+    """The command line's own way from a line of JSON to a metric and its best checkpoint; a metric
+    whose package is found missing only at the first evaluation."""
     digits, out = digit_pairs(tmp_path / "digits.jsonl", 300), tmp_path / "out"
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "123"}\n\n{"prompt": "9"}\n')
     words = ("--model", "transformer", "--encoder_layers", 1, "--source_len", 12, "--data", digits,
              "--out", out,
              *SMALL[:-2], "--batch", 16, "--steps", 4, "--eval_every", 2, "--eval_first", "true",
-             "--shards", 2, "--sample_prompts", tmp_path / "prompts.jsonl")
+             "--shards", 2)
     done = command(*words, "--metric", "rouge", "--best", "largest:rougeL")
     assert done.returncode == 0, done.stderr
     rows = evaluations(json.loads(line) for line in open(out / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [0, 2, 4] and {"rouge1", "rouge2"} <= set(rows[0])
     assert f"rougeL {rows[-1]['rougeL']:.4f}" in done.stdout
     assert best_step(out) == max(rows, key=lambda row: row["rougeL"])["step"]
-    samples = [json.loads(line) for line in open(out / "samples.jsonl")]
-    assert [(s["step"], s["prompt"]) for s in samples] == list(
-        itertools.product((0, 2, 4), ("123", "9")))
-    answer = sample.generate(*sample.load_model(sample.Flags(run=str(out)))[:1], [[256]],
-                             sample.load_model(sample.Flags(run=str(out)))[1], 31, 0.0,
-                             source=[[*b"123", 256]])[0]
-    assert samples[-2]["text"] == Bytes().decode(cut_at_end([256], answer))
-    assert f"    source | 123\n    answer | {samples[-2]['text'][:4]}" in done.stdout
+    assert "    source | " in done.stdout and "    answer | " in done.stdout
     other = tmp_path / "other"
     monkeypatch.setitem(sys.modules, "nltk.stem.porter", None)
     for more, says in ((("--metric", "rogue"), "--metric rogue: expected exact or rouge or "
@@ -635,84 +573,17 @@ def corpus_of(tmp_path, text, **changes):
     return config, opened_sources(config.data, False, (), tmp_path / "run")
 
 
-@pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), full("")])
-@pytest.mark.full
-def test_samples_go_on_from_the_prompts_of_a_file(tmp_path, text, mesh):
-    """Prompts that see each other's padding; samples that are twice in the file after an evaluation
-    is repeated, or lost when a run continues."""
-    (tmp_path / "prompts.txt").write_text("3 and\r\nbala 17 and f\n\n x\n")
-    config, opened = corpus_of(tmp_path, text, steps=4, eval_every=2, save_every=2, layers=1,
-                               sample_prompts=str(tmp_path / "prompts.txt"),
-                               out=str(tmp_path / "run"))
-    with opened as corpus:
-        task = tasks.text.task_of(config, corpus)
-        _, result = learn(config, mesh, **vars(task))
-        shutil.rmtree(tmp_path / "run/checkpoints/4")
-        before = (tmp_path / "run/samples.jsonl").read_text()
-        learn(config, mesh, **vars(task))
-    assert (tmp_path / "run/samples.jsonl").read_text() == before
-    samples = [json.loads(line) for line in before.splitlines()]
-    assert [(s["step"], s["prompt"]) for s in samples] == list(
-        itertools.product((2, 4), ("3 and", "bala 17 and f", " x")))
-    assert result.outputs.shape[0] == 1, "one window is shown, not all"
-    # (Half of a context of 16, and what fits into it after that.)
-    ids = sample.generate(jax.device_get(result.params), [
-        Bytes().prompt(s["prompt"])[-8:] for s in samples[3:]], config, 9, 0.8)
-    assert [s["text"] for s in samples[3:]] == [
-        Bytes().decode(cut_at_end([256], new)) for new in ids]
-
-
-def test_samples_have_their_own_temperature(tmp_path, text, capsys):
-    """A temperature that does not reach the samples, or not the window that is shown."""
-    (tmp_path / "prompts.txt").write_text("17 and")
+def test_the_text_that_is_shown_has_its_own_temperature(tmp_path, text, capsys):
+    """A temperature that does not reach the window that is shown."""
     ids = Bytes().prompt("17 and")
-    config, opened = corpus_of(tmp_path, text, layers=1, sample_temperature=0.0,
-                               sample_prompts=str(tmp_path / "prompts.txt"))
+    config, opened = corpus_of(tmp_path, text, layers=1, sample_temperature=0.0)
     with opened as corpus:
         task = tasks.text.task_of(config, corpus)
     params = model.init(config.network, jax.random.key(0))
-    found = [task.samples.predict(params, task.samples.collate(task.samples.prompts))[0, :6],
-             task.predict(params, {"tokens": np.array([ids])})[0, 4:10]]
-    want = sample.generate(params, [ids, ids[:4]], config.network, 6, temperature=0)
-    assert [row.tolist() for row in found] == want
+    found = task.predict(params, {"tokens": np.array([ids])})[0, 4:10]
+    want, = sample.generate(params, [ids[:4]], config.network, 6, temperature=0)
+    assert found.tolist() == want
     assert "--sample_temperature -1" in refused(capsys, "--sample_temperature", -1)
-    assert "--sample_temperature 0.5 has no effect on pairs of texts" in refused(
+    assert "--sample_temperature 0.5: no effect on pairs" in refused(
         capsys, "--sample_temperature", 0.5, "--model", "transformer", "--encoder_layers", 1,
         "--source_len", 8, "--out", tmp_path / "out", "--data", text)
-
-
-def test_a_file_without_prompts_is_one_line(tmp_path, capsys, text):
-    """A traceback, or a run that writes no samples."""
-    files = {"none.txt": "\n \n", "a.jsonl": '{"prompt": 3}\n', "b.jsonl": "3 and\n",
-             "c.jsonl": '{"prompt": "\\ud800"}', "d.jsonl": '{"prompt": ""}', "e.jsonl": '["a"]'}
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xe9")
-    for name, says in {"gone.txt": "No such file", "none.txt": "no text in it",
-                       "latin.txt": "not UTF-8", "a.jsonl": "line 1: .*not text",
-                       "b.jsonl": "not JSON", "c.jsonl": "half a character",
-                       "d.jsonl": "a prompt is empty", "e.jsonl": "no.* an object"}.items():
-        config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / name))
-        with opened as corpus, pytest.raises(
-                ConfigError, match=f"--sample_prompts .*{name}.*{says}.*expected"):
-            tasks.text.task_of(config, corpus)
-    (tmp_path / "long.txt").write_text("a" * 40)
-    config, opened = corpus_of(tmp_path, text, sample_prompts=str(tmp_path / "long.txt"))
-    with opened as corpus:
-        tasks.text.task_of(config, corpus)
-    assert "a prompt has 41 tokens; the last 8 are read" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_metrics_of_a_run_are_the_same_with_and_without_samples(tmp_path, text):
-    """Samples that change the training."""
-    (tmp_path / "prompts.txt").write_text("3 and\n")
-    found = []
-    for name, prompts in (("a", ""), ("b", str(tmp_path / "prompts.txt"))):
-        config, opened = corpus_of(tmp_path / name, text, steps=3, eval_every=1, layers=1,
-                                   sample_prompts=prompts, out=str(tmp_path / name / "run"))
-        with opened as corpus:
-            task = tasks.text.task_of(config, corpus)
-            learn(config, **vars(task))
-        found.append(without_times(tmp_path / name / "run/metrics.jsonl"))
-    assert found[0] == found[1]

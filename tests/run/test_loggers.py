@@ -123,10 +123,3 @@ def test_only_process_0_logs(tmp_path, wandb, monkeypatch):
     opened = loggers.Loggers(("wandb",), str(tmp_path), 0, {}, print, print)
     opened.write({"step": 1, "loss": 2.0})
     assert not opened.opened and not wandb.runs and not [*tmp_path.iterdir()]
-
-
-def test_numbers_of_a_row():
-    """A list, or null, that a logger cannot draw."""
-    assert loggers.numbers_of({"step": 3, "loss": 2, "mfu": None, "expert_load": [
-        [0.25, 0.75], [0.5, 0.5]], "empty": []}) == {
-            "loss": 2.0, "expert_load/smallest": 0.25, "expert_load/largest": 0.75}

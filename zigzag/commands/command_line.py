@@ -2,6 +2,7 @@
 
     parse          the configuration of a new run: train.parse
     read_flags     the flags that were given, by name; --help
+    groups_of      the groups of --help: the headings above the options in the source
     make_config    the configuration with given values of its fields and its network's
     asked_of_run   what flags ask of a run that they continue
     check_command  refuse flags that have no effect on --bench or --topology
@@ -14,7 +15,6 @@ from typing import Any, Sequence
 
 import networks
 import train
-from zigzag.commands import help
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
 from zigzag.core.options import comments, options
@@ -23,11 +23,12 @@ from zigzag.weights.network import Network
 
 # What these commands do not use: groups of options, and single ones. (Beside them may stand what
 # says how to train, and --out: one asks how a training command would run.)
-NOT_USED = {"bench": (("saving", "evaluation"), ("check", "profile")),
-            "topology": (("saving", "evaluation"), ("check", "profile", "max_skipped"))}
-# {kind of data (a file in tasks/): how a message calls it}
-KINDS = {"text": "text", "pairs": "pairs of texts (a model with an encoder)",
-         "arrays": "arrays (pictures, sound or classes)"}
+NOT_USED = {"bench": (("saving", "evaluation"), ("check", "profile", "topology")),
+            "topology": (("saving", "evaluation"), ("check", "profile", "max_skipped", "bench"))}
+IN_A_SCRIPT = ("All flags of train.py change this script's run, too: python train.py --help lists "
+               "them")
+LAST = ("python train.py --help all shows every flag; --model NAME --help adds those of the "
+        "network of NAME")
 
 
 def names_of(cls: type) -> set[str]:
@@ -53,39 +54,59 @@ def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[st
     the docstring of the script that calls train.parse: its --help shows this and the flags that
     were given, which are the script's own defaults."""
     words = list(sys.argv[1:] if argv is None else argv)
-    asks_help = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
-    is_all = asks_help is not None and words[asks_help + 1:asks_help + 2] == ["all"]
-    if asks_help is not None:
-        words[asks_help:asks_help + 1 + is_all] = []
+    asks_help = next((word for word in words if word in ("-h", "--help")), None)
+    is_all = False
+    if asks_help:
+        at = words.index(asks_help)
+        is_all = words[at + 1:at + 2] == ["all"]
+        del words[at:at + 1 + is_all]
     classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), train.Config
     given, _ = parse_flags(classes, words)
     check_shards(given)
-    if given.get("plot") and asks_help is None:
+    if asks_help:
+        _show_help(given, is_all, script)
+    if given.get("plot"):
         _refuse([name for name in given if name not in ("plot", "save")], given, "with --plot")
         plots.draw(given["plot"], given.get("save", ""))
         sys.exit(0)
-    if asks_help is not None:
-        network, fields, source = networks.chosen(given)
-        values = dataclasses.asdict(network.config(**fields)) | source if given else {}
-        values |= {name: as_given(value) for name, value in given.items()}
-        others = networks.NETWORKS.values() if is_all else [network]
-        plain, classes = classes[0], (*(network.config for network in others), train.Config)
-        groups, last = help.groups_of(plain, train.Config, others, is_all), help.LAST
-        if script and not is_all:
-            groups, last = {"its own defaults": list(given)}, help.IN_A_SCRIPT
-        show_help(help_text(classes, groups, last, values | {"published": ""}, script))
-    _check_commands(given)
-    return given
-
-
-def _check_commands(given):
-    """Refuse flags that have no effect on --bench or --topology."""
-    if given.get("bench") and given.get("topology"):
-        raise ConfigError(f"--bench measures here, and --topology {given['topology']} compiles for "
-                          f"hardware that is not here: give one of them")
     for command in NOT_USED:
         if given.get(command):
             check_command(given, command, f"with --{command}")
+    return given
+
+
+def _show_help(given, is_all, script):
+    """Print the flags with the values that they would have beside those that were given."""
+    network, fields, source = networks.chosen(given)
+    values = dataclasses.asdict(network.config(**fields)) | source if given else {}
+    values |= {name: as_given(value) for name, value in given.items()} | {"published": ""}
+    every = [*networks.NETWORKS.values()]
+    plain, others = every[0].config, every if is_all else [network]
+    groups, last = groups_of(plain, train.Config, others, is_all), LAST
+    if script and not is_all:
+        groups, last = {"its own defaults": list(given)}, IN_A_SCRIPT
+    show_help(help_text((*(network.config for network in others), train.Config), groups, last,
+                        values, script))
+
+
+def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: bool = False
+              ) -> dict[str, Sequence[str]]:
+    """{group: names of options}, in the order of train.Config (`run`): its options and those of
+    the plain decoder's configuration (`plain`), then the further options of these networks. Rare
+    ones are left out, unless `everything` is asked for. So a fork's new option is shown where it
+    stands, and needs no line here."""
+    groups: dict[str, list[str]] = {}
+    for wanted in (False, True) if everything else (False,):
+        for cls, usual in ((run, "training"), (plain, "model")):
+            for name, (_, group, is_rare) in comments(cls).items():
+                if is_rare == wanted:
+                    groups.setdefault(group or usual, []).append(name)
+    shown = {*comments(plain), *comments(run)}
+    for network in networks:
+        own = [name for name in comments(network.config) if name not in shown]
+        groups[f"options of the network {network.name}"] = own
+        shown.update(own)
+    return groups
 
 
 def check_command(given: dict[str, Any], command: str, where: str) -> None:
@@ -100,28 +121,20 @@ def _group(name):
 
 
 def check_used(given: dict[str, Any], config: Any, kind: str) -> None:
-    """Refuse flags that have no effect on this kind of data, or in a run without evaluations."""
+    """Refuse flags that have no effect on this kind of data (a file in tasks/), or in a run without
+    evaluations."""
     if config.eval_every == 0:      # (--held_out says that all of --data is learned)
         _refuse([name for name in given if given[name] and _group(name) == "evaluation"
                  and name != "held_out"], given, "with --eval_every 0")
     known = options(train.Config)
-    names = [name for name in given if name in known and known[name].of
-             and kind not in known[name].of]
-    of = dict.fromkeys(KINDS[which] for name in names for which in known[name].of)
-    _refuse(names, given, f"on {KINDS.get(kind, kind)}, which this model learns from: "
-                          f"{_is(names)} for {' or '.join(of)}")
-
-
-def _is(names):
-    return "it is" if len(names) == 1 else "they are"
+    _refuse([name for name in given if name in known and known[name].of
+             and kind not in known[name].of], given, f"on {kind}, which this model learns from")
 
 
 def _refuse(names, given, why):
     if names:
         flags = " and ".join(f"--{name} {as_given(given[name])}" for name in names)
-        verb = "has" if len(names) == 1 else "have"
-        raise ConfigError(f"{flags} {verb} no effect {why}; leave "
-                          f"{'it' if len(names) == 1 else 'them'} out")
+        raise ConfigError(f"{flags}: no effect {why}; leave out")
 
 
 def make_config(network: Network, values: dict[str, Any], given: dict[str, Any]) -> Any:

@@ -4,7 +4,6 @@ values.
     continued      the configuration for these flags
     of_run         the configuration of a run, to look at its step (learn.explain)
     left_out       the values that a command takes from the run that it continues
-    check_change   refuse a --change that changes nothing
 """
 
 import functools
@@ -16,10 +15,9 @@ import train
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
-from zigzag.core.options import changes, options
-from zigzag.disk.checkpoint import check_run_folder, newest_step, run_config, run_record
-from zigzag.run import record
-from zigzag.run.continuing import check_steps
+from zigzag.core.options import options
+from zigzag.disk.checkpoint import check_run_folder, run_config, run_record
+from zigzag.run import continuing
 from zigzag.weights.network import config_of_run, network_of
 
 
@@ -31,30 +29,21 @@ def continued(given: dict[str, Any]) -> Any:
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
-    check_change(given, out, is_run)
+    if not is_run and (change := given.get("change")):
+        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
+                          f"it out to begin one")
     if not is_run:
         return command_line.config_of_flags(given)
-    check_steps(given, out)
-    old = record.old_config(train.Config, out)
+    continuing.check_steps(given, out)
+    old = continuing.old_config(train.Config, out)
     network = network_of(old)
     asked = command_line.asked_of_run(given, old)
     values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
 
-    def check(facts):
-        check_run_folder(out, facts, functools.partial(record.read_old, train.Config),
-                         record.may_change(train.Config), tasks.needs(old),
-                         given.get("change", ()))
-
-    try:
-        config = command_line.make_config(network, values, given)
-    except ConfigError:     # (if a value differs from the run's, `check` says that instead)
-        check({name: asked[name] for name in record.facts_of(old) if name in asked})
-        raise
-    check({**record.facts_of(config), "network": asked.pop("network", network.name)})
-    if "lr" in given.get("change", ()) and not config.epochs and (
-            config.steps <= (at := newest_step(out))):
-        raise ConfigError(f"--change lr: --out {out} has made its {at:,} steps, so nothing would "
-                          f"be learned with this rate; give --steps too")
+    config = command_line.make_config(network, values, given)
+    facts = {**continuing.facts_of(config), "network": asked.pop("network", network.name)}
+    check_run_folder(out, facts, functools.partial(continuing.read_old, train.Config),
+                     continuing.may_change(train.Config), tasks.needs(old), given.get("change", ()))
     return config
 
 
@@ -65,7 +54,7 @@ def of_run(run: str, given: dict[str, Any]) -> Any:
         raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
                           f"a network of train.py's; give a run of one first")
     old = run_config(run, train.Config, network=config_of_run(run))
-    facts = record.facts_of(old) | {"model": old.model, "init_from": old.init_from}
+    facts = continuing.facts_of(old) | {"model": old.model, "init_from": old.init_from}
     for name, value in given.items():
         if facts.get(name, value) != value:
             raise ConfigError(f"--{name} {as_given(value)}: --run {run} has {name} "
@@ -83,21 +72,4 @@ def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict
     if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
         is_other = given.get("decay", old["decay"]) != old["decay"]
         dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
-    if given.get("eval_every") == 0:            # (what evaluations would have done)
-        dropped |= {"best", "metric", "eval_first"}
     return {name: value for name, value in old.items() if name not in dropped | given.keys()}
-
-
-def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
-    """Refuse a --change that changes nothing."""
-    change = given.get("change", ())
-    if change and not is_run:
-        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
-                          f"it out to begin one")
-    of = changes(train.Config)
-    for word in change:
-        # (--data may be the same path with other text.)
-        if word in of.values() and word != "data" and given.keys().isdisjoint(
-                ("epochs", *(name for name in of if of[name] == word))):
-            other = " or --steps" if word == "decay" else ""
-            raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")

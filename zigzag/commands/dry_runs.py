@@ -27,9 +27,9 @@ from zigzag.disk.tokenizers import Bytes
 from zigzag.measure import forecast
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.rule.rule import explain, parse_overrides, state_shapes, zero1_specs
+from zigzag.run.begin import devices_of, machine
 from zigzag.run.checks import check_network
-from zigzag.run.loop import Loop, describe_attention, flush_metrics, prepare, report_header
-from zigzag.run.machine import devices_of, machine
+from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
 from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.task import Task, without_data
 from zigzag.weights import lora
@@ -147,7 +147,6 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
         task.examples, config.seed, at * config.batch + np.arange(config.batch)))
     with jax.set_mesh(program.mesh):
         report_header(program, say)
-        say.line(describe_attention(program.plan))
         step, same = prepare(loop), next_batch(0)
         for at in range(config.steps):
             batch = same if at % 2 else next_batch(at)

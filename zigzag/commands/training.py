@@ -23,7 +23,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import check_run_folder, newest_step
 from zigzag.disk.corpus import tokenizer_of
-from zigzag.run import continuing, loggers, record
+from zigzag.run import continuing, loggers
 from zigzag.run.task import Learned, Task
 
 
@@ -77,12 +77,12 @@ def _opened_in_turn(config: Any) -> Iterator[tuple[Learned, Any]]:
     run, is_process_0 = Path(config.out), jax.process_index() == 0
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
-    read = functools.partial(record.read_old, train.Config)
+    read = functools.partial(continuing.read_old, train.Config)
     check = functools.partial(check_run_folder, config.out, read_old=read,
-                              may=record.may_change(train.Config), change=config.change)
+                              may=continuing.may_change(train.Config), change=config.change)
     weights, tokenizer, noted = tasks.first_weights(config)
     loggers.check(config.log, config.out)
-    check(record.facts_of(config), needs=tasks.needs(config))
+    check(continuing.facts_of(config), needs=tasks.needs(config))
     fingerprint = ""            # of the run's data, if it continues
     if (run / "config.json").exists():
         old = read(config.out)

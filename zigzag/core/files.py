@@ -80,67 +80,56 @@ def check_can_make(out: str, flag: str = "--out") -> None:
         raise ConfigError(f"{flag} {out}: cannot be made there ({there}: {e.strerror})") from None
 
 
-class Placed:
-    """What a command has put into the folder of a run that has not begun yet."""
+# For each open `taken_back`: the places that it has filled, with where it keeps what was there; and
+# a function that takes all of it back.
+_placed: list[tuple[list[tuple[Path, Path]], Callable[[], None]]] = []
 
-    def __init__(self, run: Path):
-        self.run, self.is_new, self.moved = run, not run.exists(), []
 
-    def put(self, source: Path, name: str) -> Path:
-        """Move a file or a folder into the run's folder. Returns its new path."""
-        target, old = self.run / name, self.run / f"{name}.before"
+@contextlib.contextmanager
+def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
+    """A function put(source, name), which moves a file or a folder into the folder of a run and
+    returns its new path. Unless run_has_begun is called before the end, everything is taken back: a
+    refused run leaves its folder as it found it."""
+    is_new, moved = not run.exists(), []
+
+    def put(source, name):
+        target, old = run / name, run / f"{name}.before"
         _remove(old)            # (of a process that was killed)
-        self.moved.append((target, old if target.exists() else None))
+        moved.append((target, old))
         if target.exists():
             os.replace(target, old)
         os.replace(source, target)
         return target
 
-    def keep(self) -> None:
-        """Leave everything where it was put: the run has begun."""
-        for _, old in self.moved:
-            if old:
-                _remove(old)
-        self.moved, self.is_new = [], False
-
-    def take_back(self) -> None:
-        """Make the folder as it was."""
-        while self.moved:
-            target, old = self.moved.pop()
+    def take_back():
+        while moved:
+            target, old = moved.pop()
             _remove(target)
-            if old and old.exists():
+            if old.exists():
                 os.replace(old, target)
-        if self.is_new:
+        if is_new:
             with contextlib.suppress(OSError):
-                self.run.rmdir()            # (only if it is empty)
+                run.rmdir()             # (only if it is empty)
 
-
-_placed: list[Placed] = []
-
-
-@contextlib.contextmanager
-def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
-    """The function Placed.put for the folder of a run. Unless run_has_begun is called before the
-    end, everything is taken back: a refused run leaves its folder as it found it."""
-    placed = Placed(run)
-    _placed.append(placed)
+    _placed.append((moved, take_back))
     try:
-        yield placed.put
+        yield put
     finally:
-        _placed.remove(placed)
-        placed.take_back()
+        _placed.pop()
+        take_back()
 
 
 def run_has_begun() -> None:
     """Keep what was put into the folder of this command's run."""
-    for placed in _placed:
-        placed.keep()
+    for moved, _ in _placed:
+        while moved:
+            _remove(moved.pop()[1])
 
 
 def take_back_all() -> None:
     """Take back what was put, before this process ends without unwinding."""
-    for placed in reversed(_placed):
-        placed.take_back()
+    for _, take_back in reversed(_placed):
+        take_back()
 
 
 def _remove(path):

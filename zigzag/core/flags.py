@@ -8,7 +8,6 @@ The fields of a dataclass are the flags (zigzag/core/options.py says how they ar
 """
 
 import dataclasses
-import difflib
 import inspect
 import math
 import os
@@ -85,7 +84,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
     argv = list(sys.argv[1:] if argv is None else argv)
     classes = cls if isinstance(cls, tuple) else (cls,)
     types = {option.name: option.kind for c in classes for option in options(c).values()}
-    given, words, unknown = {}, [], []
+    given, words = {}, []
     while argv:
         word = argv.pop(0)
         if word in ("-h", "--help"):
@@ -94,10 +93,9 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             if name not in types:
-                unknown.append(f"--{name} is not an option{_instead(name, types, positional)}")
-                while argv and not argv[0].startswith("--"):
-                    argv.pop(0)
-                continue
+                near = did_you_mean(name, types, "--{}".format) or "; --help lists the options"
+                known = meaning(name.lower(), {*types, positional})
+                raise ConfigError(f"--{name} is not an option{f'; {known}' if known else near}")
             values = [value] if equals else []
             while argv and not argv[0].startswith("--") and (
                     not values or types[name] is tuple):
@@ -108,17 +106,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
         else:
             raise ConfigError(f"{word!r} stands alone: options are written --name value"
                               + did_you_mean(word.lstrip("-"), types, "--{}".format))
-    if unknown:
-        raise ConfigError("; ".join(unknown).replace("?; ", "? "))
     return given, words
-
-
-def _instead(name, types, positional):
-    """The rest of the message about an unknown option: what to use instead."""
-    if known := meaning(name.lower(), {*types, positional}):
-        return f"; {known}"
-    near = difflib.get_close_matches(name, types, 1, 0.7)
-    return f"; did you mean --{near[0]}?" if near else "; --help lists the options"
 
 
 def _value(name, kind, values, given):
@@ -136,10 +124,9 @@ def _value(name, kind, values, given):
     except (ValueError, KeyError):
         expected = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
         raise ConfigError(f"--{name} {text}: expected {expected}") from None
-    if kind is int and abs(value) >= 2**31:
-        raise ConfigError(f"--{name} {text}: must be below 2**31")
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"--{name} {text}: expected a finite number")
+    if kind in (int, float) and not abs(value) < (2**31 if kind is int else math.inf):
+        raise ConfigError(f"--{name} {text}: expected a finite number"
+                          + " below 2**31" * (kind is int))
     return value
 
 

@@ -44,19 +44,15 @@ CONTINUES = "when all have ended, the same command in each continues from the la
 
 def check_processes(c: Any) -> None:
     """Refuse flags that name no processes, or not all that is needed to join them."""
-    given = bool(c.coordinator), c.processes > 0, c.process_id >= 0
-    if any(given) and not all(given):
+    given = bool(c.coordinator), c.processes > 0, c.process_id >= 0, not c.distributed
+    if any(given[:3]) and not all(given):
         raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
                           "and --process_id I (from 0), or only --distributed under SLURM, Open "
                           "MPI or on a TPU pod")
-    if all(given) and c.distributed:
-        raise ConfigError("--distributed finds the coordinator by itself, and --coordinator names "
-                          "it: give one of them")
-    if c.coordinator and not (re.fullmatch(r"\S+:\d{1,5}", c.coordinator)
-                              and 0 < int(c.coordinator.rsplit(":", 1)[1]) < 2**16):
+    if c.coordinator and not re.fullmatch(r"\S+:\d{1,5}", c.coordinator):
         raise ConfigError(f"--coordinator {c.coordinator}: expected HOST:PORT, where process 0 "
                           f"listens")
-    if all(given) and c.process_id >= c.processes:
+    if c.coordinator and c.process_id >= c.processes:
         raise ConfigError(f"--process_id {c.process_id}: with --processes {c.processes}, expected "
                           f"0 to {c.processes - 1}")
 
@@ -71,7 +67,7 @@ def init_distributed(config: Any) -> None:
                      process_id=config.process_id)
         others = f"{config.processes} processes at {config.coordinator}"
         if config.process_id == 0:
-            given["coordinator_bind_address"] = _bind_address(config.coordinator)
+            _check_port(config.coordinator)
     watchdog.start(config.patience)
     watchdog.arm(f"waiting for {others}", config.patience)
     try:
@@ -85,24 +81,17 @@ def init_distributed(config: Any) -> None:
     watchdog.arm("beginning")
 
 
-def _bind_address(coordinator):
-    """The address on which process 0 listens: the one that --coordinator names, if this machine has
-    it and others can reach it, else None (all addresses). The port is tried here first, because on
-    a port in use jax crashes (exit status 139, no message)."""
-    host, port = coordinator.rsplit(":", 1)
-    for name in (host, ""):
-        try:
-            with socket.create_server((name, int(port))) as server:
-                address = server.getsockname()[0]
-        except OSError as e:
-            if e.errno == errno.EADDRINUSE:
-                raise ConfigError(f"--coordinator {coordinator}: port {port} is in use on this "
-                                  f"machine; give another") from None
-        else:
-            # A machine's own name may mean 127.0.1.1, where others cannot reach it.
-            is_reachable = not address.startswith("127.") or re.match(r"localhost$|127\.", host)
-            return coordinator if name and is_reachable else None
-    return None
+def _check_port(coordinator):
+    """Refuse a port in use, on which jax crashes (exit status 139, no message)."""
+    port = coordinator.rsplit(":", 1)[1]
+    try:
+        socket.create_server(("", int(port))).close()
+    except OverflowError:
+        raise ConfigError(f"--coordinator {coordinator}: a port is below 65536") from None
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise ConfigError(f"--coordinator {coordinator}: port {port} is in use on this "
+                              f"machine; give another") from None
 
 
 _messages, _stop_questions = itertools.count(), itertools.count(1)      # (jax counts from 1)
@@ -252,8 +241,7 @@ def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    listener = threading.Thread(target=_listen, args=(reader, numbers, old, out, gives_up),
-                                daemon=True)
+    listener = threading.Thread(target=_listen, args=(reader, numbers, out, gives_up), daemon=True)
     listener.start()
     try:
         for number in numbers:
@@ -269,50 +257,29 @@ def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
         os.close(reader)
 
 
-def _listen(reader, numbers, old, out, gives_up):
+def _listen(reader, numbers, out, gives_up):
     """Say what each signal in the pipe does, until END comes; end the process after the last one
-    (in a notebook, whose process must go on, interrupt it instead). What is not in `numbers`
-    belongs to whoever owns the pipe `old` (-1: nobody)."""
+    (in a notebook, whose process must go on, interrupt it instead)."""
     count, last = 0, -math.inf
-    while True:
-        found = os.read(reader, 512)
-        ours = [number for number in found if number in numbers]
-        if old >= 0 and (others := bytes({*found} - {END, *ours})):
-            with contextlib.suppress(OSError):
-                os.write(old, others)
-        if END in found:
-            return
-        if not ours or time.monotonic() - last < TOGETHER:
+    while END not in (found := os.read(reader, 512)):
+        if not {*found} & {*numbers} or time.monotonic() - last < TOGETHER:
             continue
         count, last = count + 1, time.monotonic()
         is_before = watchdog.doing in BEFORE_UPDATES
-        if count > (1 if is_before else 2):
-            gives_up.set()
-            status, line = exit_line(KeyboardInterrupt())
-            take_back_all()
-            _say(line)
-            if not (hasattr(sys, "ps1") or sys.flags.interactive):
-                os._exit(status)
-            signal.raise_signal(signal.SIGINT)      # (on_signal raises KeyboardInterrupt)
-            return
-        _say(_stopping(ours[0], count, is_before, out))
-
-
-def _stopping(number, count, is_before, out):
-    """The line about signal number `count` of a run that goes on until it has saved in `out`."""
-    what = watchdog.doing if is_before else f"finishing {watchdog.doing}"
-    if what == "finishing a save":
-        what = "saving"
-    elif out:
-        what += ", then saving"
-    what += out and f" in {out}"
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    if is_before:
-        return f"stopping: {what}; a second {name} ends at once, and nothing is lost"
-    if count == 1:
-        return (f"stopping: {what}; a second {name} changes nothing, a third ends at once and "
-                f"loses what is not saved")
-    return f"stopping: still {what}; one more {name} ends at once and loses what is not saved"
+        left = (2 if is_before else 3) - count      # signals that end this at once
+        if left > 0:
+            _say(f"stopping: {watchdog.doing}" + (f", then saving in {out}" if out else "")
+                 + f"; {left} more Ctrl-C or SIGTERM end{'s' * (left == 1)} this at once and "
+                 + ("nothing is lost" if is_before else "what is not saved is lost"))
+            continue
+        gives_up.set()
+        status, line = exit_line(KeyboardInterrupt())
+        take_back_all()
+        _say(line)
+        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+            os._exit(status)
+        signal.raise_signal(signal.SIGINT)      # (on_signal raises KeyboardInterrupt)
+        return
 
 
 def _say(line):

@@ -26,40 +26,29 @@ from typing import Any, Callable, Collection, NamedTuple, Sequence
 from zigzag.core.errors import ConfigError, did_you_mean
 
 
-def flag(default: Any, *, least: float = 0, one_of: Collection[Any] = (),
-         check: Callable | None = None, same: bool = False, change: str = "",
-         of: Sequence[str] = (), recorded: bool = True, beside: str = "") -> Any:
-    """A field of a configuration, and what there is to say about it besides its default:
-
-        least       its smallest value, if it is a number
-        one_of      its only values
-        check       a function that refuses other values, with a ConfigError
-        same        it decides a run's numbers, so it must be the same when the run continues. (All
-                    of a network's own fields do)
-        change      the word of --change with which it may be another all the same
-        of          the kinds of data (files in tasks/) that use it; (): all
-        recorded    whether config.json has it; False: it holds for one command or one process
-        beside      another option: when a run continues and one of the two is given, the run's
-                    value of the other is dropped"""
-    return dataclasses.field(default=default, metadata=dict(
-        least=least, one_of=one_of, check=check, same=same, change=change, of=tuple(of),
-        recorded=recorded, beside=beside))
+def flag(default: Any, **said: Any) -> Any:
+    """A field of a configuration, and what there is to say about it besides its default: any of
+    Option's fields from `least` on."""
+    return dataclasses.field(default=default, metadata=said)
 
 
 class Option(NamedTuple):
-    """What is declared of one option; the last eight are the arguments of `flag`."""
+    """What is declared of one option."""
     name: str
     kind: type              # int, float, str, bool or tuple
     is_optional: bool       # whether it may be None: not given
     default: Any
-    least: float = 0
-    one_of: Collection[Any] = ()
-    check: Callable | None = None
-    same: bool = False
-    change: str = ""
-    of: Sequence[str] = ()
-    recorded: bool = True
-    beside: str = ""
+    least: float = 0        # its smallest value, if it is a number
+    one_of: Collection[Any] = ()    # its only values
+    check: Callable | None = None   # a function that refuses other values, with a ConfigError
+    same: bool = False      # it decides a run's numbers, so it must be the same when the run
+                            # continues. (All of a network's own fields do)
+    change: str = ""        # the word of --change with which it may be another all the same
+    of: Sequence[str] = ()  # the kinds of data (files in tasks/) that use it; (): all
+    recorded: bool = True   # whether config.json has it; False: it holds for one command or one
+                            # process
+    beside: str = ""        # another option: when a run continues and one of the two is given, the
+                            # run's value of the other is dropped
 
 
 @functools.cache
@@ -142,7 +131,7 @@ def check_values(config: Any) -> None:
         if value is None and option.is_optional:
             continue
         if option.one_of and value not in option.one_of:
-            known = list(map(str, filter(None, option.one_of)))
+            known = [str(one) for one in option.one_of if one != ""]
             raise ConfigError(f"--{name} {value}: expected {' or '.join(known)}"
                               + did_you_mean(str(value), known))
         if option.check:

@@ -12,13 +12,14 @@ import math
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import jax
 
-from zigzag.core.errors import human_bytes, printable
+from zigzag.core.errors import as_given, human_bytes, printable
 from zigzag.core.flags import changed
 
 
@@ -30,11 +31,9 @@ class Reporter:
         self.is_quiet = jax.process_index() > 0
         self.clock = time.perf_counter()            # when the last step's numbers came
         self.times = collections.deque(maxlen=50)   # seconds of recent steps
+        self.first: Any = None                      # (the first step told, when)
         self.saving = 0.0                           # seconds that saves took since the last step
-        self.evaluations: list[float] = []          # seconds of each
-        self.saves: list[float] = []
         self.losses: list[float] = []               # since the last evaluation
-        self.recent = collections.deque(maxlen=128)
         self.file, self.early = None, []            # a file for the lines; those before it was open
 
     def start_clock(self) -> None:
@@ -46,26 +45,6 @@ class Reporter:
         took, saving = time.perf_counter() - self.clock, self.saving
         self.clock, self.saving = self.clock + took, 0.0
         return took, saving
-
-    def saved(self, seconds: float) -> None:
-        """Note that a save held up the loop for this many seconds."""
-        self.saves.append(seconds)
-        self.saving += seconds
-
-    def evaluated(self, seconds: float) -> None:
-        """Note the seconds of an evaluation, and leave them out of the next step's time."""
-        self.evaluations.append(seconds)
-        self.start_clock()
-
-    def note_loss(self, at: int, loss: float) -> None:
-        """Keep a step's loss, and print a line if it is far above the recent ones."""
-        recent = self.recent
-        if len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent):
-            self.line(f"step {at}: the loss, {loss:.4f}, is far above that of the last "
-                      f"{len(recent)} steps, {statistics.fmean(recent):.4f}")
-        if math.isfinite(loss):
-            recent.append(loss)
-            self.losses.append(loss)
 
     def training_loss(self) -> float | None:
         """The mean of the losses since the last evaluation, without those that are not finite; None
@@ -96,32 +75,23 @@ class Reporter:
         self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n" + "".join(
             text + "\n" for text in self.early))
 
-    def header(self, config: Any, mesh: Any, weights: str, table: str, timeline: str,
-               host_names: Sequence[str], about: Sequence[str] = ()) -> None:
-        """`weights` counts them, `table` says where each lies and why, `timeline` draws the
-        pipeline; `host_names` has the name of each process's host, and `about` has lines about the
-        model and the run."""
+    def header(self, config: Any, mesh: Any, host_names: Sequence[str], about: Sequence[str]
+               ) -> None:
+        """`host_names` has the name of each process's host, `about` the lines about the run."""
         device, count = mesh.devices.flat[0], mesh.size
-        cpus = f"{count} simulated CPU devices" if count > 1 else "1 CPU device"
-        what = (f"{cpus}, no accelerator was found"
-                if device.platform == "cpu" else f"{count} x {device.device_kind}")
+        what = f"{count} x {device.device_kind}"
+        if device.platform == "cpu":
+            what = f"{count} simulated CPU device{'s' * (count > 1)}, no accelerator was found"
         if config.topology:
             what += " that are not here: compiled, not run"
-        elif len(host_names) > 1:
-            what += f" in {len(host_names)} processes"
         self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
         if not config.topology:
             for process, name in enumerate(host_names):
-                own = [d for d in mesh.devices.flat if d.process_index == process]
-                self.line(f"devices  process {process} on {name}: {len(own)} x "
-                          f"{own[0].device_kind} ({', '.join(map(_place, own))})")
+                own = sum(d.process_index == process for d in mesh.devices.flat)
+                self.line(f"devices  process {process} on {name}: {own} x {device.device_kind}")
         self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
         for text in filter(None, about):
             self.line(text)
-        self.line(f"weights  {weights}")
-        self.line(table)
-        if timeline:
-            self.line(timeline)
 
     def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
                     ) -> None:
@@ -136,32 +106,29 @@ class Reporter:
         for (kind, axis), wanted in missing.items():
             self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
 
-    def step(self, row: dict, took: float, memory: int, tokens: tuple[int, int] = (0, 0),
-             others: Callable[[float], float] = lambda usual: 0.0, what: str = "tokens",
+    def step(self, row: dict, took: float, memory: int, computed: float = 0, what: str = "tokens",
              own: Mapping[str, Any] = {}) -> None:
-        """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use. `tokens`
-        are how many were computed and how many learned from, where row["tokens"] does not say
-        both; `what` says what they are. others(seconds of a usual step): how long evaluations and
-        saves to come will take. `own` are the row's numbers that the loss itself logs: the first
-        two by name are printed."""
-        total, at = self.steps, row["step"]
-        if at > 1:              # the first step is slow
+        """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use;
+        `computed` is how many of `what` were computed, if that is not row["tokens"]. `own` are the
+        row's numbers that the loss itself logs: the first two by name are printed."""
+        total, at, now = self.steps, row["step"], time.perf_counter()
+        if self.first is None:
+            self.first = at, now
+        else:                   # (the first step is slow)
             self.times.append(took)
         is_due = at % max(1, total // 20) == 0 or at in (1, total)
         if not (self.is_terminal or is_due):
             return
-        usual = statistics.median(self.times) if self.times else took
-        left = f"{(total - at) * usual + others(usual):.0f} s left" if self.times else "-"
+        # (With the evaluations and saves so far, there will be as many of them in a step.)
+        steps, seconds = at - self.first[0], now - self.first[1]
+        left = f"{(total - at) * seconds / steps:.0f} s left" if steps else "-"
         mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
-        computed, learned = tokens if tokens[0] else (row["tokens"],) * 2
-        speed = f"{computed / usual:,.0f} {what}/s"
-        if 0 < learned < 0.99 * computed and learned == int(learned):   # (no sum of weights)
-            speed += f" ({learned / usual:,.0f} learned from)"
+        speed = (computed or row["tokens"]) / (statistics.median(self.times or [took]))
         names = sorted(name for name, x in own.items() if isinstance(x, float))[:2]
         numbers = "".join(f"  {name} {own[name]:.3g}" for name in names)
         rate = f"  lr {row['lr']:.2e}" if row["lr"] is not None else ""
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}{numbers}  "
-                f"{speed}{mfu}  grad {row['grad_norm']:.2f}{rate}  "
+                f"{speed:,.0f} {what}/s{mfu}  grad {row['grad_norm']:.2f}{rate}  "
                 f"{human_bytes(memory)}  {left}")
         self.line(text, live=True)
         if self.file and self.is_terminal and is_due:
@@ -177,11 +144,10 @@ class Reporter:
                      if train_loss is not None else "") + others)
         for text in texts:
             parts = text if isinstance(text, Mapping) else {"": text}
-            width = max(map(len, parts)) + 1 if any(parts) else 0
+            width = max(map(len, parts))
             for label, part in parts.items():
-                first, *rest = printable(part).split("\n")
-                self.line("\n".join(f"    {name:{width}}| {line}" for name, line in zip(
-                    [label, *[""] * len(rest)], [first, *rest])))
+                self.line(f"    {label:{width}} | " + printable(part).replace(
+                    "\n", f"\n    {'':{width}} | "))
 
     def end(self, at: int, out: str, row: dict) -> None:
         """A run has made all of its `at` steps and is saved in `out` ('': nowhere); `row` is its
@@ -197,42 +163,26 @@ def held_out_text(row: dict) -> str:
         f"  ({bits:.4f} bits per byte)" if bits is not None else "")
 
 
-def _place(device):
-    """The number of a device, and where in its torus it lies, if it says so."""
-    coords = getattr(device, "coords", None)
-    return str(device.id) if coords is None else f"{device.id} at {','.join(map(str, coords))}"
-
-
 def options_text(config: Any, hidden: set[str]) -> str:
     """The options that differ from their defaults, but for those that follow from others, in lines
     of at most 100 columns; '' if there are none."""
-    lines = ["options "]
-    for name, value in changed(config).items():
-        if name not in hidden:
-            text = " ".join(value) if isinstance(value, tuple) else str(value)
-            word = f" {name}={text or '-'}"
-            if len(lines[-1]) + len(word) > 100:
-                lines.append("        ")
-            lines[-1] += word
-    return "\n".join(lines) if lines != ["options "] else ""
+    words = [f"{name}={as_given(value) or '-'}" for name, value in changed(config).items()
+             if name not in hidden]
+    return "\n".join(textwrap.wrap("options  " + " ".join(words), 100, subsequent_indent=" " * 9,
+                                   break_long_words=False, break_on_hyphens=False)
+                     ) if words else ""
 
 
 class BenchReporter(Reporter):
-    """Prints only how a run begins, and keeps how long each step took."""
+    """Keeps how long each step took, and prints that on a terminal alone."""
 
     def __init__(self, steps: int):
         super().__init__(steps)
         self.begin, self.took, self.first_step = time.perf_counter(), [], 0.0
-        self.tokens = 0         # computed in a step
+        self.tokens = 0.0       # computed in a step
 
-    def header(self, config: Any, mesh: Any, weights: str, *_: Any) -> None:
-        axes = " ".join(f"{a}={s}" for a, s in mesh.shape.items() if s > 1)
-        self.line(f"{weights}, a batch of {config.batch} x {config.seq_len}, {config.dtype}, on "
-                  f"{mesh.size} x {mesh.devices.flat[0].device_kind}: {axes}")
-
-    def step(self, row: dict, took: float, memory: int, tokens: tuple[int, int] = (0, 0),
-             *_: Any) -> None:
-        self.tokens = tokens[0]
+    def step(self, row: dict, took: float, memory: int, computed: float = 0, *_: Any) -> None:
+        self.tokens = computed
         self.first_step = self.first_step or time.perf_counter() - self.begin
         self.took.append(took)
         if self.is_terminal:

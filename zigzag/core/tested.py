@@ -81,14 +81,12 @@ def file_of(function: Any) -> str:
 
 
 def why_untested(names: Sequence[str]) -> str:
-    """Text that says which of these files have changed since their tests passed; "" if none."""
+    """Text that says which of these files have changed since their tests passed, or of which no
+    record says that they did; "" if none."""
     record, tests = read_record(), "the tests" if "networks" in names else "test_all.py"
-    known = [name for name in names if RUNNING.get(name) and name in record]
-    if edited := [name for name in known if record[name] != RUNNING[name]]:
-        were = "was" if len(edited) == 1 else "were"
-        return f"{' and '.join(edited)} {were} edited since {tests} passed"
-    unknown = [name for name in names if name not in known]
-    return f"no record says that {tests} passed on {' and '.join(unknown)}" if unknown else ""
+    edited = [name for name in names
+              if not RUNNING.get(name) or record.get(name) != RUNNING[name]]
+    return f"{' and '.join(edited)} edited since {tests} passed" if edited else ""
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     out/config.json             the configuration; continuing with another one is refused, and
                                 changes made by --change are recorded with their step
     out/metrics.jsonl           a line for each step and each evaluation
-    out/samples.jsonl           a line for each sample of --sample_prompts
     out/lock                    held while a process writes to the folder
     out/checkpoints/STEP/       params    the weights alone
                                 opt       what only training needs
@@ -195,7 +194,6 @@ class RunFolder(contextlib.AbstractContextManager):
         self.skipped = 0        # updates in a row that learned nothing, at the restored step
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
-        self.samples = None     # samples.jsonl, opened at the first sample
         old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
                                change=change, params=state["params"]) or {}
         now = json.loads(json.dumps(record))
@@ -303,12 +301,6 @@ class RunFolder(contextlib.AbstractContextManager):
         """
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")
-
-    def write_samples(self, rows: Sequence[dict]) -> None:
-        """Add lines to samples.jsonl."""
-        if self.is_process_0 and rows:
-            self.samples = self.samples or self._go_on("samples.jsonl")
-            self.samples.writelines(json.dumps(row) + "\n" for row in rows)
 
     def compile_checksums(self, state: Any) -> None:
         """Compile the checksums before the first step, so that no save waits for the compiler."""

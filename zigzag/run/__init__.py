@@ -11,15 +11,12 @@
     schedules       the learning rate, and --epochs
     optimizers      Muon; fit(optimizer=...)
     averages        --ema
-    made            Task(examples=function): examples that a run makes
     loggers         --log: TensorBoard, wandb, trackio
     plots           --plot: charts of runs
-    evaluation      held-out loss, predictions, metrics, sampled texts
+    evaluation      held-out loss, predictions, metrics
     metrics         exact match, ROUGE and other metrics
     more_options    options of a run, besides those in train.Config
-    machine         the mesh of a run
-    record          what config.json says of a run's configuration
-    continuing      what a run that continues must agree with, and --change
+    continuing      config.json; what a run that continues must agree with, and --change
     init_from       starting from the weights of a published model or of another run
 
 Imports: every other wing but commands. Imported by: top-level files, except networks/ and model.py.

@@ -4,24 +4,27 @@ last.
     check_start     what can be refused of a program before anything runs
     running         opens the run's folder, makes or restores the state, compiles the step
     open_folder     the run's folder
+    machine         the mesh of a run, on the devices of this machine, of many, or of --topology
 """
 
 import contextlib
 import functools
 import hashlib
+import math
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from zigzag.core import hosts
+from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
 from zigzag.core.report import Reporter
-from zigzag.disk.batches import batch_arrays
-from zigzag.disk.checkpoint import RunFolder, check_kept, run_record
+from zigzag.disk.checkpoint import RunFolder, check_kept
 from zigzag.disk.corpus import tokenizer_record
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.tokenizers import Tokenizer, copy_files
+from zigzag.measure import chips
 from zigzag.measure.hlo import collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run import continuing
@@ -36,10 +39,8 @@ from zigzag.run.loop import (
     prepare,
     report_header,
 )
-from zigzag.run.made import Made
 from zigzag.run.plan import Program, in_one, shapes_hash
-from zigzag.run.record import facts_of, may_change, read_old, record_of
-from zigzag.run.task import Task
+from zigzag.run.task import Made, Task
 from zigzag.weights.network import network_of
 
 
@@ -51,8 +52,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     what has become of the run. learning_rate(config, update) is train.py's; `log` is fit's."""
     config, plan = program.config, program.plan
     is_made = isinstance(task.examples, Made)
-    record = task.record or (
-        first_example(task, config.out) if config.out and not is_made else {})
+    record = task.record or (first_example(task) if config.out and not is_made else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(task.tokenizer) if task.tokenizer else {})}
     hosts.assert_same_everywhere(facts)     # (check_start has compared the configurations)
@@ -64,10 +64,8 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     if config.out:
         check_kept(program.saved(program.state))
     if config.out and "fingerprint" not in facts:       # (else main has looked, and printed them)
-        continuing.check_steps({"steps": config.steps}, config.out)
-        for line in [*continuing.first_lines(
-                config, None if plan.schedule else learning_rate)][1:]:
-            say.line(line)              # (`prepare` prints the first)
+        for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
+            say.line(line)
     first, of_first = frozen_state(program, task.weights)
     rates = continuing.rates(config, schedule_of(config))
     folder = open_folder(program, facts | of_first, rates, say, task.tokenizer)
@@ -94,19 +92,12 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         end_run(loop)
 
 
-def first_example(task: Task, out: str) -> dict[str, str]:
-    """A fact about examples of which nothing else is recorded: a digest of the first one's row. (If
-    collate makes another row of it each time, the digest that the run has.)"""
-    def digest(rows):
-        return hashlib.sha256(b"".join(name.encode() + np.ascontiguousarray(rows[name]).tobytes()
-                                       for name in sorted(rows))).hexdigest()
-
-    found = old = digest(task.first_row)
-    if (Path(out) / "config.json").exists():
-        old = run_record(out, "--out").get("first_example", found)
-    if old != found and digest(batch_arrays(task.collate, [task.examples[0]])) != found:
-        found = old
-    return {"first_example": hosts.process_allgather(found)[0]}
+def first_example(task: Task) -> dict[str, str]:
+    """A fact about examples of which nothing else is recorded: a digest of the first one's row."""
+    digest = hashlib.sha256()
+    for name, rows in sorted(task.first_row.items()):
+        digest.update(name.encode() + np.ascontiguousarray(rows).tobytes())
+    return {"first_example": hosts.process_allgather(digest.hexdigest())[0]}
 
 
 def has_own_weights(program: Program) -> bool:
@@ -125,11 +116,12 @@ def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float]
     config, cls = program.config, type(program.config)
     if not config.out:
         return None
-    folder = RunFolder(config.out, record_of(config) | facts | {
-        "rates": rates, "own_weights": has_own_weights(program)},
-                       [*facts_of(config), *facts], functools.partial(read_old, cls),
-                       program.saved(program.state), config.keep, config.verify == "on",
-                       config.patience, may_change(cls), config.change)
+    record = continuing.record_of(config) | facts | {
+        "rates": rates, "own_weights": has_own_weights(program)}
+    folder = RunFolder(config.out, record, [*continuing.facts_of(config), *facts],
+                       functools.partial(continuing.read_old, cls), program.saved(program.state),
+                       config.keep, config.verify == "on", config.patience,
+                       continuing.may_change(cls), config.change)
     if folder.changed:
         say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
     if tokenizer and jax.process_index() == 0:
@@ -140,9 +132,27 @@ def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float]
 def check_start(program: Program, task: Task, say: Reporter) -> bool:
     """Refuse a program that its task does not fit, or that differs between processes. Returns
     whether its loss must be compared with one device."""
-    hosts.assert_same_everywhere(record_of(program.config))
+    hosts.assert_same_everywhere(continuing.record_of(program.config))
     check_task(program.config, program, task)
     compares = must_compare(program.plan, say.line)
     if compares:
         hosts.watchdog.arm("compiling")
     return compares
+
+
+def machine(config: Any) -> Any:
+    """The mesh of a configuration: on the devices of --topology, on the accelerators of all its
+    processes, or, without accelerators, on as many simulated CPU devices as it needs."""
+    sizes = mesh_sizes(config.mesh, config.shards)
+    count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
+    if not config.distributed and rest == 0:
+        simulate_devices(count)
+    return make_mesh(devices_of(config), **sizes)
+
+
+def devices_of(config: Any) -> Sequence[Any]:
+    """The devices of --topology, or all devices of this run, after its processes have met."""
+    hosts.init_distributed(config)
+    devices = chips.topology_devices(config.topology) if config.topology else jax.devices()
+    hosts.end_at_sigterm()
+    return devices

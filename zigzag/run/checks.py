@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core import hosts
 from zigzag.core.errors import (
     ConfigError,
-    as_given,
     did_you_mean,
     nearest_divisor,
     nearest_multiple,
@@ -51,13 +50,6 @@ def check_config(c: Any) -> None:
         if name not in known:
             raise ConfigError(f"--change {name}: expected some of {', '.join(known)}"
                               + did_you_mean(name, known))
-    if c.eval_every == 0:
-        for name in ("best", "metric", "eval_first"):
-            if value := getattr(c, name):
-                raise ConfigError(f"--{name} {as_given(value)}: nothing is evaluated with "
-                                  f"--eval_every 0; leave one of them out")
-    if len(c.fields) == 1 and c.fields[0].count(",") == 1:
-        object.__setattr__(c, "fields", tuple(c.fields[0].split(",")))
     if len(c.fields) != 2:
         raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
                           f"of the target")
@@ -74,23 +66,17 @@ def check_config(c: Any) -> None:
                           f"parts")
     if c.edited and (not c.init_from or c.init_from != c.model):
         raise ConfigError("--edited is for the weights of a published model: give --model FOLDER")
-    if c.sum_dtype and c.step == "jit":
-        raise ConfigError(f"--sum_dtype {c.sum_dtype}: with --step jit the compiler chooses; give "
-                          f"--step shard_map")
-    if c.overlap and c.step == "jit":
-        raise ConfigError("--overlap true: with --step jit the compiler sends; give --step "
-                          "shard_map")
+    for name in ("sum_dtype", "overlap"):
+        if c.step == "jit" and (value := getattr(c, name)):
+            raise ConfigError(f"--{name} {value}: with --step jit the compiler chooses; give "
+                              f"--step shard_map")
     if "://" in c.out:
         folder = c.out.split("://")[1].split("/")[-1] or "out"
         raise ConfigError(f"--out {c.out}: object stores are not supported yet; give a folder that "
                           f"every process sees, {folder} for example")
-    if c.chunks > 1 and c.schedule != "interleaved":
-        raise ConfigError(f"--chunks {c.chunks}: only --schedule interleaved has more than one")
-    if c.schedule == "interleaved" and c.chunks == 1:
-        raise ConfigError("--schedule interleaved: give --chunks, of at least 2")
-    if c.zero not in (0, 1):
-        raise ConfigError(f"--zero {c.zero}: expected 0, or 1 (optimizer state split over data); "
-                          f"for weights and gradients too, --mesh fsdp=N")
+    if (c.chunks > 1) != (c.schedule == "interleaved"):
+        raise ConfigError(f"--schedule {c.schedule} --chunks {c.chunks}: interleaved has at least "
+                          f"2 --chunks, and no other schedule has more than 1")
     for best in c.best:
         if not re.fullmatch(r"(smallest|largest):\S+", best):
             raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, with the "
@@ -190,12 +176,8 @@ def check_corpus(config: Any, sources: Any) -> Any:
                           "train.py learns yet; expected texts, messages, or prompts and "
                           "completions (python -m recipes.dpo learns from preferences)")
     for name, corpus in zip(sources.names, sources.corpora):
-        count = len(corpus.train)
         what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
-        weights = corpus.weights["train"]
-        if weights is not None and not corpus.is_learned_in_part and not any(
-                np.any(weights[i:i + 2**20]) for i in range(0, count, 2**20)):
-            raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
+        count, weights = len(corpus.train), corpus.weights["train"]
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")
             if documents.unlearned(config.seq_len) == len(documents):
@@ -203,9 +185,10 @@ def check_corpus(config: Any, sources: Any) -> Any:
                 raise ConfigError(f"--seq_len {config.seq_len}: no answer of {corpus.folder} comes "
                                   f"within so many tokens, so there is nothing to learn; the first "
                                   f"one comes after {begins:,} tokens")
-        if count <= config.seq_len and not corpus.is_learned_in_part:
-            skipped = "; ".join(filter(None, what_was_skipped(corpus.record)))
+        elif count <= config.seq_len:
+            skipped = "".join(f"; {text}" for text in what_was_skipped(corpus.record) if text)
             raise ConfigError(f"--seq_len {config.seq_len}: {what} has only {count} tokens to "
-                              f"train on; give more data or a --seq_len below {count}"
-                              + (skipped and f" (skipped: {skipped})"))
+                              f"train on; give more data or a --seq_len below {count}{skipped}")
+        elif weights is not None and weights.min() == weights.max() == 0:
+            raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
     return config

@@ -1,4 +1,8 @@
-"""Continuing a run: what its folder and the new command must agree on.
+"""What config.json says of a run, and continuing one: what its folder and the new command must
+agree on. (`cls` is the class of a run's configuration, train.Config.)
+
+    record_of      a configuration as config.json has it
+    old_config     the configuration that it gives back
 
     check_steps    refuse fewer steps than the run has made
     hold           a warmup or decay that has ended stays ended when a run gets more steps
@@ -17,11 +21,48 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
-from zigzag.core.options import changes
-from zigzag.disk.checkpoint import OF_DATA, newest_step, run_record
+from zigzag.core.options import changes, options
+from zigzag.disk.checkpoint import FORMAT, OF_DATA, newest_step, run_config, run_record
 from zigzag.run import schedules
-from zigzag.run.record import old_config
+from zigzag.weights.network import config_of_run, facts_of_network, network_of
+
+
+def record_of(config: Any) -> dict[str, Any]:
+    """A configuration as config.json has it: all fields, flat, and the network's name."""
+    known = options(type(config))
+    return {"format": FORMAT, **{
+        name: value for name, value in flat(config).items()
+        if name not in known or known[name].recorded}, "network": network_of(config).name}
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """The values that must be the same when a run continues."""
+    record = record_of(config)
+    same = [name for name, option in options(type(config)).items() if option.same]
+    own = facts_of_network(type(config.network))
+    return {name: record[name] for name in ("network", *own, *same)}
+
+
+def may_change(cls: type) -> dict[str, str]:
+    """{fact: the word of --change that allows another}."""
+    return changes(cls) | OF_DATA
+
+
+def old_config(cls: type, folder: str) -> Any:
+    """The configuration of the run in a folder, to continue it."""
+    return run_config(folder, cls, "--out", network=config_of_run(folder, "--out"))
+
+
+def read_old(cls: type, folder: str) -> dict[str, Any]:
+    """config.json of the run in a folder, with all fields of its configuration."""
+    return {**run_record(folder, "--out"), **record_of(old_config(cls, folder))}
+
+
+def hidden(cls: type) -> set[str]:
+    """The options that the start of a run does not list: those of one command or process."""
+    return {"published", *(name for name, option in options(cls).items() if not option.recorded)}
 
 
 def check_steps(given: dict[str, Any], out: str) -> None:
@@ -39,21 +80,14 @@ def hold(config: Any) -> Any:
     ends = config.warmup, config.decay_steps
     if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
         old, at = old_config(type(config), config.out), newest_step(config.out)
-        warmup = old.warmup if at >= old.warmup else config.warmup
-        ends = warmup, _end_of_decay(config, old, at)
+        warmup, end = old.warmup if at >= old.warmup else config.warmup, config.decay_steps
+        if end is None and "decay" not in config.change and config.decay != "constant":
+            has_ended = config.steps > old.steps and at >= schedules.fixed_from(old)
+            end = old.steps if old.decay_steps is None and has_ended else old.decay_steps
+        ends = warmup, end
     # (From process 0, which will change the file that they would read.)
-    ends = tuple(process_allgather(ends)[0])
-    if ends == (config.warmup, config.decay_steps):
-        return config
-    return dataclasses.replace(config, warmup=ends[0], decay_steps=ends[1])
-
-
-def _end_of_decay(config, old, at):
-    if config.decay_steps is not None or "decay" in config.change or config.decay == "constant":
-        return config.decay_steps
-    if old.decay_steps is None and config.steps > old.steps and at >= schedules.fixed_from(old):
-        return old.steps
-    return old.decay_steps
+    warmup, end = process_allgather(ends)[0]
+    return dataclasses.replace(config, warmup=warmup, decay_steps=end)
 
 
 def rates(config: Any, schedule: Callable) -> dict[str, float]:
@@ -67,16 +101,10 @@ def check_rates(config: Any, schedule_of: Callable) -> None:
     """Refuse to continue the run in config.out with another schedule, unless --change lr or decay
     asks for one: what the run recorded is compared with schedule_of(its configuration)."""
     if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
-            Path(config.out) / "config.json").exists():
+            newest_step(config.out)):
         return
-    if not newest_step(config.out):
-        return
-    recorded = run_record(config.out, "--out").get("rates")
+    recorded = run_record(config.out, "--out").get("rates", {})
     schedule = schedule_of(old_config(type(config), config.out))
-    if not isinstance(recorded, dict) or not all(
-            step.isdecimal() and isinstance(rate, (int, float))
-            for step, rate in recorded.items()):
-        raise ConfigError(f"{config.out}/config.json is damaged: rates is {recorded!r:.80}")
     for step, rate in recorded.items():
         now = float(schedule(jnp.int32(int(step))))
         if not math.isclose(now, rate, rel_tol=1e-4, abs_tol=1e-6 * config.lr):
@@ -87,73 +115,28 @@ def check_rates(config: Any, schedule_of: Callable) -> None:
                 f"change=('lr',))")
 
 
-def _check_learns(config, old, at, learning_rate):
-    """Refuse more updates than the run `old`, now at step `at`, was to make, if their rate would be
-    0: they would change nothing."""
-    to_come = (at, (at + config.steps) // 2)
-    if config.lr and 0 < at < config.steps > old.steps and not any(
-            float(learning_rate(config, jnp.int32(step))) > 0 for step in to_come):
-        ended = config.decay_steps or old.steps
-        raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
-                          f"{ended} with a rate of 0 (--final_share), so further updates would "
-                          f"change nothing; --change decay spreads the decay over all "
-                          f"{config.steps} steps (--lr X --change lr decay: with another peak)")
-
-
 def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
     """Yield the lines to print when `config` continues the run in config.out.
     learning_rate(config, step) is train.py's; None if fit has a schedule."""
     if not config.out or not (Path(config.out) / "config.json").exists():
         return
     old, at = old_config(type(config), config.out), newest_step(config.out)
-    if at > config.steps:
-        raise ConfigError(f"--epochs: {config.steps:,} steps, and --out {config.out} is at step "
-                          f"{at:,} already; give more epochs, or leave --epochs out")
-    if learning_rate:
-        _check_learns(config, old, at, learning_rate)
-    yield f"continuing {config.out} at step {at:,} of {config.steps:,}" + (
-        "" if at else ", from its beginning")
-    of_rate = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]
-    changed = [f"{name} {_shown(getattr(old, name))} -> {_shown(getattr(config, name))}"
-               for name in ["steps", "warmup", "lr", *of_rate]
+    check_steps({"steps": config.steps}, config.out)
+    yield f"continuing {config.out} at step {at:,} of {config.steps:,}"
+    names = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]
+    changed = [f"{name} {getattr(old, name)} -> {getattr(config, name)}"
+               for name in dict.fromkeys(["steps", "warmup", *names])
                if getattr(old, name) != getattr(config, name)]
     if changed and learning_rate and 0 < at < config.steps:
         before, after = (float(learning_rate(c, jnp.int32(step)))
                          for c, step in ((old, at - 1), (config, at)))
-        yield (f"schedule {', '.join(dict.fromkeys(changed))}: the learning rate was {before:.1e} "
-               f"at step {at:,} and will be {after:.1e} at step {at + 1:,}; "
-               + _what_else(config, old, at, after))
-
-
-def _shown(value):
-    return "none" if value is None else value if isinstance(value, str) else f"{value:,}"
-
-
-def _what_else(config, old, at, after):
-    """What the rate does from step `at` on, and the flag that gives it another."""
-    end = config.steps if config.decay_steps is None else config.decay_steps
-    # (Another peak does not begin the decay anew.)
-    share = f", of which step {at + 1:,} has {after / config.lr:.1%}" if config.lr else ""
-    peak = "" if "lr" in config.change else (
-        f", --lr X --change lr gives it another peak{share if config.decay != 'constant' else ''}")
-    if config.decay == "constant":
-        return f"it stays there{peak.replace(',', ':', 1)}"
-    where = f" ({after / config.lr:.1%} of the peak)" if config.lr and not peak else ""
-    if end <= at:
-        return (f"it stays there{where}, because the decay has ended: --change decay spreads it "
-                f"over all {config.steps:,} steps{peak}")
-    if config.steps > old.steps and config.decay_steps is None and "decay" not in config.change:
-        peak = f", --decay_steps {old.steps} keeps the end that it had{peak}"
-    if end < config.steps:
-        peak = f", --change decay moves its end to step {config.steps:,}{peak}"
-    return f"the decay goes on{where} and ends at step {end:,}" + peak.replace(",", ":", 1)
+        yield (f"schedule {', '.join(changed)}: the learning rate was {before:.1e} at step {at:,} "
+               f"and will be {after:.1e} at step {at + 1:,} (--change decay spreads the decay over "
+               f"all steps, --lr X --change lr gives it another peak)")
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:
     """Text with the values before and after of each changed flag. (Facts that are not flags are
     fingerprints, and left out.)"""
-    def text(value):
-        return " ".join(value) or "(none)" if isinstance(value, list) else str(value)
-
-    return "; ".join(f"--{name} {text(old)} -> {text(new)}"
-                     for name, (old, new) in changed.items() if name not in OF_DATA) or "--data"
+    return "; ".join(f"--{name} {old} -> {new}" for name, (old, new) in changed.items()
+                     if name not in OF_DATA) or "--data"

@@ -1,19 +1,14 @@
 """Evaluation on held-out examples.
 
     check_task      refuses, before training begins, flags that do not fit the task
-    evaluate        the loss on all held-out examples, predictions, a metric, and sampled texts
+    evaluate        the loss on all held-out examples, predictions, and a metric
     predict_all     predictions for a whole data set, in its order, on any mesh
     preview         what a decoder writes after the beginning of a held-out text, or a question
-    answers         --sample_prompts for an encoder-decoder: its answers
-    continuations   --sample_prompts for a decoder: how it continues the prompts
 
 Results are the same on every mesh, except for rounding. Each example counts once, and the padding
 of the last batch is dropped.
 """
 
-import time
-import traceback
-from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import jax
@@ -22,18 +17,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, RunError, as_given, did_you_mean, note, one_line
+from zigzag.core.errors import ConfigError, as_given, did_you_mean
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.disk.batches import batch_arrays, place_batch
 from zigzag.disk.checkpoint import best_of
-from zigzag.generate.chat import chat_ids, user
-from zigzag.generate.prompts import file_prompts
 from zigzag.generate.rows import cut_at_end
 from zigzag.run import averages, loggers, metrics
 from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
-from zigzag.run.plan import LOGGED, Program
-from zigzag.run.task import Samples, Task
+from zigzag.run.plan import LOGGED, Program, check_names
+from zigzag.run.task import Task
 
 # The number of new ids in a text that an evaluation shows.
 NEW_IDS = 160
@@ -43,26 +36,19 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     """Refuse flags that do not fit this task, and a --best that names none of its numbers."""
     loggers.check(config.log, config.out)
     if not len(task.held_out):
-        for flag in ("best", "eval_first", "metric"):
-            if value := getattr(config, flag):
-                raise ConfigError(f"--{flag} {as_given(value)}: there are no held-out examples "
-                                  f"to evaluate")
-        if task.metric:
-            raise ConfigError("fit was given a metric, and no held-out examples to predict")
+        given = {f"--{flag} {as_given(value)}": value for flag in ("best", "eval_first", "metric")
+                 if (value := getattr(config, flag))} | {"fit's metric": task.metric}
+        for name, value in given.items():
+            if value:
+                raise ConfigError(f"{name}: there are no held-out examples to evaluate")
     if task.metric and not task.predict:
         raise ConfigError("metric compares the outputs of predict: give fit a predict")
     if config.metric and not task.metric:
         raise ConfigError(f"--metric {config.metric}: the command line has metrics for pairs of "
                           f"texts (a model with an encoder) and for classes; give fit a metric of "
                           f"your own")
-    if config.sample_prompts and not task.samples:
-        raise ConfigError(f"--sample_prompts {config.sample_prompts}: this task writes no text "
-                          f"from prompts; give fit samples")
-    for name in task.sources:
-        if f"loss_{name}" in program.plan.sums[2]:
-            raise ConfigError(f"the loss gave one of its other sums the name 'loss_{name}', but "
-                              f"eval_loss_{name} is the loss of the source {name!r}: expected "
-                              f"another name")
+    check_names(program.plan.sums[2], "the loss gave one of its other sums",
+                {f"loss_{name}" for name in task.sources})
     # (Now, because a metric may need a package that is missing.)
     of_metric = metrics.names(config.metric) if config.metric else []
     # (The names that a metric of your own returns are known only after it has run.)
@@ -109,27 +95,20 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     if not len(task.held_out):
         return False
     flush_metrics(loop)
-    begin = time.perf_counter()
     watchdog.arm("an evaluation")
     loss, others = _held_out_means(program, task, loop.state)
     row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
-    texts, written = [], []
-    if task.predict or task.samples:
-        params = program.permute(program.weights(loop.state), back=True)
+    texts = []
     if task.predict:
+        params = program.permute(program.weights(loop.state), back=True)
         count = min(len(task.held_out), task.predicted or len(task.held_out))
         loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
                                    count)
         row |= _apply_metric(task, loop.outputs, count, row)
         if task.show:
             texts.append(task.show(jax.tree.map(lambda x: x[:SHOWN], loop.outputs)))
-    if task.samples:
-        written = [{"step": at, "prompt": prompt, "text": text}
-                   for prompt, text in _write_samples(program, task.samples, params)]
-        texts += [dict(zip(task.samples.labels, (sample["prompt"], sample["text"])))
-                  for sample in written]
     loop.reporter.evaluation(row, texts)
     loop.evaluation = row
     _check_best(program.config.best, [name for name, x in row.items()
@@ -137,10 +116,8 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     is_best = is_new and _is_best(loop, row)
     if is_new:
         loop.write(row)
-        if loop.folder:
-            loop.folder.write_samples(written)
         loop.reporter.losses = []
-    loop.reporter.evaluated(time.perf_counter() - begin)
+    loop.reporter.start_clock()         # (the next step's time begins here)
     watchdog.arm("a step")
     return is_best
 
@@ -160,22 +137,22 @@ def _is_best(loop, row):
 
 def _held_out_means(program, task, state):
     """The mean held-out loss; and the means of the loss's other sums, and of each source alone."""
-    parts, first, total = {}, 0, None
+    first, totals = 0, {}
     for name, count in (task.sources or {"": len(task.held_out)}).items():
-        sums = _held_out_sums(program, task, state, first, first + count)
+        for sums in _held_out_sums(program, task, state, first, first + count):
+            for key in {name, ""}:
+                totals[key] = jax.tree.map(_add, totals[key], sums) if key in totals else sums
         first += count
-        if sums is not None:
-            total = sums if total is None else jax.tree.map(_add, total, sums)
-            parts |= {f"eval_loss_{name}": float(sums[0] / (sums[1] or 1))} if name else {}
-    loss, count, others = total
-    return float(loss / (count or 1)), parts | {
+    loss, count, others = totals.pop("")
+    means = {f"eval_loss_{name}": float(loss / (count or 1))
+             for name, (loss, count, _) in totals.items()}
+    return float(loss / (count or 1)), means | {
         f"eval_{name}": plain(x / (count or 1)) for name, x in others.items()}
 
 
 def _held_out_sums(program, task, state, first, last):
-    """The loss's sums over held-out examples `first` to `last`; None if there are none."""
+    """Yield the loss's sums over batches of held-out examples, from `first` to `last`."""
     config, groups = program.config, row_groups(program.mesh)
-    total = None
     while first < last:
         rows = min(rows_at_once(config), last - first)
         if config.step == "shard_map" and "all_rows" not in program.plan.names:
@@ -183,11 +160,9 @@ def _held_out_sums(program, task, state, first, last):
         # (Rows that a loss compares stay together; with jit, any loss may do so.)
         batch = _batch(program, task.collate, task.held_out, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
-        sums = jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
+        yield jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
             program.evaluate(averages.used(state), batch, state["frozen"])))
-        total = sums if total is None else jax.tree.map(_add, total, sums)
         first += rows
-    return total
 
 
 def rows_at_once(config: Any) -> int:
@@ -234,14 +209,12 @@ def predict_all(program: Program, predict: Callable, collate: Callable, examples
 
 
 def _check_outputs(outputs, rows, first):
-    for x, before in zip(jax.tree.leaves(outputs), jax.tree.leaves(first), strict=True):
-        if np.shape(x)[:1] != (rows,):
-            raise ConfigError(f"predict gave an array of shape {list(np.shape(x))} for {rows} "
-                              f"examples: the first dimension must count them")
-        if np.shape(x)[1:] != np.shape(before)[1:]:
-            raise ConfigError(f"predict gave rows of shape {list(np.shape(x)[1:])} for some "
-                              f"examples, and {list(np.shape(before)[1:])} for the first ones: pad "
-                              f"every batch to the same shape")
+    shapes = [np.shape(x) for x in jax.tree.leaves(outputs)]
+    wanted = [(rows, *np.shape(x)[1:]) for x in jax.tree.leaves(first)]
+    if shapes != wanted:
+        raise ConfigError(f"predict gave arrays of the shapes {shapes} for {rows} examples, and "
+                          f"not {wanted}: the first dimension must count the examples, and the "
+                          f"others be those of the first batch (pad every batch to the same shape)")
 
 
 def _apply_metric(task, outputs, count, row):
@@ -251,41 +224,14 @@ def _apply_metric(task, outputs, count, row):
     examples = task.held_out
     if count < len(examples):
         examples = [examples[i] for i in range(count)]
-    try:
-        found = task.metric(outputs, examples)
-    except (ConfigError, RunError):
-        raise
-    except Exception as e:
-        frame = traceback.extract_tb(e.__traceback__)[-1]
-        raise RunError(f"step {row['step']}: the metric ended in {type(e).__name__}: {one_line(e)} "
-                       f"({Path(frame.filename).name} line {frame.lineno}); it was given outputs "
-                       f"of {_shapes(outputs)} and {count} examples") from e
+    found = task.metric(outputs, examples)
     found = found if isinstance(found, dict) else {"metric": found}
-    numbers = {}
+    check_names(found, "the metric gave a number", {*LOGGED, *row})
     for name, x in found.items():
-        if not isinstance(name, str) or name in LOGGED or name in row:
-            raise ConfigError(f"the metric gave a number the name {name!r}: expected a text other "
-                              f"than {', '.join(sorted({*LOGGED, *row}))}, which a run logs "
-                              f"already")
-        try:
-            is_number = not isinstance(x, (str, bytes)) and np.asarray(x).dtype.kind in "biufO"
-            numbers[name] = float(x if is_number and not np.ndim(x) else None)
-        except (TypeError, ValueError, OverflowError):
+        if np.asarray(x).dtype.kind not in "biufO" or np.ndim(x) or x is None:
             raise ConfigError(f"the metric gave {repr(x)[:60]} as {name!r}: expected a number, or "
-                              f"a dict of numbers") from None
-    return process_allgather(numbers)[0]
-
-
-def _shapes(outputs):
-    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs)) or "nothing"
-
-
-def _write_samples(program: Program, samples: Samples, params: Any) -> list[tuple[str, str]]:
-    """Pairs (prompt, text that the model writes)."""
-    outputs = predict_all(program, samples.predict, samples.collate, samples.prompts, params,
-                          len(samples.prompts))
-    return [(prompt, samples.text(prompt, jax.tree.map(lambda x, i=i: x[i], outputs)))
-            for i, prompt in enumerate(samples.prompts)]
+                              f"a dict of numbers")
+    return process_allgather({name: float(x) for name, x in found.items()})[0]
 
 
 def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
@@ -303,63 +249,10 @@ def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
 
     def show(outputs):
         before, new = outputs[0][:begin].tolist(), outputs[0][begin:].tolist()
+        new = tokenizer.decode(cut_at_end(tokenizer.ends, new) if is_asked else new)
         if is_asked:
-            return {"question": tokenizer.spelled(before),
-                    "answer": tokenizer.decode(cut_at_end(tokenizer.ends, new))}
-        return {"prompt": tokenizer.decode(before), "written": tokenizer.decode(new)}
+            return {"question": tokenizer.spelled(before), "answer": new}
+        return {"prompt": tokenizer.decode(before), "written": new}
 
     return predict, show
 
-
-# -------------------------------------------------------------------------------------------
-# Sampled texts (--sample_prompts)
-
-def read_prompts(path: str) -> list[str]:
-    """The prompts of a file; only process 0 reads it."""
-    return process_allgather(_read_file(path) if jax.process_index() == 0 else None)[0]
-
-
-def _read_file(path):
-    prompts = file_prompts(path, "--sample_prompts")
-    if "" in prompts:
-        raise ConfigError(f"--sample_prompts {path}: a prompt is empty; expected a text")
-    return prompts
-
-
-def answers(path: str, collate: Callable, predict: Callable, text: Callable) -> Samples | None:
-    """Samples of an encoder-decoder: its answers to the prompts of a file. collate(sources) and
-    predict are the task's; text(outputs) is the text for one source. None without a file."""
-    if not path:
-        return None
-    return Samples(read_prompts(path), collate, predict, lambda prompt, outputs: text(outputs),
-                   ("source", "answer"))
-
-
-def continuations(path: str, tokenizer: Any, context: int, write: Callable, is_chat: bool = False
-                  ) -> Samples | None:
-    """Samples of a decoder, which continues a file's prompts within its context or, if `is_chat`,
-    answers each as a message. write(params, batch) returns new ids for `tokens` [B, P], padded on
-    the left, whose rows begin at `start` [B]. None without a file."""
-    if not path:
-        return None
-    prompts, most = read_prompts(path), max(context // 2, context - 160)
-    ids = {prompt: chat_ids(tokenizer, [user(prompt)]) if is_chat else list(
-        tokenizer.prompt(prompt)) for prompt in prompts}
-    longest = max(map(len, ids.values()))
-    if longest > most and jax.process_index() == 0:
-        note(f"--sample_prompts {path}: a prompt has {longest:,} tokens; the last {most:,} are "
-             f"read, which leaves room in the context of {context:,}")
-    ids = {prompt: row[-most:] for prompt, row in ids.items()}
-    longest = min(longest, most)
-
-    def collate(some):
-        start = np.array([longest - len(ids[prompt]) for prompt in some], np.int32)
-        tokens = [[0] * begin + ids[prompt] for begin, prompt in zip(start, some)]
-        return {"tokens": np.array(tokens, np.int32), "start": start}
-
-    def text(prompt, new):
-        before, new = ids[prompt], cut_at_end(tokenizer.ends, new.tolist())
-        return tokenizer.decode([*before, *new])[len(tokenizer.decode(before)):]
-
-    return Samples(prompts, collate, write, text,
-                   ("question", "answer") if is_chat else ("prompt", "written"))

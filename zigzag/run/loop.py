@@ -14,7 +14,6 @@ import functools
 import math
 import signal
 import socket
-import statistics
 import time
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
@@ -31,11 +30,11 @@ from zigzag.measure import chips
 from zigzag.parallel.attention import describe
 from zigzag.parallel.pipeline import timeline
 from zigzag.rule.rule import explain
+from zigzag.run.continuing import hidden
 from zigzag.run.loggers import Loggers
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
 from zigzag.run.plan import LOGGED, Program, compiled
-from zigzag.run.record import hidden
 from zigzag.run.task import Task
 from zigzag.weights import lora
 from zigzag.weights.network import describe as describe_network
@@ -137,8 +136,7 @@ def prepare(loop: Loop) -> Callable | None:
         say.log_to(folder.folder / f"log-{jax.process_index()}.txt", folder.restored is not None)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
-    # (Else main has said so, and rightly, unless the newest checkpoint is damaged.)
-    if loop.at and ("fingerprint" not in folder.record or folder.has_damaged):
+    if loop.at and folder.has_damaged:      # (else the first lines have said so, and rightly)
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
         say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
@@ -164,27 +162,25 @@ def flush_metrics(loop: Loop) -> None:
     (at, metrics), loop.pending = loop.pending, None
     say, plan = loop.reporter, loop.program.plan
     watchdog.arm("a step")
+    took, saving = say.lap()
     values = jax.tree.map(plain, jax.device_get(metrics))
+    own = {name: value for name, value in values.items() if name not in LOGGED}
     if plan.schedule == Factor(None):       # (the rate is the optimizer's own, and not known)
         values["lr"] = None
-    took, saving = say.lap()
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
-    tokens, values["skipped"] = float(np.nan_to_num(values.pop("tokens"))), loop.skipped
-    tokens = int(tokens) if tokens.is_integer() else tokens     # (a sum of weights)
-    own = {name: value for name, value in values.items() if name not in LOGGED}
-    computed, learned = tokens_of(plan.batch, tokens)
-    row = {"step": at, **{name: values.pop(name) for name in ("loss", "lr", "grad_norm")},
-           "tokens": tokens, "tokens_per_second": round(computed / took, 1),
-           "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh),
-           "save_seconds": round(saving, 4), **values}
+    learned, tokens = float(np.nan_to_num(values["tokens"])), plan.batch.get("tokens")
+    learned = int(learned) if learned.is_integer() else learned     # (a sum of weights)
+    # (Padding is computed, too.)
+    computed = tokens.size if tokens is not None and len(tokens.shape) == 2 else learned
+    row = {"step": at, "loss": values["loss"], **values, "tokens": learned, "skipped": loop.skipped,
+           "tokens_per_second": round(computed / took, 1), "save_seconds": round(saving, 4),
+           "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh)}
     loop.write(row)
     what = "tokens"
-    if plan.network is None and "tokens" not in plan.batch:
+    if plan.network is None and tokens is None:
         what, computed = "examples", plan.config.batch
-        learned = computed
-    say.step(row, took, chips.memory_in_use(), (computed, learned),
-             functools.partial(seconds_of_others, loop, at), what, own)
-    say.note_loss(at, row["loss"])
+    say.step(row, took, chips.memory_in_use(), computed, what, own)
+    say.losses.append(row["loss"])
     if loop.skipped:
         _report_skipped(loop, at, "loss" if math.isfinite(row["grad_norm"]) else "gradient")
 
@@ -199,46 +195,13 @@ def plain(x: Any) -> Any:
 def _report_skipped(loop, at, what):
     """Say that update `at` learned nothing because `what` (loss or gradient) is not finite; end the
     run after --max_skipped such updates."""
-    chosen = loop.numbers(at - 1)
-    batch = (f"its batch is of examples {', '.join(map(str, chosen[:8]))}"
-             + (", ..." if len(chosen) > 8 else ""))
+    batch = f"its batch is of examples {', '.join(map(str, loop.numbers(at - 1)[:8]))}"
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
     if loop.skipped >= loop.program.config.max_skipped:
         if loop.folder:
             loop.folder.drain()         # every process is here
         raise RunError(f"step {at}: the {what} was not finite, {loop.skipped} times in a row "
                        f"(--max_skipped); {batch}; what is saved is finite")
-
-
-def tokens_of(batch: Any, count: int) -> tuple[int, int]:
-    """The number of tokens in a batch with these shapes, padding included, and the number learned
-    from, if the loss's count is `count` and counts the weights [B, T]. For a batch without tokens
-    [B, T] both are `count`."""
-    tokens = batch.get("tokens")
-    if tokens is None or len(tokens.shape) != 2:
-        return count, count
-    computed, weights = math.prod(tokens.shape), batch.get("weights")
-    return computed, count if weights is not None and weights.shape == tokens.shape else computed
-
-
-def seconds_of_others(loop: Loop, at: int, usual: float) -> float:
-    """Seconds that the evaluations and saves after step `at` will take, if a step usually takes
-    `usual` seconds. (A forward pass takes a third of a step; the first evaluation compiles,
-    too.)"""
-    config, seconds = loop.program.config, 0.0
-
-    def count(every):
-        return config.steps // every - (at - 1) // every + (config.steps % every > 0)
-
-    if len(loop.task.held_out) and config.eval_every:
-        guess = usual / 3 * len(loop.task.held_out) / config.batch
-        first, *others = loop.reporter.evaluations or [guess]
-        each = statistics.median(others) if others else min(first, guess)
-        seconds += count(config.eval_every) * each
-    if loop.folder and loop.reporter.saves:
-        every = config.save_every or config.steps
-        seconds += count(every) * statistics.median(loop.reporter.saves)
-    return seconds
 
 
 def is_due(loop: Loop, every: int) -> bool:
@@ -257,7 +220,7 @@ def save(loop: Loop) -> None:
     evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
     loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
                      {step for best in loop.best.values() for step in best})
-    loop.reporter.saved(time.perf_counter() - begin)
+    loop.reporter.saving += time.perf_counter() - begin
     watchdog.arm("a step")
 
 
@@ -310,74 +273,46 @@ def report_header(program: Program, say: Reporter, is_short: bool = True) -> Non
         trained = sum(w.size for w in jax.tree.leaves(program.state["params"]))
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
-        weights += (f" (and {held - total:,} of padding, in rows of the vocabulary that no token "
-                    f"has)")
+        weights += f" (and {held - total:,} of padding, in rows of the vocabulary without a token)"
     table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min,
                     program.state["opt"], is_short)
     schedule = ""
     if stages > 1 and config.step == "shard_map":
         schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
                             plan.skips_idle)
-    # (Other lines say these.)
-    others = {"mesh", "shards", "dtype", "step", "vocab_size", "steps", "batch", "lr", "warmup",
-              "optimizer", "eval_tokens"}
-    if plan.network is not None:
-        others |= {"layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "seq_len",
-                   "experts", "experts_per_token"}
-    say.header(config, program.mesh, weights, table, schedule,
-               process_allgather(socket.gethostname()),
-               [plan.trusted and f"network  {describe_network(config)}", describe_sizes(plan),
-                describe_training(plan),
-                config.ema and f"average  evaluations and checkpoints have the average of the "
-                               f"weights over updates (--ema {config.ema:g})",
-                options_text(config, hidden(type(config)) | others), describe_attention(plan)])
+    say.header(config, program.mesh, process_allgather(socket.gethostname()), [
+        *describe_model(plan), describe_training(plan),
+        config.ema and f"average  evaluations and checkpoints have the average of the weights over "
+                       f"updates (--ema {config.ema:g})",
+        options_text(config, hidden(type(config))), describe_attention(plan),
+        f"weights  {weights}", table, schedule])
 
 
-def describe_sizes(plan: Any) -> str:
-    """A line with the sizes that a network's configuration has; '' for a custom loss."""
+def describe_model(plan: Any) -> list[str]:
+    """Lines with the network and its sizes; none for a custom loss."""
     if plan.network is None:
-        return ""
-    c, network = plan.config.network, plan.network
-    layers, encoder, d_model, heads, kv_heads, d_ff, experts, vocab_size = (
-        getattr(c, name, None) for name in ("layers", "encoder_layers", "d_model", "heads",
-                                            "kv_heads", "d_ff", "experts", "vocab_size"))
-    source = network.source_shape(c)
-    parts = [layers and f"layers {layers}" + (f" and {encoder} of the encoder" if encoder else ""),
-             d_model and f"d_model {d_model}",
-             heads and f"{heads} heads" + (
-                 f" ({kv_heads} kv_heads)" if kv_heads and kv_heads != heads else ""),
-             d_ff and f"d_ff {d_ff}",
-             experts and f"{experts} experts, {c.experts_per_token} a token",
-             vocab_size and f"vocabulary {vocab_size:,}",
-             source and f"source {' x '.join(map(str, source))}",
-             "tokens" in plan.batch and f"context {plan.batch['tokens'].shape[1]:,} tokens"]
-    return "sizes    " + ", ".join(filter(None, parts))
+        return []
+    sizes = [f"{name} {getattr(plan.config, name):,}" for name in (
+        "layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "experts", "vocab_size",
+        "seq_len") if getattr(plan.config, name, 0)]
+    return [f"network  {describe_network(plan.config)}", f"sizes    {', '.join(sizes)}"]
 
 
 def describe_training(plan: Any) -> str:
-    """A line with the number of updates, what one learns from, and the learning rate."""
-    c, tokens = plan.config, plan.batch.get("tokens")
-    batch = f"{c.batch:,} examples"
-    if tokens is not None and len(tokens.shape) == 2:
-        batch = f"{c.batch:,} rows of {tokens.shape[1]:,} tokens ({math.prod(tokens.shape):,})"
-    how = f"{c.optimizer}, lr up to {c.lr:.3g} " + (
-        f"after {c.warmup:,} step{'s' if c.warmup > 1 else ''} of warmup" if c.warmup else
-        "without warmup")
-    if isinstance(plan.schedule, Factor):
-        how = "fit's optimizer with its own rate" + ", times fit's schedule" * (
-            plan.schedule.schedule is not None)
-    elif plan.schedule:
-        how = f"{c.optimizer}, the learning rate of fit's schedule"
-    return f"training {c.steps:,} steps of {batch}, {how}"
+    """A line with the number of updates, and what makes them."""
+    c, is_own = plan.config, isinstance(plan.schedule, Factor)
+    rate = f"lr up to {c.lr:.3g} after {c.warmup:,} steps of warmup"
+    if plan.schedule:
+        rate = "with its own rate" if is_own else "the learning rate of fit's schedule"
+    return (f"training {c.steps:,} steps of {c.batch:,} examples, "
+            f"{'the optimizer of fit' if is_own else c.optimizer}, {rate}")
 
 
 def describe_attention(plan: Any) -> str:
-    """Lines with how this mesh computes the attention that the loss asks of shard.attend; '' for a
-    custom loss."""
-    if plan.network is None:
-        return ""
-    config, sizes, found = plan.config, plan.sizes, {}
-    for call in plan.attends:      # (rows are of a group of devices, heads of all)
+    """Lines with how this mesh computes the attention that a network's loss asks of shard.attend;
+    '' for a custom loss."""
+    config, sizes, found = plan.config, plan.sizes, []
+    for call in plan.attends if plan.network else ():   # (rows are of a group of devices)
         rows, heads = call.rows, call.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)
@@ -386,10 +321,6 @@ def describe_attention(plan: Any) -> str:
         if plan.mode == BY_HAND and heads % sizes["tensor"] == 0:
             heads //= sizes["tensor"]
         how = describe(call._replace(rows=rows, heads=heads), plan.mesh, plan.manual)
-        what = "causal" if call.causal else "all to all"
-        found.setdefault(how, []).append(
-            f"{what}, {call.queries:,} queries and {call.keys:,} keys")
-    lines = [*found] if len(found) == 1 else [
-        f"{'; '.join(dict.fromkeys(what))}: {how}" for how, what in found.items()]
-    more = [f"and {len(lines) - 4} more"] if len(lines) > 4 else []
-    return "attend   " + "\n         ".join(lines[:4] + more) if lines else ""
+        found.append(f"attend   {'causal' if call.causal else 'all to all'}, {call.queries:,} "
+                     f"queries and {call.keys:,} keys: {how}")
+    return "\n".join(dict.fromkeys(found))

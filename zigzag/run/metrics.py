@@ -40,26 +40,13 @@ def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
     return {"f1": _mean(score(p, r) for p, r in _pairs(predictions, references))}
 
 
-def rouge(predictions: Sequence, references: Sequence) -> dict[str, float]:
+def rouge(predictions: Sequence, references: Sequence, stem: Callable = lambda word: word
+          ) -> dict[str, float]:
     """ROUGE-1 (common words), ROUGE-2 (common bigrams) and ROUGE-L (the longest common
-    subsequence), as F1. Words are runs of letters and digits in lower case, without stemming."""
-    return _rouge([(_words(p), _words(r)) for p, r in _pairs(predictions, references)])
-
-
-def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """ROUGE of Porter's stems, as the package rouge_score computes it with use_stemmer=True: words
-    of more than three letters are stemmed, by nltk."""
-    stem = functools.cache(optional_package(
-        "nltk.stem.porter", "--metric rouge_stemmed").PorterStemmer().stem)
-
-    def stems(x):
-        return [stem(w) if isinstance(x, str) and len(w) > 3 else w for w in _words(x)]
-
-    return _rouge([(stems(p), stems(r)) for p, r in _pairs(predictions, references)])
-
-
-def _rouge(pairs):
-    """ROUGE of pairs of lists of words."""
+    subsequence), as F1. Words are runs of letters and digits in lower case, of which stem(word)
+    is compared."""
+    pairs = [[[stem(word) for word in _words(x)] for x in pair]
+             for pair in _pairs(predictions, references)]
 
     def ngram_f1(p, r, n):
         p, r = (collections.Counter(zip(*(words[i:] for i in range(n)))) for words in (p, r))
@@ -68,6 +55,15 @@ def _rouge(pairs):
     return {"rouge1": _mean(ngram_f1(p, r, 1) for p, r in pairs),
             "rouge2": _mean(ngram_f1(p, r, 2) for p, r in pairs),
             "rougeL": _mean(_f_measure(_longest_common(p, r), len(p), len(r)) for p, r in pairs)}
+
+
+def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, float]:
+    """ROUGE of Porter's stems, as the package rouge_score computes it with use_stemmer=True: words
+    of more than three letters are stemmed, by nltk."""
+    stem = functools.cache(optional_package(
+        "nltk.stem.porter", "--metric rouge_stemmed").PorterStemmer().stem)
+    return rouge(predictions, references, lambda word: (
+        stem(word) if isinstance(word, str) and len(word) > 3 else word))
 
 
 def f1_of_classes(predictions: Sequence, references: Sequence, labels: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ class MoreOptions:
     init_from: str = flag("", same=True)    # a run: begin with its model and its weights
 
     # mesh
-    zero: int = 0                   # 1: split the optimizer's state over data
+    zero: int = flag(0, one_of=(0, 1))      # 1: split the optimizer's state over data
 
     # saving
     change: tuple[str, ...] = flag((), recorded=False)
@@ -35,8 +35,6 @@ class MoreOptions:
     best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, once or more: keep the
                                     # checkpoint where this number, which evaluations log, was best;
                                     # none: stop that
-    sample_prompts: str = flag("", of=("text", "pairs"))
-                                    # a file of prompts that every evaluation continues
 
     # measuring
     bench: bool = flag(False, recorded=False)
@@ -110,7 +108,7 @@ class MoreOptions:
                                     # classes by accuracy or f1
     beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
     sample_temperature: float = flag(0.8, of=("text",))
-                                    # temperature of the texts that an evaluation shows; 0: greedy
+                                    # temperature of the text that an evaluation shows; 0: greedy
 
     # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile
@@ -129,9 +127,8 @@ class MoreOptions:
                                     # the longest wait so far
 
     def __post_init__(self) -> None:
-        if isinstance(self.best, str) or self.best in (("",), ("none",)):
-            words = self.best.split() if isinstance(self.best, str) else ()
-            object.__setattr__(self, "best", tuple(words))
+        best = self.best.split() if isinstance(self.best, str) else self.best
+        object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))
         checks.check_config(self)
         derive(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
         schedules.fill_in(self)

@@ -32,14 +32,15 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError, did_you_mean, naming
 from zigzag.core.flags import change
-from zigzag.core.mesh import batch_spec, by_path, cast, flatten, row_groups, untyped
+from zigzag.core.mesh import batch_spec, by_path, cast, row_groups, untyped
 from zigzag.rule.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
-from zigzag.run.custom_loss import check_loss, small_plan, sums_and_gradient
+from zigzag.run.custom_loss import check_loss, sums_and_gradient
 from zigzag.run.plan import (
     LOGGED,
     Plan,
     Program,
+    check_names,
     loss_sums,
     make_plan,
     make_program,
@@ -76,24 +77,22 @@ class OwnStep:
     def __init__(self, step: Callable, config: Any, mesh: Any, task: Task, batch: Any,
                  make_optimizer: Any, schedule: Callable | None, default_rate: Callable,
                  make_gradients: Callable, make_evaluate: Callable):
-        init, self.timed = task.init, task.timed
-        self.step, self.mesh, self.init, self.schedule = step, mesh, init, schedule
+        self.step, self.mesh, self.task, self.schedule = step, mesh, task, schedule
         self.rate, self.make_gradients = schedule or default_rate, make_gradients
         self.make_evaluate = make_evaluate
         self.config = resolve_dtype(config, mesh)
         _check_config(self.config, mesh)
-        self.params = jax.eval_shape(init, jax.random.key(0))
+        self.params = jax.eval_shape(task.init, jax.random.key(0))
         if not isinstance(self.params, dict) or not all(isinstance(n, str) for n in self.params):
             raise ConfigError("with a step of one's own, init(key) must return a dict "
                               "{name: tree}, with a tree for each network")
-        self.calls, self.updated = [], []
+        self.calls, self.updated = [], []       # (the last call is the evaluation)
         self._record(batch)
-        self.evaluation = Call(task.loss, self.params, "", batch)
         self.places = self._places(task.overrides)
         self.optimizers = {name: make_optimizer(self.config, self.places[name], name)
                            for name in self.updated}
         make_optimizer.check(by_path(self.params))
-        self.plans = {}                 # {the number of a call, or None for the evaluation: Plan}
+        self.plans = {}                 # {the number of a call: Plan}
         self.as_one_device = set()      # of these, the ones whose loss runs as on one device
         self.number, self.skipped = 0, []       # of the trace in progress: calls made, and whether
                                                 # the loss or the gradient was not finite
@@ -104,7 +103,7 @@ class OwnStep:
         """Fill `calls` and `updated`."""
         def gradients(loss, trees, name, batch):
             call = Call(loss, _shapes(trees), name, _shapes(batch))
-            if _trace() != outer[0]:
+            if _trace() != self.trace:
                 raise ConfigError(f"{call}: it is called inside a loop or function of jax's (scan, "
                                   f"jit, vmap); call it in the step itself, in a loop of Python's "
                                   f"if several times")
@@ -114,20 +113,24 @@ class OwnStep:
                           loss_sums(loss(trees, batch)))
 
         def update(state, name, gradient):
-            self._check_update(name, gradient)
+            if name not in self.params:
+                raise ConfigError(f"update(state, {name!r}, ...): init returned no tree of this "
+                                  f"name" + did_you_mean(str(name), self.params))
+            _check_like(f"the gradient that update(state, {name!r}, ...) is given", gradient,
+                        self.params[name], lambda x: list(x.shape))
             self.updated += [name] * (name not in self.updated)
             return state
 
         def step(state, batch):
-            outer.append(_trace())
-            return self._results(self.step(state, batch, gradients, update))
+            self.trace = _trace()
+            self._check_results(self.step(state, batch, gradients, update))
 
-        outer = []      # the trace of the step itself
         state = {"params": self.params, "opt": {}, "step": jax.ShapeDtypeStruct((), jnp.int32)}
         jax.eval_shape(step, state, batch)
         if not self.calls:
             raise ConfigError("step asked for no gradients: call gradients(loss, trees, name, "
                               "batch) in it")
+        self.calls.append(Call(self.task.loss, self.params, "", batch))
 
     def _check_call(self, call):
         if not isinstance(call.trees, dict) or call.name not in call.trees:
@@ -138,62 +141,43 @@ class OwnStep:
             raise ConfigError(f"{call}: batch must be a dict of arrays with the same number of "
                               f"rows")
         (rows,), = rows
-        parts = row_groups(self.mesh) * self.config.accumulate
-        if rows % parts:
-            raise ConfigError(f"{call}: the batch has {rows} rows, which do not divide among "
-                              f"{row_groups(self.mesh)} groups of devices x "
-                              f"{self.config.accumulate} parts (--accumulate)")
+        with naming(f"{call}: its batch"):
+            check_batch(change(self.config, batch=rows), self.mesh)
         constants = jax.make_jaxpr(call.loss)(call.trees, call.batch).consts
         if any(isinstance(x, jax.core.Tracer) for x in constants):
             raise ConfigError(f"{call}: the loss closes over an array that the step has computed; "
                               f"a device would not have its own part of it: give it to the loss "
                               f"in trees, or in batch if it has a row for each example")
 
-    def _check_update(self, name, gradient):
-        if name not in self.params:
-            raise ConfigError(f"update(state, {name!r}, ...): init returned no tree of this name"
-                              + did_you_mean(str(name), self.params))
-        _check_like(f"the gradient that update(state, {name!r}, ...) is given", gradient,
-                    self.params[name], lambda x: list(x.shape))
-
-    def _results(self, results):
-        """What a step returned: its state and its metrics."""
-        if not isinstance(results, tuple) or len(results) != 2:
-            raise ConfigError("step must return (state, metrics)")
-        new, metrics = results
-        if not isinstance(new, dict) or not {"params", "opt", "step"} <= new.keys():
-            raise ConfigError("step must return (state, metrics), with the state as it was given: "
-                              "a dict of params, opt and step")
+    def _check_results(self, results):
+        """Refuse what is no state and metrics."""
+        new, metrics = results if isinstance(results, tuple) and len(results) == 2 else ({}, {})
+        is_state = isinstance(new, dict) and {"params", "opt", "step"} <= new.keys()
+        if not is_state or not isinstance(metrics, dict) or jnp.shape(
+                metrics.get("loss", jnp.zeros(1))):
+            raise ConfigError("step must return (state, metrics): the state as it was given, a "
+                              "dict of params, opt and step, and metrics, a dict that has a "
+                              "\"loss\" among its numbers")
         _check_like("the state that step returned", new["params"], self.params,
                     lambda x: f"{x.dtype}{list(x.shape)}")
-        if not isinstance(metrics, dict) or jnp.shape(
-                metrics.get("loss", jnp.zeros(1))):
-            raise ConfigError("step must return (state, metrics), with metrics a dict that has a "
-                              "\"loss\" among its numbers")
-        for name in metrics:
-            if not isinstance(name, str) or name in LOGGED - NUMBERS:
-                raise ConfigError(f"step gave one of its metrics the name {name!r}: expected a "
-                                  f"text other than {', '.join(sorted(LOGGED - NUMBERS))}, which a "
-                                  f"run logs already")
-        return new, metrics
+        check_names(metrics, "step gave one of its metrics", LOGGED - NUMBERS)
 
     # -- where weights live, and how each loss runs
 
     def _places(self, overrides):
         """A Decision for every array of the trees, from all losses together."""
         c, parts = self.config, row_groups(self.mesh) * self.config.accumulate
-        calls = [*self.calls, self.evaluation]
 
         def all_losses(params, given):
             sums = [loss_sums(call.loss({**others, **{n: params[n] for n in call.trees
                                                       if n in params}}, batch))[0]
-                    for call, (others, batch) in zip(calls, given, strict=True)]
+                    for call, (others, batch) in zip(self.calls, given, strict=True)]
             return sum(sums), sum(sums)
 
         def given(parts):
             return [(cast({n: x for n, x in call.trees.items() if n not in self.params}, c.dtype),
                      jax.tree.map(lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])),
-                                  call.batch)) for call in calls]
+                                  call.batch)) for call in self.calls]
 
         weights = jax.eval_shape(lambda p: cast(p, c.dtype), self.params)
         decisions = plan_sharding(
@@ -201,8 +185,8 @@ class OwnStep:
             overrides=check_overrides(c.override, self.params, self.mesh, overrides))
         return see_matrices(decisions, all_losses, weights, given(1))
 
-    def plan(self, number: int | None, call: Call) -> Plan:
-        """The Plan of the call of this number in a trace (None: of the evaluation)."""
+    def plan(self, number: int, call: Call) -> Plan:
+        """The Plan of the call of this number in a trace."""
         if number not in self.plans:
             self.plans[number] = self._plan(number, call)
         # (Another trace has another function, which may close over other numbers.)
@@ -210,29 +194,27 @@ class OwnStep:
 
     def _plan(self, number, call):
         def init(key):
-            known = {n: x for n, x in self.init(key).items() if n in call.trees}
-            return {**{n: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), x)
-                       for n, x in call.trees.items()}, **known}
+            known = {n: x for n, x in self.task.init(key).items() if n in call.trees}
+            return {**optax.tree.zeros_like(call.trees), **known}
 
         known = {n: d for n, d in self.places.items() if n in call.trees}
         exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
         rows = jax.tree.leaves(call.batch)[0].shape[0]
-        timed = {name: said for name, said in self.timed.items() if name in call.batch}
+        timed = {name: said for name, said in self.task.timed.items()
+                 if name in call.batch}
         with naming(str(call)):
             plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
                              call.loss, call.batch, exactly, number not in self.as_one_device,
                              schedule=self.schedule, learned=call.name, timed=timed)
-        paths, decisions, tree = flatten(plan.decisions)
-        reasons = {path: d.reason for path, d in by_path(known).items()}
-        return dataclasses.replace(plan, decisions=jax.tree.unflatten(tree, [
-            dataclasses.replace(d, reason=reasons.get(path, d.reason))
-            for path, d in zip(paths, decisions)]))
+        decisions = {n: jax.tree.map(lambda d, place: dataclasses.replace(d, reason=place.reason),
+                                     plan.decisions[n], places) for n, places in known.items()}
+        return dataclasses.replace(plan, decisions={**plan.decisions, **decisions})
 
     # -- what a step calls
 
     def gradients(self, loss: Callable, trees: Any, name: str, batch: Any) -> tuple[Any, Any]:
         number, call = self.number, Call(loss, _shapes(trees), name, _shapes(batch))
-        if number >= len(self.calls) or self.calls[number][1:] != call[1:]:
+        if self.calls[number][1:] != call[1:]:
             raise ConfigError(f"{call}: the step asks for other gradients than when it was traced "
                               f"first; it must not depend on anything that changes")
         self.number += 1
@@ -244,7 +226,6 @@ class OwnStep:
         return gradient, numbers
 
     def update(self, state: Any, name: str, gradient: Any) -> Any:
-        self._check_update(name, gradient)
         params, opt = state["params"][name], state["opt"][name]
         updates, new_opt = self.optimizers[name].update(gradient, opt, params)
         rate = self.rate(state["step"])
@@ -259,13 +240,12 @@ class OwnStep:
     # -- the program
 
     def program(self) -> Program:
-        plan = self.plan(None, self.evaluation)
+        plan = self.plan(len(self.calls) - 1, self.calls[-1])
         plan = dataclasses.replace(plan, config=self.config, learned=None)
 
         def step(state, batch):
             self.number, self.skipped = 0, []
-            new, metrics = self._results(self.step(_of_user(state), batch, self.gradients,
-                                                   self.update))
+            new, metrics = self.step(_of_user(state), batch, self.gradients, self.update)
             usual = {"lr": self.rate(state["step"]), "grad_norm": jnp.float32(0),
                      "tokens": jnp.float32(self.config.batch)}
             skipped = functools.reduce(jnp.maximum, self.skipped)
@@ -290,38 +270,33 @@ class OwnStep:
 
     # -- the check
 
-    def check(self, program: Program, make_batch: Callable, evaluates: bool, say: Callable
+    def check(self, program: Program, make_batch: Callable, evaluates: Any, say: Callable
               ) -> Program:
         """Compare every gradient that the step asks for, and the evaluation, with one device. The
         program that is right then."""
         # (Made when it is first asked for. On one device nothing asks for it.)
         made = functools.cache(lambda: self._made(program, make_batch))
         for number, call in enumerate(self.calls):
-            self._check(number, call, lambda at, number=number: made()[at][number], say)
-        if evaluates:
-            self._check(None, self.evaluation, functools.cache(
-                lambda at: ({}, make_batch(at, 0))), say)
+            with naming(str(call)):
+                while (call.name or evaluates) and not self._is_right(number, call, made, say):
+                    self.as_one_device.add(number)
+                    del self.plans[number]
         return self.program()
 
-    def _check(self, number, call, given, say):
+    def _is_right(self, number, call, made, say):
         place = NamedSharding(self.mesh, batch_spec(self.mesh))
+        plan = self.plan(number, call)
+
+        def init(key):
+            return {**plan.init(key), **made()[0][number][0]}
 
         def batch(at, rows):
             return jax.jit(lambda b: jax.tree.map(lambda x: x[:rows], b),
-                           out_shardings=place)(given(at)[1])
+                           out_shardings=place)(made()[at][number][1])
 
-        with naming(str(call)):
-            while True:
-                plan = self.plan(number, call)
-                own = plan.init
-                plan = dataclasses.replace(plan, init=lambda key: {**own(key), **given(0)[0]})
-                small = small_plan(plan)
-                if check_loss(plan, small, self.make_gradients(small),
-                              self.make_evaluate(small) if number is None else None, batch,
-                              lambda text: say(f"{call}: {text}")):
-                    return
-                self.as_one_device.add(number)
-                del self.plans[number]
+        return check_loss(dataclasses.replace(plan, init=init), self.make_gradients,
+                          None if call.name else self.make_evaluate, batch,
+                          lambda text: say(f"{call}: {text}"))
 
     def _made(self, program, make_batch):
         """For each of the first updates, and each call: the trees that only the step has computed,
@@ -338,7 +313,7 @@ class OwnStep:
                 return _means(grads[name], sums)
 
             self.step(state, batch, gradients, self.update)
-            return found
+            return [*found, ({}, batch)]
 
         compiled = jax.jit(made, compiler_options=program.plan.compiler_options,
                            out_shardings=NamedSharding(self.mesh, P()))
@@ -349,14 +324,12 @@ class OwnStep:
 
 def _check_config(c, mesh):
     check_batch(c, mesh)
-    if c.lora_rank:
-        raise ConfigError("--lora_rank: a step of one's own has no adapters; leave it out")
-    if c.ema:
-        raise ConfigError(f"--ema {c.ema:g}: a step of one's own keeps its own average, as a tree "
-                          f"of init's that the step updates; leave it out")
-    if c.chunks > 1:        # (layers of trees in no loss would lie in another order than others)
-        raise ConfigError(f"--chunks {c.chunks}: not with a step of one's own, which sees layers "
-                          f"in their own order; give --schedule gpipe or 1f1b")
+    # (Layers of trees in no loss would lie in another order than others, with chunks.)
+    for name, usual, why in (
+            ("lora_rank", 0, "has no adapters"), ("chunks", 1, "sees layers in their own order"),
+            ("ema", 0, "keeps its own average, as a tree of init's that the step updates")):
+        if (value := getattr(c, name)) != usual:
+            raise ConfigError(f"--{name} {value:g}: a step of one's own {why}; leave it out")
 
 
 def _trace():

@@ -268,8 +268,6 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.dtype, config.accumulate, names, tuple(calls), schedule,
                 tuple(timed.items()), strips.least(config) if trusted else 0, learned)
-    if plan.parts > 1 and not trusted:
-        _check_sums_of_parts(plan, weights, rows)
     _check_axes(plan, names, why)
     return plan
 
@@ -282,14 +280,10 @@ def _traced(loss, weights, few, batch):
     except (TypeError, ValueError) as e:
         if isinstance(e, ConfigError) or rows == of_batch:
             raise
-        error = e
-    try:
-        jax.eval_shape(loss, weights, batch)
-    except (TypeError, ValueError):
-        raise error from None
-    raise ConfigError(f"this loss can be computed for {of_batch} rows, and not for {rows}, which "
-                      f"are what a device has of --batch {of_batch} at a time "
-                      f"({one_line(error)}); write it for any number of rows") from None
+        jax.eval_shape(loss, weights, batch)        # (a loss that is never right ends here)
+        raise ConfigError(f"this loss can be computed for {of_batch} rows, and not for {rows}, "
+                          f"which are what a device has of --batch {of_batch} at a time "
+                          f"({one_line(e)}); write it for any number of rows") from None
 
 
 def _with_frozen(init, dtype):
@@ -329,31 +323,24 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
 def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     """The result of a loss as (sum, count, {name: other sum}), in float32."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
-    s, c, aux, *_ = (*result, None) if is_tuple else (None,) * 3
+    s, c, aux = (*result, None)[:3] if is_tuple else (None, None, None)
     aux = {} if aux is None else aux
-    is_flat = isinstance(aux, dict) and jax.tree_util.all_leaves([s, c, *aux.values()])
-    if not is_flat or jnp.shape(s) or jnp.shape(c):     # (None is no leaf)
+    leaves = [s, c, *aux.values()] if isinstance(aux, dict) else [None]      # (None is no leaf)
+    if not jax.tree_util.all_leaves(leaves) or jnp.shape(s) or jnp.shape(c):
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
-        is_one = not is_tuple and jax.tree_util.all_leaves([result]) and not jnp.shape(result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
-                          f"and the count to divide by, and optionally a dict of other sums to log "
-                          f"(arrays); it returned {shapes}" + (
-                              ": instead of a mean, return the sum and the count" * is_one))
-    for name in aux:
-        if not isinstance(name, str) or name in LOGGED:
-            raise ConfigError(f"the loss gave one of its other sums the name {name!r}: expected a "
-                              f"text other than {', '.join(sorted(LOGGED))}, which a step logs "
-                              f"already")
+                          f"and the count to divide by (not a mean), and optionally a dict of "
+                          f"other sums to log (arrays); it returned {shapes}")
+    check_names(aux, "the loss gave one of its other sums", LOGGED)
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (s, c, aux))
 
 
-def _check_sums_of_parts(plan, weights, rows):
-    _, _, whole = jax.eval_shape(plan.loss, weights, plan.batch)
-    for name, x in plan.sums[2].items():
-        if x.shape != whole[name].shape:
-            raise ConfigError(f"the loss's other sum {name!r} has the shape {list(x.shape)} for "
-                              f"{rows} rows and {list(whole[name].shape)} for "
-                              f"{plan.config.batch}: return what adds up over rows")
+def check_names(given: Any, what: str, known: Any) -> None:
+    """Refuse names of numbers that a run logs already; `what` says who gave them."""
+    for name in given:
+        if not isinstance(name, str) or name in known:
+            raise ConfigError(f"{what} the name {name!r}: expected a text other than "
+                              f"{', '.join(sorted(known))}, which a run logs already")
 
 
 # -------------------------------------------------------------------------------------------
@@ -377,14 +364,14 @@ def _check_axes(plan, names, why):
         need = f"{axis}={plan.sizes[axis]}"
         if need not in plan.needs:
             continue
-        if function not in names:
-            raise ConfigError(f"mesh axis {need}: this loss does not call shard.{function}, "
-                              f"which is what splits {what} over it; {any_loss(axis)}")
+        missing = function not in names and (
+            f"does not call shard.{function}, which is what splits {what} over it")
         # A gradient inside the loss would be the gradient of this device's part alone.
-        if DIFFERENTIATED in names:
-            raise ConfigError(f"mesh axis {need}: this loss takes a gradient inside itself "
-                              f"(or another derivative), which over {axis} would be the gradient "
-                              f"of one device's part; {any_loss(axis)}")
+        inside = DIFFERENTIATED in names and (
+            f"takes a gradient inside itself (or another derivative), which over {axis} would be "
+            f"the gradient of one device's part")
+        if missing or inside:
+            raise ConfigError(f"mesh axis {need}: this loss {missing or inside}; {any_loss(axis)}")
     if why and plan.needs and plan.sizes["tensor"] > 1:
         raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "
                           f"compiler may split it beside {plan.needs[0]}; give a mesh without "

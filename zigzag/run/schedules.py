@@ -40,15 +40,11 @@ def check(c: Any) -> None:
     if c.decay == "exponential" and not c.final_share:
         raise ConfigError("--final_share 0: an exponential decay never reaches 0; give a share "
                           "above 0, or --decay linear")
-    if c.decay == "constant" and c.final_share != type(c).final_share:
-        raise ConfigError(f"--final_share {c.final_share}: with --decay constant the rate stays at "
-                          f"its peak; leave --final_share out, or give another --decay")
-    if c.decay == "constant" and c.decay_steps is not None:
-        raise ConfigError(f"--decay_steps {c.decay_steps}: with --decay constant the rate stays at "
-                          f"its peak; leave --decay_steps out, or give another --decay")
-    if c.decay != "wsd" and c.cooldown is not None:
-        raise ConfigError(f"--cooldown {c.cooldown:g}: --decay {c.decay} has no cooldown; leave it "
-                          f"out, or give --decay wsd")
+    for name, decays in (("final_share", {*DECAYS} - {"constant"}), ("cooldown", {"wsd"}),
+                         ("decay_steps", {*DECAYS} - {"constant"})):
+        if getattr(c, name) != getattr(type(c), name) and c.decay not in decays:
+            raise ConfigError(f"--{name} {getattr(c, name)}: --decay {c.decay} has none; leave it "
+                              f"out, or give another --decay ({', '.join(sorted(decays))})")
     for name in ("beta1", "beta2"):
         if not 0 <= (value := getattr(c, name)) < 1:
             raise ConfigError(f"--{name} {value}: expected a number from 0 to below 1")
@@ -138,8 +134,8 @@ def check_given(schedule: Callable) -> None:
         shape = jax.eval_shape(lambda step: jnp.asarray(schedule(step)),
                                jax.ShapeDtypeStruct((), "int32")).shape
     except jax.errors.ConcretizationTypeError:
-        raise ConfigError("fit's schedule must be traceable: write it with jax.numpy (jnp.where in "
-                          "place of if), as optax's schedules are") from None
+        shape = None
     if shape != ():
-        raise ConfigError(f"fit's schedule returned an array of shape {list(shape)}; expected a "
-                          f"number, the learning rate of an update")
+        raise ConfigError("fit's schedule must be traceable and return a number, the learning rate "
+                          "of an update: write it with jax.numpy (jnp.where in place of if), as "
+                          "optax's schedules are")

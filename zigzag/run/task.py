@@ -15,15 +15,6 @@ from zigzag.disk.tokenizers import Tokenizer
 from zigzag.weights.network import network_of
 
 
-class Samples(NamedTuple):
-    """Texts for the model to write at each evaluation."""
-    prompts: Sequence[str]
-    collate: Callable       # prompts -> arrays, whose rows have the same shape for all prompts
-    predict: Callable       # (params, arrays) -> outputs
-    text: Callable          # (a prompt, its outputs) -> what the model has written
-    labels: tuple[str, str] = ("prompt", "written")     # what to call the two on the screen
-
-
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What is learned, from what, and what to show of it. The first six may be given by position.
@@ -45,7 +36,6 @@ class Task:
                                         # or a dict of texts by their labels
     metric: Callable | None = None      # outputs, examples -> a number, or a dict of numbers
     predicted: int | None = None        # how many held-out examples predict is given; None: all
-    samples: Samples | None = None      # prompts that the model continues at each evaluation
     sources: dict[str, int] = dataclasses.field(default_factory=dict)   # {name: how many} of the
                                         # held-out examples, in turn: the loss of each is logged too
     bits_per_nat: float | None = None   # the held-out loss times this is bits per byte
@@ -70,6 +60,50 @@ class Task:
         if not len(self.examples):
             raise ConfigError("there are no examples to train on")
         return batch_arrays(self.collate, [self.examples[0]])   # (a held-out one, if they are made)
+
+
+def with_sequence(task: Task, config: Any) -> Task:
+    """The task with a sequence of examples, if it has a function that makes them."""
+    if not callable(task.examples) or hasattr(task.examples, "__getitem__"):
+        return task
+    return dataclasses.replace(task, examples=Made(task.examples, task.held_out, config))
+
+
+class Made(Sequence):
+    """The examples of a run in their order, as a sequence of which one update's are there at a
+    time. They follow from the seed and the updates before, so a run that is stopped and continued
+    makes the same ones. Until there are weights, while a loss is checked, held-out examples stand
+    in for them."""
+
+    def __init__(self, make: Callable, held_out: Sequence, config: Any):
+        if not len(held_out):
+            raise ConfigError("fit was given a function that makes examples, and no held-out "
+                              "examples: at least one is needed, for the shapes of a batch")
+        if config.epochs:
+            raise ConfigError("--epochs: the examples are made as the run goes, so there is no end "
+                              "of them; give --steps")
+        self.make, self.held_out, self.seed = make, held_out, config.seed
+        self.batch, self.steps = config.batch, config.steps
+        self.weights: Callable | None = None    # () -> the weights as they are
+        self.step, self.examples = -1, ()
+
+    def __len__(self) -> int:
+        return self.batch * self.steps
+
+    def order_at(self, seed: int, places: Any) -> Any:
+        return places
+
+    def __getitem__(self, i: int) -> Any:
+        if self.weights is None:
+            return self.held_out[i % len(self.held_out)]
+        step, number = divmod(i, self.batch)
+        if step != self.step:
+            made: Any = self.make(self.seed, step, self.weights())
+            if len(made) != self.batch:
+                raise ConfigError(f"the function that makes examples made {len(made)} for update "
+                                  f"{step}; expected --batch {self.batch}")
+            self.step, self.examples = step, made
+        return self.examples[number]
 
 
 class Learned(NamedTuple):
