@@ -429,8 +429,7 @@ def my_time_slice(tree: Any, x: Array) -> Any:
 
 
 def time_of_block(x: Array) -> Array:
-    """All of the time of an array [B, T, ...] that is cut like the stream. (`columns` does this to
-    x.)"""
+    """All of the time of an array [B, T, ...] that is cut like the stream, as in `columns`."""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
@@ -568,7 +567,6 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v, known)
     else:
         out = attention.in_blocks(attend_to, queries, keys, asked.causal)
-    # (A label in the jaxpr, not in the compiled program: this loss may be split over seq.)
     return named(out, "attend")
 
 

@@ -56,7 +56,9 @@ def _sends_more(plan):
 
 
 def _knows_activations(plan):
-    return not plan.network or plan.config.step == "shard_map" and (
+    if not plan.network:
+        return plan.sizes["tensor"] == 1
+    return plan.config.step == "shard_map" and (
         plan.network.block_traffic(plan.config.network) is not None)
 
 
@@ -64,10 +66,7 @@ def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs)]
-    if not plan.network:        # the reductions that the rule counted
-        rows += [("all-reduce", "tensor", config.accumulate * cost.count, cost.bytes / cost.count)
-                 for _, decision in weights for cost in decision.reductions]
-    elif _knows_activations(plan):
+    if plan.network and _knows_activations(plan):
         blocks = plan.network.block_traffic(config.network)
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch)]

@@ -66,7 +66,7 @@ from zigzag.core.mesh import (
     trimmed,
     within,
 )
-from zigzag.rule.trace import Cost, trace
+from zigzag.rule.trace import trace
 
 # An end of the model is small if it has less than this share of the weights.
 ENDS = 1 / 8
@@ -83,9 +83,6 @@ class Decision:
     stacked: bool = False       # its dimension 0 counts layers: `pipe` may split it
     # The dimensions contracted with an activation, and those left in the result of that product.
     matmul_dims: tuple = ((), ())
-    # The reductions that the rule expects of its group, on one leaf of each group. (Of a table of
-    # weights it expects nothing.)
-    reductions: tuple[Cost, ...] = ()
     used_as: P | None = None    # the spec that the loss uses, if it is another than `spec`
     is_trained: bool = True
 
@@ -107,10 +104,10 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
                 overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096) -> Any:
     """A PartitionSpec for each leaf of `params`, derived from how `fn(params, *args)` uses it.
 
-    `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device. Leaves
-    that are not arrays (an Equinox module's functions) get the spec P(). `overrides`, a list of
-    (path regex, PartitionSpec), win over the rule. Leaves of fewer than `fsdp_min` elements are not
-    split over fsdp: gathering them would cost more time than the memory saved is worth."""
+    `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device.
+    `overrides`, a list of (path regex, PartitionSpec), win over the rule. Leaves of fewer than
+    `fsdp_min` elements are not split over fsdp: gathering them would cost more time than the memory
+    saved is worth."""
     return jax.tree.map(lambda d: d.spec, plan_sharding(
         fn, params, *args, mesh=mesh, overrides=overrides, fsdp_min=fsdp_min))
 
@@ -125,40 +122,28 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     splits that dimension or nothing: nothing if its size does not divide it, or (fsdp) if the leaf
     is small."""
     sizes = _axis_sizes(mesh)
-    _, leaves, tree = flatten(params)
-    choice, places = _choice(fn, params, args, sizes["tensor"])
+    paths, leaves, tree = flatten(params)
+    choice = _choice(fn, params, args, sizes["tensor"])
     rows = choice.rows() if mesh_axes is None else [
-        _row_of_table(row) for row, x in zip(tree.flatten_up_to(mesh_axes), leaves)
-        if hasattr(x, "shape")]
-    decisions = [Decision(P(), "not an array")] * len(leaves)
-    for leaf, (i, row) in enumerate(zip(places.values(), rows)):
-        decisions[i] = _decide(choice.facts, leaf, row, mesh, fsdp_min)
-    shapes = {path: leaves[i].shape for path, i in places.items()}
+        _row_of_table(row) for row in tree.flatten_up_to(mesh_axes)]
+    decisions = {path: _decide(choice.facts, leaf, row, mesh, fsdp_min)
+                 for leaf, (path, row) in enumerate(zip(paths, rows))}
+    shapes = {path: x.shape for path, x in zip(paths, leaves)}
     tensor = {path: None if mesh_axes is None else row.dims["tensor"]
-              for path, row in zip(places, rows)}
+              for path, row in zip(paths, rows)}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
-        i, stored = places[path], drop_trivial_axes(spec, mesh)
-        used = _spec_the_loss_gets(stored, decisions[i], tensor[path])
-        decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
-                                           reason=f"override {pattern!r}")
-    return jax.tree.unflatten(tree, decisions)
+        stored = drop_trivial_axes(spec, mesh)
+        used = _spec_the_loss_gets(stored, decisions[path], tensor[path])
+        decisions[path] = dataclasses.replace(decisions[path], spec=stored, used_as=used,
+                                              reason=f"override {pattern!r}")
+    return jax.tree.unflatten(tree, list(decisions.values()))
 
 
 def _choice(fn, params, args, shards):
-    """(the _Choice for a function, {path: the number of the leaf} of the leaves that are
-    arrays)."""
-    paths, leaves, tree = flatten(params)
-    places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
-
-    def call(values, args):
-        merged = list(leaves)
-        for i, value in zip(places.values(), values):
-            merged[i] = value
-        return fn(jax.tree.unflatten(tree, merged), *args)
-
     with within(tensor=shards):
-        closed = jax.make_jaxpr(call)([leaves[i] for i in places.values()], args)
-    return _Choice(trace(closed, len(places), shards), shards), places
+        # (A new lambda: for fn itself jax could return the trace for another size of tensor.)
+        closed = jax.make_jaxpr(lambda *given: fn(*given))(params, *args)
+    return _Choice(trace(closed, len(jax.tree.leaves(params)), shards), shards)
 
 
 class Group(NamedTuple):
@@ -174,8 +159,8 @@ class Group(NamedTuple):
 def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
     """The groups of a function's dimensions, those that are split first, each kind by price (step 3
     of the rule). For learn/prices.py."""
-    choice, places = _choice(fn, params, args, shards)
-    paths, (_, verdicts), found = list(places), choice.split(), []
+    choice, paths, found = _choice(fn, params, args, shards), flatten(params)[0], []
+    _, verdicts = choice.split()
     for group, members in choice.members.items():
         costs = choice.facts.costs[group]
         named = [(paths[leaf], d, " ".join(sorted(choice.facts.roles[leaf][d])))
@@ -196,7 +181,6 @@ class _Row(NamedTuple):
     """What may be split of a leaf, as a row of a table of weights or the rule says."""
     dims: dict[str, Sequence[int]]      # {axis: the dimensions of which it splits one}
     whole: str = "as its row says"      # why tensor splits none
-    reductions: tuple[Cost, ...] = ()   # the rule's, for Decision
 
 
 def _row_of_table(mesh_axes):
@@ -250,16 +234,12 @@ class _Choice:
 
     def rows(self):
         """The rule's _Row for each leaf."""
-        (chosen, verdicts), rows, told = self.split() if self.shards > 1 else ({}, {}), [], set()
+        (chosen, verdicts), rows = self.split() if self.shards > 1 else ({}, {}), []
         for leaf, groups in enumerate(self.facts.groups):
-            stacks = self.facts.dims(leaf, "stacked")
-            dims = {"tensor": [chosen[leaf]] if leaf in chosen else [], "pipe": stacks,
-                    "expert": self.expert_dims(leaf), "fsdp": range(len(groups))}
-            costs = []
-            for group in {groups[d] for d in dims["tensor"]} - told:    # told by its first leaf
-                costs = [cost for cost in self.facts.costs[group] if cost.is_reduction]
-                told.add(group)
-            rows.append(_Row(dims, self.why_whole(leaf, verdicts), tuple(costs)))
+            dims = {"tensor": [chosen[leaf]] if leaf in chosen else [],
+                    "pipe": self.facts.dims(leaf, "stacked"), "expert": self.expert_dims(leaf),
+                    "fsdp": range(len(groups))}
+            rows.append(_Row(dims, self.why_whole(leaf, verdicts)))
         return rows
 
     # -- refusals
@@ -350,7 +330,7 @@ def _decide(facts, leaf, row, mesh, fsdp_min):
     if facts.dims(leaf, "indexed") or set(contracted) & set(free):
         contracted = free = ()
     return Decision(drop_trivial_axes(P(*entries), mesh), "; ".join(why), facts.is_matrix(leaf),
-                    bool(facts.dims(leaf, "stacked")), (contracted, free), row.reductions)
+                    bool(facts.dims(leaf, "stacked")), (contracted, free))
 
 
 def _why_split(facts, leaf, row):
@@ -498,38 +478,35 @@ def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
 # -------------------------------------------------------------------------------------------
 # The table
 
-def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
-            fsdp_min: int = 4096, state: Any = None, is_short: bool = False) -> str:
+def explain(decisions: Any, params: Any, mesh: Any, state: Any = None, is_short: bool = False
+            ) -> str:
     """The table of how each weight is split, and why, as text. `decisions` comes from
     plan_sharding, or from infer_specs (a table without reasons). Ends with the bytes that a device
     holds and how much of them other devices hold too. `state` is the optimizer's (shapes with
-    shardings); without it the count is AdamW's two moments, split over data if `zero`. `is_short`
+    shardings); without it the count is AdamW's two moments, split as their weights. `is_short`
     puts all small unsplit weights into one line."""
     paths, leaves, _ = flatten(params)
     sizes, table = _axis_sizes(mesh), []
-    gradients = moments = 0     # bytes, for trained weights only
-    copied = {axis: 0 for axis in ("tensor", "fsdp", "pipe") if sizes[axis] > 1}     # bytes
+    gradients = 0                       # bytes, of trained weights
+    copied = {axis: 0 for axis in ("tensor", "fsdp", "pipe") if sizes[axis] > 1}    # bytes
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
-        if not hasattr(leaf, "shape"):
-            continue
-        d = Decision(d, "as given") if is_spec(d) else d
-        size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        here = size // math.prod(sizes[a] for a in spec_axes(d.spec))
-        kept = zero1_specs(leaf, d.spec, mesh, fsdp_min) if zero else d.spec
+        d = Decision(d, "") if is_spec(d) else d
+        here = math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
+            sizes[a] for a in spec_axes(d.spec))
         gradients += here * d.is_trained
-        moments += 2 * size // math.prod(sizes[a] for a in spec_axes(kept)) * d.is_trained
         for axis in copied.keys() - spec_axes(d.spec):
             copied[axis] += here
         split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
-        is_small = not (spec_axes(d.spec) or d.is_matrix)
+        is_small = is_short and not (spec_axes(d.spec) or d.is_matrix)
         table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
                       here, d.reason, is_small))
     total = sum(row[3] for row in table)
-    lines = _aligned(table, total / 100 if is_short else 0)
-    what = "AdamW's two moments" if state is None else "the optimizer's state"
+    moments, what = 2 * gradients, "AdamW's two moments"
     if state is not None:
+        what = "the optimizer's state"
         moments = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                       for x in jax.tree.leaves(state))
+    lines = _aligned(table)
     lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
                  f"gradients and {human_bytes(moments)} of {what}: "
                  f"{human_bytes(total + gradients + moments)}")
@@ -538,20 +515,18 @@ def explain(decisions: Any, params: Any, mesh: Any, zero: bool = False,
     return "\n".join(lines)
 
 
-def _aligned(rows, most):
-    """Lines of text, from rows of (path, shape, split, bytes, why, whether it is a small unsplit
-    weight). Several small ones of at most `most` bytes share the last line."""
-    small = [row for row in rows if row[5] and row[3] <= most]
+def _aligned(rows):
+    """Lines of text, from rows of (path, shape, split, bytes, why, whether it is small). Several
+    small ones share the last line."""
+    small = [row for row in rows if row[5]]
     small = small if len(small) > 1 else []
-    why = "why" if small or any(row[4] for row in rows) else ""
-    table = [("weight", "shape", "split", "per device", why),
+    table = [("weight", "shape", "split", "per device", "why"),
              *((*row[:3], human_bytes(row[3]), row[4]) for row in rows if row not in small)]
     if small:
-        names = [*dict.fromkeys(path.split(".")[-1] for path, *_ in small)]
-        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+        names = dict.fromkeys(path.split(".")[-1] for path, *_ in small)
         table.append((f"{len(small)} small weights", "", "whole",
                       human_bytes(sum(row[3] for row in small)),
-                      f"scales and biases: {', '.join(names[:6])}{more}"))
+                      f"scales and biases: {', '.join(names)}"))
     a, b, c, d, _ = (max(map(len, column)) for column in zip(*table))
     return [f"{path:{a}}  {shape:{b}}  {split:{c}}  {size:>{d}}  {why}".rstrip()
             for path, shape, split, size, why in table]

@@ -62,7 +62,6 @@ class Cost(NamedTuple):
     """What splitting a group costs at one place of the computation."""
     count: int              # of collectives in a step
     bytes: float            # in all of them
-    is_reduction: bool      # else a reshard: the value is sent to be split along another dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,18 +175,18 @@ class _Walk:
         self.parent[max(a, b)] = min(a, b)
 
     # -- notes
-    def cost(self, group, value, key=None, is_reduction=True):
-        """Note that splitting the group costs a reduction of `value` (or a reshard), once for each
-        turn of the loops around. Costs of a group with the same key count once."""
+    def cost(self, group, value, key=None):
+        """Note that splitting the group costs a reduction of `value` (or that it is sent), once for
+        each turn of the loops around. Costs of a group with the same key count once."""
         size = math.prod(value.shape) * value.dtype.itemsize
         self.costs.append((group, key or len(self.costs),
-                           Cost(self.repeat, float(size * self.repeat), is_reduction)))
+                           Cost(self.repeat, float(size * self.repeat))))
 
     def reshard(self, a, b, value):
         """Note that a split of group `a` can go on as a split of `b` by sending `value`."""
         self.reshards.append((a, b))
         for group in (a, b):
-            self.cost(group, value, is_reduction=False)
+            self.cost(group, value)
 
     def forbid(self, group, why):
         self.forbidden.append((group, why))

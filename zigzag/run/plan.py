@@ -300,7 +300,7 @@ def _whole_over_tensor(decision, why):
     """The decision to store a weight as decided, but to use it whole over tensor."""
     reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
     return dataclasses.replace(decision, used_as=without_axis(decision.used, "tensor"),
-                               reductions=(), reason=decision.reason + reason)
+                               reason=decision.reason + reason)
 
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
