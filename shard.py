@@ -104,8 +104,6 @@ from zigzag.parallel.products import (
     linear,
     lookup,
     loss_chunks,
-    matching_columns,
-    matching_rows,
     row_products,
     time_chunks,
 )
@@ -242,9 +240,8 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
-#   more        the table of weights says which ones are split; zigzag/parallel/products.py (a
-#               whole weight beside split ones, several products, adapters, repeat_kv);
-#               zigzag/parallel/overlap.py, strips.py
+#   more        the table of weights says which ones are split; zigzag/parallel/products.py
+#               (adapters, repeat_kv), overlap.py, strips.py
 #
 # For one column weight w_up and one row weight w_down, both split, and a time that n divides, the
 # two functions below are these three lines:
@@ -264,7 +261,7 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
     ...]). The products [B, T, F, ...] have all of the time, and this device's columns F where any
     of the weights is split. dtype: of the products (None: x's). gathered=True: x has all of the
     time already, from time_of_block."""
-    weights, split = matching_columns(weights)
+    split = any(map(is_split, jax.tree.leaves(weights)))
     if is_split(x) and not gathered:
         if split and overlap.asked(x):          # the same, a part of the time after the other
             return overlap.gathered(lambda weights, x: [linear(x, w, dtype) for w in weights],
@@ -279,7 +276,6 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
 def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
     [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
-    pairs = matching_rows(pairs)
     hs, weights = zip(*pairs)
     if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
         return checkpoint_name(overlap.scattered(
@@ -646,7 +642,6 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     activation(...), and multiplies by its rows `down` [E, F, D]. `beside`: (h, w) pairs, as
     `row` takes them, of an MLP that every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
-    up, down = dispatch.matching(up, down)       # this device's F where any of them is split
     if is_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
     elif is_split(down):
@@ -664,7 +659,7 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     if n > 1:
         out = all_to_all(out.reshape(n, -1, D), "expert")
         out = out.sum(0, dtype=jnp.float32).astype(x.dtype)
-    partial, whole = row_products(matching_rows(beside))
+    partial, whole = row_products(beside)
     (partial if is_split(down) else whole).append(out.reshape(B, T, D))
     return into_stream(partial, whole)
 

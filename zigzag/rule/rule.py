@@ -129,11 +129,9 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     decisions = {path: _decide(choice.facts, leaf, row, mesh, fsdp_min)
                  for leaf, (path, row) in enumerate(zip(paths, rows))}
     shapes = {path: x.shape for path, x in zip(paths, leaves)}
-    tensor = {path: None if mesh_axes is None else row.dims["tensor"]
-              for path, row in zip(paths, rows)}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         stored = drop_trivial_axes(spec, mesh)
-        used = _spec_the_loss_gets(stored, decisions[path], tensor[path])
+        used = _spec_the_loss_gets(stored, decisions[path], mesh_axes is not None)
         decisions[path] = dataclasses.replace(decisions[path], spec=stored, used_as=used,
                                               reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, list(decisions.values()))
@@ -410,17 +408,16 @@ def _check_spec(path, shape, spec, sizes):
             raise ConfigError(f"{path}: {spec} splits {dim} into {parts}, which does not divide")
 
 
-def _spec_the_loss_gets(stored, decision, tensor):
-    """The spec that the loss receives for a weight that an override stores as `stored`. `pipe` and
-    `expert` are where they would be without it. `tensor` stays where the override has it, if that
-    is a dimension of `tensor`, those of the weight's row (None: there is no table). `fsdp` stays
-    too, except on the dimension that counts layers or experts: a device uses all of its own layers.
-    Every other axis of the override is gathered before the loss."""
+def _spec_the_loss_gets(stored, decision, has_table):
+    """The spec that the loss receives for a weight that an override stores as `stored`. `pipe`,
+    `expert` and, if there is a table, `tensor` are where they would be without it. `fsdp` stays
+    where the override has it, except on the dimension that counts layers: a device uses all of its
+    own layers. Every other axis of the override is gathered before the loss."""
     entries = []
     for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
-        if rule in ("pipe", "expert"):
+        if rule in ("pipe", "expert") or has_table and rule == "tensor":
             axis = rule
-        elif not (axis == "tensor" and (tensor is None or d in tensor)
+        elif not (axis == "tensor" and not has_table
                   or axis == "fsdp" and not (decision.stacked and d == 0)):
             axis = None
         entries.append(axis)
