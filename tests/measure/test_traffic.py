@@ -58,11 +58,6 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     full("expert=2,seq=2", dict(experts=4, parallel_block=True)),
     full("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1)),
     full("fsdp=2,pipe=2,expert=2", dict(experts=4, **INTERLEAVED)),
-    # A layer a stage: nothing is computed again.
-    full("pipe=4,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
-    full("pipe=4,fsdp=2", dict(remat="selective", **ONE_F_ONE_B)),
-    full("pipe=4,expert=2", dict(experts=4, remat="selective", **ONE_F_ONE_B)),
-    full("pipe=4,seq=2", dict(remat="selective", **ONE_F_ONE_B)),
     # Key heads that neither divide tensor nor are divided by it; time that it does not divide.
     full("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
     full("fsdp=2,tensor=4", THREE_KEY_HEADS),
@@ -100,6 +95,7 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
 
 @pytest.mark.parametrize("changes", [
     dict(optimizer="muon"), dict(lora_rank=2), dict(override=("w_up=-,data",)),
+    dict(remat="full:0.5"),
     dict(encoder_layers=1, source_len=16)], ids=str)
 def test_where_there_is_no_formula_none_is_expected(changes, capsys):
     """A wrong number beside the right one, where a part has no formula."""

@@ -19,7 +19,7 @@ from zigzag.run.task import without_data
 CASES = [
     ("fsdp=2,tensor=2", dict(fsdp_min=64, remat="full")),
     slow("data=2,tensor=2", dict(remat="selective")),
-    slow("tensor=4", dict(accumulate=2, remat="full:0.5", layers=4)),
+    slow("tensor=4", dict(accumulate=2, remat="full", layers=4)),
     full("tensor=2", dict(seq_len=19)), full("tensor=2", dict(remat="mlp")),
     full("pipe=2,tensor=2", dict(microbatches=2)),
     full("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),

@@ -23,7 +23,7 @@ from zigzag.parallel import strips
 from zigzag.parallel.collectives import scattering
 from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
-from zigzag.parallel.remat import remat_of
+from zigzag.parallel.remat import POLICIES
 from zigzag.rule.rule import zero1_specs
 
 
@@ -47,10 +47,13 @@ def is_complete(plan: Any) -> bool:
 
 def _sends_more(plan):
     """Whether an update sends what there is no formula for: to make matrices orthogonal, to compare
-    rows, for the gradients of adapters, or for weights that are stored otherwise than used. (And a
-    TPU multiplies float32 numbers rounded to bfloat16, and may round them before it gathers.)"""
+    rows, for the gradients of adapters, for weights that are stored otherwise than used, or for a
+    part of the layers. (And a TPU multiplies float32 numbers rounded to bfloat16, and may round
+    them before it gathers.)"""
     c = plan.config
     return (c.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
+            or c.remat not in POLICIES
+            or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
             or any(d.spec != d.used for d in jax.tree.leaves(plan.decisions))
             or platform(plan.mesh) == "tpu" and jnp.dtype(c.dtype).itemsize == 4)
 
@@ -91,16 +94,6 @@ class _Run:
         self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
         self.overlaps = c.overlap and c.step == "shard_map"
-        # In 1F1B a stage of one layer recomputes nothing more: its vjp directly precedes its
-        # backward pass.
-        self.one_layer = self.is_1f1b and c.layers == S
-        # (A custom loss may have other layers than these, and no formula.)
-        how, own = remat_of(c.remat), max(1, c.layers // S // (c.chunks if S > 1 else 1))
-        self.share_again = how.count(own) / own * (not self.one_layer)
-        again = self.share_again + (how.policy != "none") * (not self.one_layer)
-        # (Of attention nothing is sent again: its scores and what follows them are on one device.)
-        self.mlp_again = "mlp" in how.parts and not self.one_layer
-
         # A microbatch on a device. Between blocks, its time is split over tensor if it divides.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
@@ -115,7 +108,7 @@ class _Run:
 
         # How often a layer runs, and how often each run computes it forward: twice in 1F1B.
         self.layers = round(self.passes * c.layers / S)
-        self.forwards = 1 + self.is_1f1b + again
+        self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and the head run, and their input: 1F1B runs them in each tick.
         self.ends = self.ticks if self.is_1f1b else c.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
@@ -166,7 +159,7 @@ def _fsdp(weights, run, gathers_by_layer):
         if decision.stacked and gathers_by_layer:
             layers = leaf.shape[0] // run.sizes["pipe"]
             passes = run.passes
-            gathers = passes * (2 + run.is_1f1b - run.one_layer)
+            gathers = passes * (2 + run.is_1f1b)
         yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
         yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
 
@@ -184,21 +177,18 @@ def _tensor(run, traffic):
     out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
     # Out of a block forward, and into it backward. (The reduced result is saved for the backward
-    # pass, so recomputing does not reduce it again; but with full:SHARE, all blocks but the last.)
-    reductions = out * (1 + run.is_1f1b) + into - run.one_layer + run.share_again * (out - 1)
+    # pass, so recomputing does not reduce it again.)
+    reductions = out * (1 + run.is_1f1b) + into
     if traffic.beside:
         reductions += 1     # experts and the branch beside them share the gather, except backward
-    mlp_again = run.mlp_again * (blocks > 1)        # (a parallel block has no MLP of its own)
-    gathers = (blocks * run.forwards + mlp_again + out) * run.splits_time
+    gathers = (blocks * run.forwards + out) * run.splits_time
     if run.overlaps and run.splits_time:    # (experts, and a block that is whole, do not)
         inner = blocks - is_whole - bool(c.experts)
-        scatters = inner * (2 + run.is_1f1b) - (run.one_layer and not c.experts)
-        scatters += run.share_again * (out - 1)
-        own = inner * (run.forwards + 1) + mlp_again * (not c.experts)
+        scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
         reductions -= scatters + traffic.beside
-        yield run.in_parts(run.layers * (scatters + own + traffic.beside * (
-            1 + run.forwards + mlp_again)), run.X)
+        yield run.in_parts(run.layers * (
+            scatters + own + traffic.beside * (1 + run.forwards)), run.X)
     times, X = run.layers * run.strips, run.X // run.strips
     yield run.reduce, "tensor", times * reductions, X
     yield "all-gather", "tensor", times * gathers, X
@@ -243,10 +233,9 @@ def _experts(run):
     sent too. Over tensor, each device routes its own time and gathers the choices of the others."""
     c, n = run.config, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
-    forwards = run.forwards + run.mlp_again
-    exchanges = 3 + forwards + run.is_1f1b - run.one_layer
+    exchanges = 3 + run.forwards + run.is_1f1b
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
-    choices, routings = run.tokens * c.experts_per_token, run.layers * forwards
+    choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
     for itemsize in (4, run.itemsize):      # the numbers of the experts, and their weights
         yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize

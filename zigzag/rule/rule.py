@@ -385,27 +385,26 @@ def apply_overrides(shapes: dict[str, tuple[int, ...]], overrides: Sequence[tupl
             raise ConfigError(f"override {pattern!r} matches no parameter"
                               + did_you_mean(pattern, shapes, near=0.5))
         for path in hits:
-            _check_spec(path, shapes[path], spec, sizes)
+            if why := _why_refused(shapes[path], spec, sizes):
+                raise ConfigError(f"{path}: {spec} {why}")
             found.append((path, pattern, spec))
     return found
 
 
-def _check_spec(path, shape, spec, sizes):
+def _why_refused(shape, spec, sizes):
+    names = [name for entry in spec for name in entry_axes(entry)]
     if len(spec) > len(shape):
-        raise ConfigError(f"{path}: {spec} has {len(spec)} dimensions, the weight has "
-                          f"{len(shape)}")
-    seen = set()
+        return f"has {len(spec)} dimensions, the weight has {len(shape)}"
+    for name in names:
+        if name not in AXES:
+            return (f"names the axis {name!r}; the axes are {', '.join(AXES)}"
+                    + did_you_mean(name, AXES))
+    if len(set(names)) < len(names):
+        return "names an axis twice"
     for dim, entry in zip(shape, spec):
-        names = entry_axes(entry)
-        for name in names:
-            if name not in AXES:
-                raise ConfigError(f"{path}: {spec} names the axis {name!r}; the axes are "
-                                  f"{', '.join(AXES)}" + did_you_mean(name, AXES))
-            if name in seen:
-                raise ConfigError(f"{path}: {spec} names the axis {name!r} twice")
-            seen.add(name)
-        if dim % (parts := math.prod(sizes[a] for a in names)):
-            raise ConfigError(f"{path}: {spec} splits {dim} into {parts}, which does not divide")
+        if dim % (parts := math.prod(sizes[a] for a in entry_axes(entry))):
+            return f"splits {dim} into {parts}, which does not divide"
+    return ""
 
 
 def _spec_the_loss_gets(stored, decision, has_table):
