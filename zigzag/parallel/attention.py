@@ -153,14 +153,7 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
     if q.shape[2] < heads:
         means = mark_varying(lax.pmean(means, "tensor"), also={"tensor"})
 
-    def of_heads(scale, count):     # (an override may split the scale and not the heads, or v.v.)
-        if scale.shape[1] < count:
-            return lax.all_gather(scale, "tensor", axis=1, tiled=True)
-        if scale.shape[1] > count:
-            return lax.dynamic_slice_in_dim(scale, lax.axis_index("tensor") * count, count, 1)
-        return scale
-
-    return [(x * lax.rsqrt(mean + eps)).astype(x.dtype) * of_heads(scale, x.shape[2])
+    return [(x * lax.rsqrt(mean + eps)).astype(x.dtype) * scale
             for x, scale, mean in zip((q, k), scales, means)]
 
 

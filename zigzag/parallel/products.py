@@ -21,7 +21,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.mesh import (
     add_to,
-    around,
     axis_size,
     is_split,
     mark_varying,
@@ -159,15 +158,11 @@ def repeat_kv(w: Any, heads: int) -> Any:
 
 
 def _repeat_kv(w, heads):
-    count = math.lcm(w.shape[1], max(axis_size("tensor"), around().tensor))
-    if is_split(w) or count == w.shape[1] or heads % count:
+    n = axis_size("tensor")
+    count = math.lcm(w.shape[1], n)
+    if n == 1 or is_split(w) or count == w.shape[1] or heads % count:
         return w
-    times = count // w.shape[1]
-    if axis_size("tensor") > 1:
-        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # (For the rule, which traces the block before there is a mesh; tensor will have around().tensor
-    # devices. The rule can trace through an einsum, and not through a repeat.)
-    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
+    return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), count // w.shape[1], 1), 1)
 
 
 # -------------------------------------------------------------------------------------------

@@ -64,7 +64,6 @@ from zigzag.core.mesh import (
     shardings,
     spec_axes,
     trimmed,
-    within,
 )
 from zigzag.rule.trace import trace
 
@@ -138,9 +137,7 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
 
 
 def _choice(fn, params, args, shards):
-    with within(tensor=shards):
-        # (A new lambda: for fn itself jax could return the trace for another size of tensor.)
-        closed = jax.make_jaxpr(lambda *given: fn(*given))(params, *args)
+    closed = jax.make_jaxpr(fn)(params, *args)
     return _Choice(trace(closed, len(jax.tree.leaves(params)), shards), shards)
 
 

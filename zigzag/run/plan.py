@@ -256,7 +256,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if config.lora_rank:
         decisions = lora.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
-    if splits_tensor or not trusted and rows < config.batch:
+    if not trusted and rows < config.batch:
         decisions = see_matrices(decisions, loss, weights, batch)
 
     names = names_in(jaxpr) if typed else set()
@@ -305,8 +305,7 @@ def _whole_over_tensor(decision, why):
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
     """Decisions whose is_matrix comes from a whole batch without a mesh. Which weights are matrices
-    must not depend on the mesh: not on the rows of a device, nor on kv heads repeated for
-    tensor."""
+    must not depend on the mesh, and so not on the rows of a device."""
     seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
     return jax.tree.map(lambda d, s: dataclasses.replace(
         d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)
