@@ -37,6 +37,8 @@ import operator
 from collections import defaultdict
 from typing import Any, NamedTuple, Sequence
 
+import jax
+
 from zigzag.rule.jaxprs import REDUCTIONS, inner_call, interpret, scan_operands
 
 ELEMENTWISE = set("""add add_any sub mul div rem max min pow integer_pow neg sign abs floor ceil
@@ -93,13 +95,25 @@ class Facts:
 def trace(closed: Any, count: int, shards: int) -> Facts:
     """The facts about the first `count` arguments of a closed jaxpr, the parameters, for a split
     into `shards`. The other arguments are data, as is everything computed from them."""
+    return _walked(closed, count, shards).facts()
+
+
+def why_not_split(closed: Any, params: Any) -> str:
+    """Why no compiler may split a closed jaxpr of (params, batch) over `tensor`, as a verb phrase,
+    or '' if one may. If a branch or the length of a loop depends on the batch, devices with
+    different rows do not meet in the collectives that the compiler puts inside, and wait for ever.
+    Calls into Python are the other reason."""
+    return _walked(closed, len(jax.tree.leaves(params)), 1).why_not_split
+
+
+def _walked(closed, count, shards):
     params, others = closed.jaxpr.invars[:count], closed.jaxpr.invars[count:]
     walk = _Walk([v.aval.shape for v in params], shards)
     walk.leaves = [walk.value(v.aval, from_params=True) for v in params]
     for i, leaf in enumerate(walk.leaves):
         leaf.origins = [frozenset([(i, d)]) for d in leaf.dims_without()]
     walk.run(closed.jaxpr, walk.leaves + [walk.value(v.aval, from_data=True) for v in others])
-    return walk.facts()
+    return walk
 
 
 @dataclasses.dataclass
@@ -153,6 +167,7 @@ class _Walk:
         self.heads = []                 # groups that count attention heads
         self.lengths = []               # (group, length) of dimensions in products
         self.outer = []                 # (group, size of the merged dimensions outside of it)
+        self.why_not_split = ""
 
     # -- groups
     def value(self, aval, **known):
@@ -221,6 +236,8 @@ class _Walk:
             return _CONTROL_FLOW[name](self, eqn, ins)
         if call := inner_call(eqn, ins):
             return self.run(*call)
+        if "callback" in name or name == "debug_print":
+            self.why_not_split = "calls Python"
         known = {what: any(getattr(x, what) for x in ins)
                  for what in ("from_data", "from_params", "after_matmul")}
         known["is_view"] = sum(x.rank > 0 for x in ins) == 1
@@ -468,8 +485,10 @@ class _Walk:
     def while_loop(self, eqn, ins):
         params = eqn.params
         n, m = params["cond_nconsts"], params["body_nconsts"]
-        self.run(params["cond_jaxpr"].jaxpr, ins[:n] + ins[n + m:])
-        return self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
+        outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
+        if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0].from_data:
+            self.why_not_split = "has a loop whose length depends on its data"
+        return outs
 
     def loop(self, body, fixed, carry, scanned=()):
         """The _Values that a loop returns: walk its body once, and unite what it carries out with
@@ -486,6 +505,8 @@ class _Walk:
         return outs
 
     def cond(self, eqn, ins):
+        if ins[0].from_data:
+            self.why_not_split = "branches on its data"
         branches = [self.run(b.jaxpr, ins[1:]) for b in eqn.params["branches"]]
         outs = []
         for values in zip(*branches):

@@ -42,8 +42,9 @@ from zigzag.parallel import strips
 from zigzag.parallel.attention import Calls
 from zigzag.parallel.pipeline import can_skip
 from zigzag.parallel.storage import permute_layers
-from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
+from zigzag.rule.jaxprs import DIFFERENTIATED, names_in
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
+from zigzag.rule.trace import why_not_split
 from zigzag.run import averages
 from zigzag.run.checks import check_batch, check_overrides, check_rows, check_time
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
