@@ -1,31 +1,18 @@
 """How a model is split, and every collective that it needs. (zigzag/parallel has the fast paths.)
 
-                 x [B, T, D]          whole on every device of the tensor axis
-                   |
-       w_up   [D, F | F | F | F]      column: each device makes its own part of F, sends nothing
-                   |
-          h [B, T, F | F | F | F]     split
-                   |
-       w_down [F | F | F | F, D]      row: each device has a partial sum of the whole y
-                   |
-                 y [B, T, D]          whole again, after one all-reduce (or split along T: below)
-
-Column, row, column, row: two matrix products for one reduction. A network's table of weights says
-which dimension each axis splits; for any other function `infer_specs` finds that alternation by
-itself (zigzag/rule/trace.py, zigzag/rule/rule.py). The functions below are the collectives for
-weights that are split so. Each parallelism is one section, which can be read alone: data, fsdp,
-tensor (and the vocabulary), seq, expert, pipe. Without a mesh, each function that a model calls is
-the plain computation.
+Column, row, column, row: the first weight of a block is split by columns, so that each device makes
+its own part of the hidden layer and sends nothing; the last is split by rows, and one reduction
+adds up the devices' partial sums (README has the picture). A network's table of weights says which
+dimension each axis splits; for any other function `infer_specs` finds that alternation by itself
+(zigzag/rule/rule.py). The functions below are the collectives for weights that are split so. Each
+parallelism is one section, which can be read alone: data, fsdp, tensor (and the vocabulary), seq,
+expert, pipe. Without a mesh, each function that a model calls is the plain computation.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
 
-(docs/pytorch.md has PyTorch's names beside these.)
-
-Four options of a run change from outside what functions below do. They stand in one record,
-`around()`, whose fields zigzag/core/mesh.py explains: `columns` and `row` ask it for overlap,
-`repeat_kv` for the tensor axis of a mesh to come, `layers` for strips, and `part`s of a layer
-whether their backward pass computes them again. run/modes.py and the rule set it, by `within`.
+What changes these functions from outside (overlap, strips, --remat) stands in one record,
+`around()` of zigzag/core/mesh.py. docs/pytorch.md has PyTorch's names beside these.
 
 Varying types: read this first
 ------------------------------
@@ -64,22 +51,11 @@ right, but it would happen in every part of a batch. So train.make_step marks th
 before `jax.value_and_grad`. These marks are outside the function that is differentiated, so they
 are not transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
 
-*Why not over tensor.* The step marks weights over data, fsdp, seq, pipe and expert, and leaves the
-marks over tensor to jax. A mark over tensor would hide two facts. `columns` and `row` would not
-see whether a weight is split. And jax would not see which whole weights need their gradients
-summed, such as a norm's scale beside a stream whose time is split: where the scale meets the
-stream, jax marks it, and the mark's transpose sums its gradient. If tensor does not divide the
-time, the stream is whole: all devices find the same gradient, jax marks nothing, and nothing is
-summed. Most such weights are small, so a psum in each part costs little.
+Over tensor the step marks no weights: `columns` and `row` see by the type whether one is split, and
+jax marks a whole one where it meets a stream whose time is split, which sums its gradient there.
 
-*Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. Two cases:
-- All computed 3.0 from the result of an all_gather: the values are equal, but the type says that
-  they vary. lax.pmean turns them into one 3.0 that does not vary. In the backward pass each device
-  gets a quarter of the gradient, and the transpose of the all_gather adds up the four.
-- All computed 3.0 from an array that all of them have, such as the first token of each row after
-  `whole_time`: it does not vary over seq. But the step will sum every loss over seq.
-  `keep_on_first` leaves 3.0 on the first device and 0.0 on the others, so that the sum is 3.0.
-(`local_sums`, below, does both.)
+*Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. `local_sums`
+prevents that; docs/parallelism.md, "Counting once", says how.
 """
 
 import functools
@@ -117,6 +93,8 @@ from zigzag.parallel import attention, overlap, pipeline, ring_kernel, strips
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
+from zigzag.parallel.order import shard_time as shard_time
+from zigzag.parallel.order import zigzag_order
 from zigzag.parallel.pipeline import Options as Options
 from zigzag.parallel.pipeline import astype, needs_all_time, pick, skip_idle, time_of_stage
 from zigzag.parallel.products import (
@@ -126,8 +104,6 @@ from zigzag.parallel.products import (
     linear,
     lookup,
     loss_chunks,
-    matching_columns,
-    matching_rows,
     row_products,
     time_chunks,
 )
@@ -191,10 +167,7 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
     of all devices, in order, and the index in it of this device's first row. `rows` is any array of
     the batch: its type says which axes split the rows. (The transpose of the all-gather is a
     reduce-scatter: a row's gradient is summed over all devices that compared it.)
-
-        every, first = shard.all_rows(texts, batch["text"])     # [n B, D]
-        logits = jax.nn.log_softmax(pictures @ every.T)         # of own pictures with all texts
-        right = first + jnp.arange(len(texts))                  # the index of each one's text"""
+    recipes/contrastive.py has an example."""
     axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
     if not axes:
         return named(x, "all_rows"), 0
@@ -215,9 +188,8 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 #   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
 #               weight is kept for the backward pass)
 #
-# train.gather_weights gathers the weights outside the layers, once in an update; `layers` gathers
-# each layer's weights when it runs; autodiff scatters the gradients of what was gathered. For
-# a weight w [D/n, F], `gather` is the first of these lines, and autodiff makes the others:
+# train.gather_weights gathers the weights outside the layers, once in an update. For a weight
+# w [D/n, F], `gather` is the first of these lines, and autodiff makes the others:
 #
 #     whole = lax.all_gather(w, "fsdp", axis=0, tiled=True)           # [D, F], for y = x @ whole
 #     dw = x.T @ dy                                                   # [D, F], of these rows
@@ -268,9 +240,8 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #               the bytes of the stream of one part of a batch
 #   correct     the devices' partial products add up to the whole product. Weights that are whole
 #               do not vary over tensor, so autodiff sums their gradients over the parts of the time
-#   more        the table of weights says which ones are split; zigzag/parallel/products.py (a
-#               whole weight beside split ones, several products, adapters, repeat_kv);
-#               zigzag/parallel/overlap.py, strips.py
+#   more        the table of weights says which ones are split; zigzag/parallel/products.py
+#               (adapters, repeat_kv), overlap.py, strips.py
 #
 # For one column weight w_up and one row weight w_down, both split, and a time that n divides, the
 # two functions below are these three lines:
@@ -290,7 +261,7 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
     ...]). The products [B, T, F, ...] have all of the time, and this device's columns F where any
     of the weights is split. dtype: of the products (None: x's). gathered=True: x has all of the
     time already, from time_of_block."""
-    weights, split = matching_columns(weights)
+    split = any(map(is_split, jax.tree.leaves(weights)))
     if is_split(x) and not gathered:
         if split and overlap.asked(x):          # the same, a part of the time after the other
             return overlap.gathered(lambda weights, x: [linear(x, w, dtype) for w in weights],
@@ -305,7 +276,6 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
 def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
     [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
-    pairs = matching_rows(pairs)
     hs, weights = zip(*pairs)
     if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
         return checkpoint_name(overlap.scattered(
@@ -432,35 +402,6 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 # `columns` goes from the stream to a block and `row` back, so the time is whole over tensor inside
 # a block. Under pipe, `pipelined_loss` cuts the time for the head by itself.
 
-def zigzag_order(time: int, devices: int) -> np.ndarray:
-    """The slots of a row in the order of the devices that hold them. With 8 tokens on 2 devices:
-    0 1 6 7 | 2 3 4 5."""
-    parts = np.arange(time).reshape(2 * devices, -1)
-    return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
-
-
-def shard_time(batch: dict[str, Array], mesh: Any, row_axes: Any = None,
-               untimed: Sequence[str] = ()) -> tuple[dict, dict]:
-    """A batch in the order in which seq splits it, and specs that split it (and its rows over
-    `row_axes`). Arrays [B, T, ...] go into zigzag order and are split; others, and those named in
-    `untimed`, whose second dimension is not this time, stay whole. All devices of seq were given
-    the whole batch: nothing is sent."""
-    n = mesh.shape["seq"]
-    if n == 1 or "tokens" not in batch and not batch.keys().isdisjoint(untimed):
-        return batch, {k: P(row_axes) for k in batch}
-    if np.ndim(batch.get("tokens")) != 2:
-        raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
-                          f"time could be split")
-    T = batch["tokens"].shape[1]
-    if T % (2 * n):
-        raise ConfigError(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an "
-                          f"early and a late one for each device")
-    order = zigzag_order(T, n)
-    timed = {k for k, x in batch.items() if x.shape[1:2] == (T,) and k not in untimed}
-    return ({k: x[:, order] if k in timed else x for k, x in batch.items()},
-            {k: P(row_axes, "seq") if k in timed else P(row_axes) for k in batch})
-
-
 def residual_stream(x: Array) -> Array:
     """The residual stream, from an array [B, T, D] that is whole on every device of tensor."""
     n = axis_size("tensor")
@@ -484,8 +425,7 @@ def my_time_slice(tree: Any, x: Array) -> Any:
 
 
 def time_of_block(x: Array) -> Array:
-    """All of the time of an array [B, T, ...] that is cut like the stream. (`columns` does this to
-    x.)"""
+    """All of the time of an array [B, T, ...] that is cut like the stream, as in `columns`."""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
@@ -623,7 +563,6 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         out = attention.by_kernel(q, k, v, known)
     else:
         out = attention.in_blocks(attend_to, queries, keys, asked.causal)
-    # (A label in the jaxpr, not in the compiled program: this loss may be split over seq.)
     return named(out, "attend")
 
 
@@ -645,11 +584,8 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                                        device's query heads; heads [H] says which heads these are
 
     query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
-    A window of 100 is  query.slot - key.slot < 100. The argument heads is the number of query heads
-    over all devices.
-
-    The fused attention kernels of TPUs and GPUs know all of this but `mask` and `scores` (and a
-    GPU's knows no softcap). With these, attention is computed from its formula instead."""
+    The argument heads is the number of query heads over all devices. A device's attention kernel
+    knows all of this but `mask` and `scores`; with these, it is computed from its formula."""
     needs_all_time("self_attend")
     if window and not causal:
         raise ValueError(f"a window of the last {window} keys, and causal=False")
@@ -689,11 +625,9 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 #
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
-#               back; the transpose of an all-to-all is an all-to-all. (Small all-gathers tell which
-#               experts each token chose, and their shares.) Each device sends every other an array
-#               as large as all its tokens, with zeros for tokens that chose no expert of that
-#               device. (An all-gather and a reduce-scatter send as much, but sum results in
-#               the compute dtype, and some compilers make that an all-reduce, of twice the bytes)
+#               back; its transpose is an all-to-all. (Small all-gathers tell which experts each
+#               token chose, and their shares.) Each device sends every other an array as large as
+#               all its tokens, with zeros for tokens that chose no expert of that device
 #   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
 #   correct     an expert treats each token by itself, and the sum over a token's experts is the
 #               same wherever the experts are
@@ -708,7 +642,6 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     activation(...), and multiplies by its rows `down` [E, F, D]. `beside`: (h, w) pairs, as
     `row` takes them, of an MLP that every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
-    up, down = dispatch.matching(up, down)       # this device's F where any of them is split
     if is_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
     elif is_split(down):
@@ -726,7 +659,7 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     if n > 1:
         out = all_to_all(out.reshape(n, -1, D), "expert")
         out = out.sum(0, dtype=jnp.float32).astype(x.dtype)
-    partial, whole = row_products(matching_rows(beside))
+    partial, whole = row_products(beside)
     (partial if is_split(down) else whole).append(out.reshape(B, T, D))
     return into_stream(partial, whole)
 

@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 import shard
 import train
-from tests.common import full, net, slow
+from tests.common import full, net
 from tests.helpers import build, make, mesh_of, program_of
 from zigzag.core.mesh import by_path
 from zigzag.core.report import Reporter
-from zigzag.measure.hlo import collectives
+from zigzag.measure.hlo import Collective, collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run.plan import compiled
 from zigzag.run.task import without_data
@@ -24,14 +24,6 @@ def sent_and_expected(program):
     """({(kind, axis): bytes} that the compiled update sends, and the expected ones)."""
     return ({(c.kind, c.axis): c for c in rows} for rows in (
         collectives(compiled(program)), expected_traffic(program.plan)))
-
-
-def agree(program):
-    """Assert that the bytes agree within 2%, except for some scalars."""
-    sent, expected = sent_and_expected(program)
-    for key in sent.keys() | expected.keys():
-        sizes = [rows[key].bytes if key in rows else 0 for rows in (sent, expected)]
-        assert sizes[0] == pytest.approx(sizes[1], rel=0.02, abs=200), key
 
 
 ONE_F_ONE_B = dict(schedule="1f1b")
@@ -66,11 +58,6 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     full("expert=2,seq=2", dict(experts=4, parallel_block=True)),
     full("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1)),
     full("fsdp=2,pipe=2,expert=2", dict(experts=4, **INTERLEAVED)),
-    # A layer a stage: nothing is computed again.
-    full("pipe=4,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
-    full("pipe=4,fsdp=2", dict(remat="selective", **ONE_F_ONE_B)),
-    full("pipe=4,expert=2", dict(experts=4, remat="selective", **ONE_F_ONE_B)),
-    full("pipe=4,seq=2", dict(remat="selective", **ONE_F_ONE_B)),
     # Key heads that neither divide tensor nor are divided by it; time that it does not divide.
     full("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
     full("fsdp=2,tensor=4", THREE_KEY_HEADS),
@@ -88,12 +75,9 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     full("fsdp=2,tensor=2", dict(remat="full", **HEAD_NORMS)),
     full("pipe=2,tensor=2", dict(microbatches=2, **HEAD_NORMS, **ONE_F_ONE_B)),
     full("tensor=4", dict(heads=9, kv_heads=3, head_dim=8, **HEAD_NORMS)),
-    # What a CPU sends in 16 bits it sends in 32. Weights that are stored otherwise than used.
+    # What a CPU sends in 16 bits it sends in 32.
     ("fsdp=2,tensor=2", dict(dtype="bfloat16")),
-    full("pipe=2,expert=2", dict(dtype="bfloat16", experts=4)),
-    full("data=2,fsdp=2", dict(override=("w_up=-,data", "wo=fsdp,data"))),
-    full("pipe=2,data=2", dict(override=("w_up=-,pipe", "embed=pipe"))),
-    full("expert=2,fsdp=2", dict(experts=4, override=("e_up=-,-,expert", "wo=expert")))])
+    full("pipe=2,expert=2", dict(dtype="bfloat16", experts=4))])
 def test_the_transformer_sends_what_is_expected(mesh, changes):
     """A collective that the compiler adds, or one of ours that runs in each part instead of
     once."""
@@ -109,63 +93,22 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
             assert sent[key].count == expected[key].count, key
 
 
-@pytest.mark.parametrize("mesh, changes", [
-    full("tensor=4", {}), ("fsdp=2,tensor=2", dict(fsdp_min=64)),
-    slow("fsdp=4", dict(fsdp_min=64)),
-    # Axes that split neither side, over which the compiler moves what it would gather.
-    slow("data=2,fsdp=2,tensor=2", dict(fsdp_min=64)), slow("data=4,tensor=2", dict(kv_heads=2)),
-    slow("data=2,fsdp=2", dict(zero=1, fsdp_min=64)),
-    slow("expert=2,fsdp=2,tensor=2", dict(experts=4)),
-    slow("data=2,tensor=2", dict(zero=1, fsdp_min=64)), slow("pipe=2,tensor=2", {}),
-    slow("expert=2,tensor=2", dict(experts=4))])
-def test_muon_sends_what_is_expected(mesh, changes):
-    """Ten times the bytes that were expected: making matrices orthogonal that are split."""
-    program = program_of(make(optimizer="muon", layers=4, vocab_size=128, **changes), mesh)
-    assert is_complete(program.plan)
-    agree(program)
-    adam = program_of(make(layers=4, vocab_size=128, **changes), mesh).plan
-    more, less = (sum(c.bytes for c in expected_traffic(plan)) for plan in (program.plan, adam))
-    assert more > 1.5 * less
-
-
-@pytest.mark.parametrize("mesh, changes, unknown, known", [
-    # 18 rows in 4 parts: the compiler pads them.
-    ("data=4,fsdp=2", dict(d_model=18, heads=2, head_dim=10, fsdp_min=0),
-     {("collective-permute", "data+fsdp"), ("collective-permute", "fsdp"), ("all-gather", "data"),
-      ("all-reduce", "data")}, ("all-gather", "fsdp")),
-    # No formula for the activations, which are summed over tensor too.
-    full("fsdp=2,tensor=2", dict(encoder_layers=1, source_len=16, fsdp_min=0),
-     {("all-reduce", "tensor"), ("all-gather", "tensor")}, ("collective-permute", "fsdp+tensor"))])
-def test_where_muons_bytes_are_not_known_none_are_expected(mesh, changes, unknown, known, capsys):
+@pytest.mark.parametrize("changes", [
+    dict(optimizer="muon"), dict(lora_rank=2), dict(override=("w_up=-,data",)),
+    dict(remat="full:0.5"),
+    dict(encoder_layers=1, source_len=16)], ids=str)
+def test_where_there_is_no_formula_none_is_expected(changes, capsys):
     """A wrong number beside the right one, where a part has no formula."""
-    program = program_of(make(optimizer="muon", vocab_size=128, **changes), mesh)
-    sent, expected = sent_and_expected(program)
-    assert not is_complete(program.plan) and not unknown & expected.keys()
-    assert unknown <= sent.keys()
-    assert sent[known].bytes == pytest.approx(expected[known].bytes, rel=0.02)
-    Reporter(1).collectives(sent.values(), expected.values(), is_complete(program.plan))
-    lines = capsys.readouterr().out
-    for kind, axis in unknown:
-        assert f"{kind} over {axis}\n" in lines, lines
-    assert f"{known[0]} over {known[1]} (expected: " in lines
+    plan = program_of(make(vocab_size=128, **changes), "data=2,fsdp=2").plan
+    assert not is_complete(plan)
+    assert bool(expected_traffic(plan)) == ("encoder_layers" in changes)
+    sent = [Collective("all-to-all", "fsdp", 1, 100)]
+    Reporter(1).collectives(sent, expected_traffic(plan), is_complete(plan))
+    assert "all-to-all over fsdp\n" in capsys.readouterr().out
 
 
-def test_of_another_model_the_rules_reductions_are_expected():
-    """The traffic of the transformer's blocks expected from a model without blocks."""
-    def init(key):
-        return {"embed": jnp.ones((64, 32)), "up": jnp.ones((32, 128)), "down": jnp.ones((128, 32))}
-
-    def loss(p, b):
-        y = jax.nn.relu(p["embed"][b["tokens"]] @ p["up"]) @ p["down"]
-        return jnp.sum(y ** 2), jnp.sum(b["weights"])
-
-    program = build(make(), mesh_of("tensor=2"), init, loss, net.batch_shapes(make(), 8))
-    assert {c.kind for c in expected_traffic(program.plan)} == {"all-reduce"}
-
-
-@pytest.mark.parametrize("mesh, axes", [("fsdp=8", "fsdp"), full("data=2,fsdp=4", "data+fsdp")])
-def test_of_what_a_loss_gathers_of_rows_nothing_is_expected(mesh, axes):
-    """The weights' two all-gathers expected, where a loss that compares rows has more; or none."""
+def test_of_what_a_loss_gathers_of_rows_nothing_is_expected():
+    """The weights' two all-gathers expected, where a loss that compares rows has more."""
     def init(key):
         return {"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64))}
 
@@ -175,15 +118,12 @@ def test_of_what_a_loss_gathers_of_rows_nothing_is_expected(mesh, axes):
         return jax.nn.logsumexp(x @ every.T, -1).sum(), len(x)
 
     config = make(batch=16, fsdp_min=1)
-    program = build(config, mesh_of(mesh), init, loss,
+    program = build(config, mesh_of("fsdp=8"), init, loss,
                     {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)})
-    sent, expected = sent_and_expected(program)
-    assert not is_complete(program.plan)
-    assert ("all-gather", axes) in sent and ("all-gather", axes) not in expected
+    assert not is_complete(program.plan) and not expected_traffic(program.plan)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
-def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
+def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once():
     """Three times the bytes, from weights gathered layer by layer in each part although the
     loss gets no specs."""
     def init(key):
@@ -198,11 +138,15 @@ def test_a_stack_whose_loss_is_given_no_specs_is_gathered_at_once(mesh):
         return jnp.sum((x[:, :-1] - p["embed"][b["tokens"][:, 1:]]) ** 2), jnp.sum(b["weights"])
 
     config = make(accumulate=2, batch=16)
-    agree(build(config, mesh_of(mesh), init, loss, net.batch_shapes(config, 16)))
+    sent, expected = sent_and_expected(build(config, mesh_of("fsdp=8"), init, loss,
+                                             net.batch_shapes(config, 16)))
+    for key in sent.keys() | expected.keys():
+        sizes = [rows[key].bytes if key in rows else 0 for rows in (sent, expected)]
+        assert sizes[0] == pytest.approx(sizes[1], rel=0.02, abs=200), key
 
 
 def test_of_several_overrides_the_last_that_matches_wins():
-    """The first override that wins over a later, narrower one; a cost that is not reported."""
+    """The first override that wins over a later, narrower one."""
     config = make(override=("w_=-,fsdp", "w_up=-,-,data"))
     task, shapes = without_data(config)
     program = train.build(config, mesh_of("data=2,fsdp=2"), dataclasses.replace(
@@ -210,7 +154,6 @@ def test_of_several_overrides_the_last_that_matches_wins():
     specs = {path.split(".")[-1]: d.spec for path, d in by_path(program.plan.decisions).items()}
     assert specs["w_gate"] == P(None, "fsdp") and specs["w_up"] == P(None, None, "data")
     assert specs["norm"] == P("data")
-    agree(program)
 
 
 def test_one_gradient_reduction_per_update_however_many_parts():

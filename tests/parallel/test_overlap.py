@@ -6,7 +6,7 @@ import pytest
 
 import model
 import train
-from tests.common import assert_same_on, full, peer, slow
+from tests.common import assert_same_on, full, peer
 from tests.helpers import make, program_of
 from tests.measure.test_traffic import ONE_F_ONE_B
 from zigzag.core.options import options
@@ -28,15 +28,13 @@ CASES = [
     full("tensor=4", dict(seq_len=18)), full("seq=2,tensor=2", dict(kv_heads=2)),
     full("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
     full("fsdp=2,pipe=2,tensor=2", dict(microbatches=2)),
-    slow("tensor=2", dict(override=("w_up=-",))), full("tensor=2", dict(override=("wo=-",))),
     full("expert=2,tensor=2", dict(experts=4, shared_experts=1)),
     full("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1))]
 
 
 @pytest.mark.parametrize("mesh, changes", CASES)
 def test_products_in_parts_are_the_same(mesh, changes):
-    """A part in the place of another device's; a gradient of all parts but one; a weight that only
-    one of a pair has in parts."""
+    """A part in the place of another device's; a gradient of all parts but one."""
     assert_same_on(mesh, overlap=True, **changes)
 
 

@@ -26,17 +26,13 @@ INTERLEAVED = dict(schedule="interleaved", chunks=2)
 # -------------------------------------------------------------------------------------------
 # The timetable
 
-def test_the_timeline_is_what_the_stages_do():
-    """A timetable that shows another order, or another chunk, than the schedule has."""
+def test_a_start_says_how_much_is_idle():
+    """A number of ticks that is another schedule's."""
     assert timeline(2, 4, "interleaved", 2) == (
-        "stage 0  |0a|1a|0b|1b|2a|3a|2b|3b|. |\nstage 1  |. |0a|1a|0b|1b|2a|3a|2b|3b|\n"
-        "interleaved: 9 ticks for 4 microbatches of 2 chunks a stage (a and b), 11% of them idle; "
-        "the same backward")
+        "interleaved: 9 ticks for 4 microbatches of 2 chunks a stage, 11% of them idle; the same "
+        "backward")
     for S, M in ((2, 3), (4, 8)):
         assert f"{M + S - 1} ticks" in timeline(S, M)
-    assert "stage 1  |. . |0 . |1 0'|2 1'" in timeline(2, 3, "1f1b")
-    assert "0a" not in timeline(2, 3), "one chunk needs no letter"
-    assert "(a to aa)" in timeline(2, 2, "interleaved", 27)
 
 
 @pytest.mark.parametrize("skips_idle", [True, False])

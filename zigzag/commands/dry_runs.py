@@ -132,7 +132,7 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     if config.zero:
         specs = zero1_specs(params, specs, mesh, config.fsdp_min)
     state = state_shapes(train.optimizer(config, chosen), params, specs, mesh)
-    print(explain(decisions, shapes, mesh, bool(config.zero), config.fsdp_min, state))
+    print(explain(decisions, shapes, mesh, state))
 
 
 def bench(config: Any, mesh: Any, task: Task) -> None:

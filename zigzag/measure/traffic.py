@@ -17,81 +17,64 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.mesh import (
-    AXES,
-    BATCH_AXES,
-    WITHOUT_TENSOR,
-    entry_axes,
-    full_spec,
-    platform,
-    row_groups,
-    spec_axes,
-)
+from zigzag.core.mesh import WITHOUT_TENSOR, platform, row_groups, spec_axes
 from zigzag.measure.hlo import Collective, add_up
 from zigzag.parallel import strips
 from zigzag.parallel.collectives import scattering
 from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
-from zigzag.parallel.remat import remat_of
-from zigzag.rule.rule import matrices_of_layers, zero1_specs
-
-NEWTON_SCHULZ = 5       # optax's steps
-UNKNOWN = None          # in place of bytes: there is no formula
+from zigzag.parallel.remat import POLICIES
+from zigzag.rule.rule import zero1_specs
 
 
 def expected_traffic(plan: Any) -> list[Collective]:
     """The collectives that an update of a plan.Plan should run, in the form of `hlo.collectives`:
-    those of the weights and of the optimizer and, if the loss is one of our decoders', those of the
-    activations (between blocks and stages, around the ring, to experts). Where there is no formula
-    for a part of what goes over some axes in one kind of collective, that one is left out."""
-    rows = list(_that_send(_rows(plan), plan.mesh.shape))
-    unknown = {row[:2] for row in rows if row[-1] is UNKNOWN}       # (kind, axes)
-    return add_up(row for row in rows if row[:2] not in unknown)
+    those of the weights and, if the loss is one of our decoders', those of the activations (between
+    blocks and stages, around the ring, to experts). [] if something else is sent too."""
+    sizes = plan.mesh.shape
+    rows = []
+    for kind, axes, count, size in () if _sends_more(plan) else _rows(plan):
+        names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
+        if names and count * size:
+            rows.append((kind, "+".join(names), math.prod(sizes[a] for a in names), count, size))
+    return add_up(rows)
 
 
 def is_complete(plan: Any) -> bool:
-    """Whether there are formulas for all that an update sends: for the activations of our decoders
-    only, for the optimizer on most meshes, and on TPUs for bfloat16."""
-    return _knows_activations(plan) and all(row[-1] is not UNKNOWN for row in _rows(plan))
+    """Whether expected_traffic knows all that an update sends."""
+    return not _sends_more(plan) and _knows_activations(plan)
+
+
+def _sends_more(plan):
+    """Whether an update sends what there is no formula for: to make matrices orthogonal, to compare
+    rows, for the gradients of adapters, for weights that are stored otherwise than used, or for a
+    part of the layers. (And a TPU multiplies float32 numbers rounded to bfloat16, and may round
+    them before it gathers.)"""
+    c = plan.config
+    return (c.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
+            or c.remat not in POLICIES
+            or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
+            or any(d.spec != d.used for d in jax.tree.leaves(plan.decisions))
+            or platform(plan.mesh) == "tpu" and jnp.dtype(c.dtype).itemsize == 4)
 
 
 def _knows_activations(plan):
-    return not plan.network or plan.network.block_traffic(plan.config.network) is not None
+    if not plan.network:
+        return plan.sizes["tensor"] == 1
+    return plan.config.step == "shard_map" and (
+        plan.network.block_traffic(plan.config.network) is not None)
 
 
 def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
-    optimizer = [*_optimizer(weights, run)]
-    if not _knows_activations(plan):    # which may be sent in the same collectives
-        optimizer = [row if {"data", "fsdp"} & {*row[1].split("+")} else (*row[:3], UNKNOWN)
-                     for row in optimizer]
-    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
-            *_overridden(weights, run), *optimizer]
-    if not plan.network or config.step != "shard_map":      # the reductions that the rule counted
-        rows += [("all-reduce", "tensor", config.accumulate * cost.count, cost.bytes / cost.count)
-                 for _, decision in weights for cost in decision.reductions]
-    elif _knows_activations(plan):
+    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs)]
+    if plan.network and _knows_activations(plan):
         blocks = plan.network.block_traffic(config.network)
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
-                 *_seq(run, "segments" in plan.batch), *_adapters(weights, run)]
+                 *_seq(run, "segments" in plan.batch)]
         rows += _experts(run) if config.experts else []
-    if "all_rows" in plan.names:        # (what the loss gathers may have any shape)
-        rows += [(kind, "+".join(BATCH_AXES), 1, UNKNOWN)
-                 for kind in ("all-gather", "reduce-scatter")]
-    if platform(plan.mesh) == "tpu" and run.itemsize == 4:
-        # A TPU multiplies float32 numbers rounded to bfloat16, and its compiler rounds some of them
-        # before it gathers them: half as many bytes.
-        rows = [(*row[:3], UNKNOWN) if row[0] == "all-gather" else row for row in rows]
     return rows
-
-
-def _that_send(rows, sizes):
-    """The rows for add_up that send something, without axes of size 1."""
-    for kind, axes, count, size in rows:
-        names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
-        if names and (size is UNKNOWN or count * size):
-            yield kind, "+".join(names), math.prod(sizes[a] for a in names), count, size
 
 
 class _Run:
@@ -110,18 +93,7 @@ class _Run:
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
         self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
-        self.trains_all = not c.lora_rank
         self.overlaps = c.overlap and c.step == "shard_map"
-        # In 1F1B a stage of one layer recomputes nothing more: its vjp directly precedes its
-        # backward pass.
-        self.one_layer = self.is_1f1b and c.layers == S
-        # (A custom loss may have other layers than these, and no formula.)
-        how, own = remat_of(c.remat), max(1, c.layers // S // (c.chunks if S > 1 else 1))
-        self.share_again = how.count(own) / own * (not self.one_layer)
-        again = self.share_again + (how.policy != "none") * (not self.one_layer)
-        # (Of attention nothing is sent again: its scores and what follows them are on one device.)
-        self.mlp_again = "mlp" in how.parts and not self.one_layer
-
         # A microbatch on a device. Between blocks, its time is split over tensor if it divides.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
@@ -136,7 +108,7 @@ class _Run:
 
         # How often a layer runs, and how often each run computes it forward: twice in 1F1B.
         self.layers = round(self.passes * c.layers / S)
-        self.forwards = 1 + self.is_1f1b + again
+        self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and the head run, and their input: 1F1B runs them in each tick.
         self.ends = self.ticks if self.is_1f1b else c.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
@@ -160,8 +132,6 @@ def _data(weights, run):
     update. With --zero 1 they are scattered over data, and the new weights are gathered."""
     reduced = collections.Counter()
     for leaf, decision in weights:
-        if not decision.is_trained:
-            continue
         split = spec_axes(decision.spec)
         axes = [a for a in WITHOUT_TENSOR if a not in split]
         G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
@@ -181,118 +151,17 @@ def _fsdp(weights, run, gathers_by_layer):
     their gradients are scattered, in each part of the batch and each pass through a stage's
     layers. Weights outside of layers are gathered once for all parts."""
     for leaf, decision in weights:
-        used = spec_axes(decision.used)
-        if "fsdp" not in used:
+        split = spec_axes(decision.spec)
+        if "fsdp" not in split:
             continue
-        W = leaf.size / math.prod(run.sizes[a] for a in used - {"fsdp"})
+        W = leaf.size / math.prod(run.sizes[a] for a in split - {"fsdp"})
         layers, passes, gathers = 1, run.config.accumulate, 1
         if decision.stacked and gathers_by_layer:
             layers = leaf.shape[0] // run.sizes["pipe"]
             passes = run.passes
-            gathers = passes * (2 + run.is_1f1b - run.one_layer)
+            gathers = passes * (2 + run.is_1f1b)
         yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
-        if decision.is_trained:
-            yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
-
-
-def _overridden(weights, run):
-    """Weights that an override stores differently from how the loss uses them: gathered once for
-    all parts of the batch, and their gradients scattered in each part."""
-    for leaf, decision in weights:
-        whole = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec))
-        for axis, used in zip(*(full_spec(s, leaf.ndim) for s in (decision.spec, decision.used))):
-            if axis and axis != used:
-                whole *= run.sizes[axis]
-                yield "all-gather", axis, 1, whole * run.itemsize
-                if axis != "tensor" and decision.is_trained:    # (tensor's have equal gradients)
-                    itemsize = run.itemsize if axis == "expert" else run.sum_itemsize
-                    yield run.scatter(axis, run.config.accumulate, whole * itemsize)
-
-
-# -------------------------------------------------------------------------------------------
-# The optimizer
-
-def _optimizer(weights, run):
-    """What Muon sends for the matrices of the layers. (Adam sends nothing, and clipping a few
-    numbers.)"""
-    if run.config.optimizer != "muon":
-        return
-    trained = [(leaf, decision) for leaf, decision in weights if decision.is_trained]
-    dims = matrices_of_layers([decision for _, decision in trained])
-    for (leaf, decision), dims in zip(trained, dims):
-        if dims:
-            spec = decision.spec if not run.config.zero else zero1_specs(
-                leaf, decision.spec, run.mesh, run.config.fsdp_min)
-            yield from _newton_schulz(leaf.shape, spec, dims, run)
-
-
-def _newton_schulz(shape, spec, dims, run):
-    """What the compiler sends to make each matrix of a weight orthogonal. The weight is first
-    reshaped to x [B, m, n], with B matrices and m <= n. Only the first of the dimensions that
-    become one can stay split; another one (the experts of layers) is gathered.
-
-    The axes P split m, Q split n, and `idle` split neither. In each step
-      x xT  is a sum over n: an all-reduce over Q of a device's part [m/P, m]
-      x xT, a a and b x, where a and b are [m, m], need all of m of one of their two factors, which
-            is split along m over P: see _meet."""
-    shape, sizes = list(shape), run.sizes
-    split = [[a for a in entry_axes(e) if sizes[a] > 1] for e in full_spec(spec, len(shape))]
-    groups = [[d for d in range(len(shape)) if d not in {*dims[0], *dims[1]}], *dims]
-    first = [next((d for d in group if shape[d] > 1), None) for group in groups]
-
-    def parts(axes):
-        return math.prod(sizes[a] for a in axes)
-
-    for d in reversed(range(len(shape))):
-        if split[d] and d not in first:
-            whole, split[d] = split[d], []
-            if whole != ["data"]:       # (--zero 1: in place of the new weights' gather, in _data)
-                yield "all-gather", _joined(whole), 1, 4 * math.prod(shape) // parts(sum(split, []))
-    (B, over), (m, P), (n, Q) = [
-        (math.prod(shape[d] for d in group), [] if d is None else split[d])
-        for group, d in zip(groups, first)]
-    B //= parts(over)
-    if m > n:
-        m, n, P, Q = n, m, Q, P
-    idle = [a for a in sizes if sizes[a] > 1 and a not in (*over, *P, *Q)]
-    p, q = parts(P), parts(Q)
-
-    yield "all-reduce", _joined(P), 1, 4 * B        # the norm
-    yield "all-reduce", _joined(Q), 1, 4 * B
-    yield "all-reduce", _joined(Q), NEWTON_SCHULZ, 4 * B * m * m // p
-    if P:
-        # A TPU's products are of 16-bit factors, and x, which is in two products, is sent once.
-        on_tpu = platform(run.mesh) == "tpu"
-        again = not on_tpu or Q and parts(idle) % p == 0
-        for others, width, kind, moves in ((idle, n // q, "all-gather", True),
-                                           (idle + Q, m, "all-reduce", True),
-                                           (idle, n // q, "all-reduce", again)):
-            yield from _meet(P, p, others, parts(others), m, B * width, kind, moves,
-                             2 if on_tpu else 4)
-
-
-def _meet(P, p, idle, count, m, width, kind, moves, itemsize):
-    """What the compiler sends for a product whose result is split along m over P ([m/P, width]
-    numbers), and of which a factor with all of m is needed that is split along m over P too. The
-    axes `idle` do not split the result. If their `count` is a multiple of P's, the compiler does
-    not gather the factor over P: it moves the parts, so that m is split over `idle`, and then
-    gathers them there, or multiplies parts and sums over `idle`. moves=False: it was sent for
-    another product already."""
-    if count % p:
-        yield "all-gather", _joined(P), NEWTON_SCHULZ * moves, m * width * itemsize
-    elif m % count:         # the compiler pads the parts, and exchanges more
-        for name, axes in (("collective-permute", P + idle), ("collective-permute", P),
-                           (kind, idle)):
-            yield name, _joined(axes), NEWTON_SCHULZ, UNKNOWN
-    else:
-        yield ("collective-permute", _joined(P + idle), NEWTON_SCHULZ * moves,
-               m // count * width * itemsize)
-        yield kind, _joined(idle), NEWTON_SCHULZ, (
-            m * width * itemsize if kind == "all-gather" else m // p * width * 4)
-
-
-def _joined(axes):
-    return "+".join(a for a in AXES if a in axes)
+        yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
 
 
 # -------------------------------------------------------------------------------------------
@@ -308,44 +177,30 @@ def _tensor(run, traffic):
     out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
     # Out of a block forward, and into it backward. (The reduced result is saved for the backward
-    # pass, so recomputing does not reduce it again; but with full:SHARE, all blocks but the last.)
-    reductions = out * (1 + run.is_1f1b) + into - run.one_layer + run.share_again * (out - 1)
+    # pass, so recomputing does not reduce it again.)
+    reductions = out * (1 + run.is_1f1b) + into
     if traffic.beside:
         reductions += 1     # experts and the branch beside them share the gather, except backward
-    mlp_again = run.mlp_again * (blocks > 1)        # (a parallel block has no MLP of its own)
-    gathers = (blocks * run.forwards + mlp_again + out) * run.splits_time
+    gathers = (blocks * run.forwards + out) * run.splits_time
     if run.overlaps and run.splits_time:    # (experts, and a block that is whole, do not)
         inner = blocks - is_whole - bool(c.experts)
-        scatters = inner * (2 + run.is_1f1b) - (run.one_layer and not c.experts)
-        scatters += run.share_again * (out - 1)
-        own = inner * (run.forwards + 1) + mlp_again * (not c.experts)
+        scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
         reductions -= scatters + traffic.beside
-        yield run.in_parts(run.layers * (scatters + own + traffic.beside * (
-            1 + run.forwards + mlp_again)), run.X)
+        yield run.in_parts(run.layers * (
+            scatters + own + traffic.beside * (1 + run.forwards)), run.X)
     times, X = run.layers * run.strips, run.X // run.strips
     yield run.reduce, "tensor", times * reductions, X
     yield "all-gather", "tensor", times * gathers, X
-    if run.splits_time and run.trains_all:
+    if run.splits_time:
         # A norm's scale is not split, and each device has its gradient for a part of the time.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
-    if (run.splits_time or not is_whole) and run.trains_all:
+    if run.splits_time or not is_whole:
         # The gradients of wq and wo, and of wk and wv, if their heads do not divide.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
         yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
     if traffic.head_norms and not is_whole:     # two means of each token, and their gradients
         yield "all-reduce", "tensor", run.layers * (run.forwards + 1), 2 * run.tokens * 4
-
-
-def _adapters(weights, run):
-    """Tensor splits at most one adapter of a pair. Each device has a part of the other's gradient,
-    from its own columns, rows or time."""
-    for leaf, decision in weights:
-        if not run.trains_all and decision.is_trained and "tensor" not in spec_axes(decision.used):
-            own = leaf.shape[0] // (run.sizes["pipe"] if "pipe" in decision.used else 1)
-            size = leaf.size // leaf.shape[0] // (
-                run.sizes["expert"] if "expert" in decision.used else 1)
-            yield "all-reduce", "tensor", round(run.passes * own), size * run.itemsize
 
 
 def _vocabulary(run, rows):
@@ -357,15 +212,14 @@ def _vocabulary(run, rows):
         run.sizes["tensor"] if run.splits_head else 1), rows)
     heads, X_head = run.ends * chunks, run.X_ends // S // chunks
     yield run.reduce, "tensor", run.ends, run.X_ends                            # the embedding
-    if run.trains_all:                                                          # its gradient
-        yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
+    yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends        # its gradient
     if run.splits_head:
         if run.overlaps:
             yield run.in_parts(2 * heads, X_head)
         else:
             yield "all-gather", "tensor", heads, X_head
             yield "reduce-scatter", "tensor", heads, X_head
-        yield "all-reduce", "tensor", run.ends * run.trains_all, D_bytes    # the last norm's scale
+        yield "all-reduce", "tensor", run.ends, D_bytes     # the last norm's scale
     else:       # time is gathered before the stages share it
         yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
         yield "all-reduce", "tensor", heads, X_head
@@ -379,10 +233,9 @@ def _experts(run):
     sent too. Over tensor, each device routes its own time and gathers the choices of the others."""
     c, n = run.config, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
-    forwards = run.forwards + run.mlp_again
-    exchanges = 3 + forwards + run.is_1f1b - run.one_layer
+    exchanges = 3 + run.forwards + run.is_1f1b
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
-    choices, routings = run.tokens * c.experts_per_token, run.layers * forwards
+    choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
     for itemsize in (4, run.itemsize):      # the numbers of the experts, and their weights
         yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
@@ -391,7 +244,7 @@ def _experts(run):
     yield run.scatter("expert", run.layers, n * choices * run.itemsize)
     scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
     yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
-    if run.splits_time and run.trains_all:
+    if run.splits_time:
         # The router is not split. (A TPU's compiler rounds its gradient before the sum.)
         yield ("all-reduce", "tensor", run.layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))

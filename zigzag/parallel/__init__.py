@@ -3,6 +3,7 @@
     collectives     collectives that a platform needs in another form than jax's own
     products        products with weights, split or not, and losses summed over chunks
     overlap         products in parts, beside what sends them (--overlap)
+    order           the order in which seq holds the time of a row
     remat           what to recompute in the backward pass
     strips          a layer's rows in turn, so that one is sent while another is multiplied
     attention       attention in blocks and by a device's kernel

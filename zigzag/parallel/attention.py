@@ -153,14 +153,7 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
     if q.shape[2] < heads:
         means = mark_varying(lax.pmean(means, "tensor"), also={"tensor"})
 
-    def of_heads(scale, count):     # (an override may split the scale and not the heads, or v.v.)
-        if scale.shape[1] < count:
-            return lax.all_gather(scale, "tensor", axis=1, tiled=True)
-        if scale.shape[1] > count:
-            return lax.dynamic_slice_in_dim(scale, lax.axis_index("tensor") * count, count, 1)
-        return scale
-
-    return [(x * lax.rsqrt(mean + eps)).astype(x.dtype) * of_heads(scale, x.shape[2])
+    return [(x * lax.rsqrt(mean + eps)).astype(x.dtype) * scale
             for x, scale, mean in zip((q, k), scales, means)]
 
 
@@ -210,28 +203,19 @@ class Calls:
 
 
 def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
-    """Text that says how shard.attend computes this on a mesh. The rows and heads of `call` are
-    the ones that the traced code sees: a device's own over axes that are `manual`, and all of them
-    over axes that the compiler splits."""
-    sizes, rows, heads, T, S = mesh.shape, call.rows, call.heads, call.queries, call.keys
-    own = call._replace(queries=T // sizes["seq"])     # (the loss was traced with the whole time)
-    kernel = kernel_for(own, sizes["seq"] > 1, mesh, manual)
+    """Text that says how shard.attend computes this on a mesh. The rows of `call` are the ones that
+    the traced code sees: a device's own over axes that are `manual`, and all of them over axes that
+    the compiler splits."""
+    n = mesh.shape["seq"]
+    own = call._replace(queries=call.queries // n)      # (the loss was traced with the whole time)
+    kernel = kernel_for(own, n > 1, mesh, manual)
     how = f"by the {kernel} kernel" + ", within documents" * call.documents if kernel else ""
-    if sizes["seq"] > 1:
-        return "around a ring: " + (
-            "a device has an early and a late part of the queries, and keys that none of them sees "
-            "are left out" if call.causal else "each device's queries meet all keys in turn") + (
-            how and f"; {how}")
-    if how:
-        return how
-    causal = call.causal and S == T
-    scores = rows * heads * T * S // (1 if "tensor" in manual else sizes["tensor"])
-    ends, parts = block_ends(scores, T, causal, not may_unroll(mesh))
-    blocks = f"{len(ends)} block{'s' if len(ends) > 1 else ''} of "
-    size = f"{'up to ' if len(ends) * ends[0] > T else ''}{ends[0]:,} queries"
-    keys = "the keys up to the last of them" if causal else "all keys"
-    again = f"; each in {parts} parts, computed again in the backward pass" if parts > 1 else ""
-    return f"in {blocks}{size}, with {keys}{again}"
+    if n == 1:
+        return how or "by its formula, in blocks of queries"
+    return "around a ring: " + (
+        "a device has an early and a late part of the queries, and keys that none of them sees "
+        "are left out" if call.causal else "each device's queries meet all keys in turn") + (
+        how and f"; {how}")
 
 
 # -------------------------------------------------------------------------------------------

@@ -17,24 +17,15 @@ depends on the mesh.
 
 import functools
 import math
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zigzag.core.mesh import ambient, is_split, mark_varying, own_part, platform, zeros_of
-from zigzag.parallel.products import Adapted, on_columns, on_rows
-
-
-def matching(up: Sequence[Any], down: Any) -> tuple[Sequence[Any], Any]:
-    """The weights of experts, `up` (each [E, D, F]) and `down` [E, F, D]. If tensor splits any of
-    them, a whole one is cut to this device's part of F."""
-    if not any(map(is_split, jax.tree.leaves((up, down)))):
-        return up, down
-    return (on_columns(lambda w: w if is_split(w) else own_part(w, 2), up),
-            on_rows(lambda w: w if is_split(w) else own_part(w, 1), down))
+from zigzag.core.mesh import ambient, mark_varying, platform, zeros_of
+from zigzag.parallel.products import Adapted
 
 
 def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,

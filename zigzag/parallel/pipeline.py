@@ -1,4 +1,4 @@
-"""Pipeline schedules: the timetables of all three, and the two that are more than GPipe.
+"""Pipeline schedules: which stage does what when, and the two that are more than GPipe.
 
     gpipe          all microbatches forward, then autodiff runs the same ticks in reverse; its code
                    is `gpipe` in shard.py's section pipe: read that first
@@ -113,49 +113,24 @@ def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
     return t - stage, t - (2 * S - 1 - stage)
 
 
-def timeline(stages: int, microbatches: int, schedule: str = "gpipe", chunks: int = 1,
-             skips_idle: bool = True) -> str:
-    """The timetable as text: a row for each stage with its microbatch in each tick, then a line
-    with the idle share. With several chunks, 3b is microbatch 3 in the stage's second chunk.
-    `skips_idle` says that a stage without work in a tick computes nothing (see `skip_idle`)."""
-    S, M, (count, V) = stages, microbatches, ticks(stages, microbatches, schedule, chunks)
-
-    def cell(stage, t):
-        if schedule == "1f1b":
-            forward, back = work_1f1b(t, stage, S)
-            return " ".join([_cell(forward, M), _cell(back, M, "'")])
-        microbatch, chunk = work_at(t, stage, S, V)
-        return _cell(microbatch, M, letters(chunk) if V > 1 else "")
-
-    rows = [[cell(s, t) for t in range(count)] for s in range(S)]
-    width = max(len(c) for row in rows for c in row)
-    shown = max(1, 84 // (width + 1))
-    more = "..." if count > shown else ""
-    lines = [f"stage {s:<2} |" + "|".join(c.center(width) for c in row[:shown]) + "|" + more
-             for s, row in enumerate(rows)]
-    return "\n".join([*lines, _summary(S, M, V, schedule, skips_idle)])
-
-
-def _cell(microbatch, M, mark=""):
-    return f"{microbatch}{mark}" if 0 <= microbatch < M else "."
+def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idle: bool = True
+             ) -> str:
+    """How long a schedule of M microbatches on S stages takes, and how much of that is idle, as
+    text. `skips_idle` says that a stage without work in a tick computes nothing (`skip_idle`)."""
+    _, V = ticks(S, M, schedule, chunks)
+    count = passes(S, M, schedule, V, skips_idle)
+    idle = f"{1 - M * V / count:.0%}"
+    if schedule == "1f1b":
+        return (f"1f1b: {M} microbatches take the time of {count} forward and {count} backward "
+                f"passes, {idle} of it idle")
+    of_chunks = f" of {V} chunks a stage" if V > 1 else ""
+    return (f"{schedule}: {count} ticks for {M} microbatches{of_chunks}, {idle} of them idle; the "
+            f"same backward")
 
 
 def letters(chunk: int) -> str:
     """The name of a stage's chunk: a to z, then aa, bb and so on."""
     return chr(ord("a") + chunk % 26) * (chunk // 26 + 1)
-
-
-def _summary(S, M, V, schedule, skips_idle):
-    """The last line of the timetable: how long the schedule takes and how much of that is idle."""
-    count = passes(S, M, schedule, V, skips_idle)
-    batches, idle = f"{M} microbatch{'es' if M > 1 else ''}", f"{1 - M * V / count:.0%}"
-    if schedule == "1f1b":
-        return (f"1f1b: {batches} take the time of {count} forward and {count} backward passes, "
-                f"{idle} of it idle; 0' is the backward pass of 0")
-    to = " and " if V == 2 else " to "
-    of_chunks = f" of {V} chunks a stage (a{to}{letters(V - 1)})" if V > 1 else ""
-    return (f"{schedule}: {count} ticks for {batches}{of_chunks}, {idle} of them idle; the same "
-            f"backward")
 
 
 def check_stages(layers: int, chunks: int, specs: Any) -> None:

@@ -1,8 +1,6 @@
 """The products under `columns` and `row` of shard.py, and losses summed over chunks of the time.
 
     matmul             activations times a weight, or times a weight with a LoRA adapter
-    matching_columns   what `columns` does where not all weights of a block are split
-    matching_rows      what `row` does where some are not split
     repeat_kv          key and value heads for a tensor axis that does not divide them
     lookup             the vectors of ids in a table
 
@@ -14,7 +12,7 @@ wider than its operands, as float32 logits are.
 
 import dataclasses
 import math
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.mesh import (
     add_to,
-    around,
     axis_size,
     is_split,
     mark_varying,
@@ -46,8 +43,8 @@ class Adapted:
     b: Array
 
     @property
-    def shape(self) -> tuple[int, ...]:     # (an override may have split the rows of w or a alone)
-        return min(len(self.w), len(self.a)), *self.w.shape[1:]
+    def shape(self) -> tuple[int, ...]:
+        return self.w.shape
 
     @property
     def ndim(self) -> int:
@@ -60,12 +57,6 @@ def on_columns(fn: Callable, tree: Any) -> Any:
     return jax.tree.map(
         lambda w: Adapted(fn(w.w), w.a, fn(w.b)) if isinstance(w, Adapted) else fn(w), tree,
         is_leaf=lambda w: isinstance(w, Adapted))
-
-
-def on_rows(fn: Callable, w: Array | Adapted) -> Any:
-    """Apply fn to all arrays with rows in a weight: to the plain weight, or to w and a of an
-    Adapted one."""
-    return Adapted(fn(w.w), fn(w.a), w.b) if isinstance(w, Adapted) else fn(w)
 
 
 def merged(w: Array | Adapted) -> Array:
@@ -148,22 +139,6 @@ def dropped(x: Array, rate: float, seeds: Array, site: Any, slots: Array) -> Arr
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-# -------------------------------------------------------------------------------------------
-# Weights of one block that are not all split
-#
-# An --override keeps a weight whole, or the rule finds that splitting it does not pay. If n divides
-# its columns, each device uses only its own share of them, so that all products of a block match.
-
-def matching_columns(weights: Sequence[Any]) -> tuple[list[Any], bool]:
-    """The weights [D, F, ...] of a block, or (weight, bias [1, F, ...]) pairs, and whether any is
-    split. If so, a whole one is cut to this device's columns, where n divides them."""
-    n, some = axis_size("tensor"), any(map(is_split, jax.tree.leaves(weights)))
-    if not some:
-        return list(weights), False
-    return on_columns(lambda w: w if is_split(w) or w.shape[1] % n else own_part(w, 1),
-                      list(weights)), True
-
-
 def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[Array]]:
     """The products of matching (h, w) pairs in two lists: partial sums, which must be summed over
     tensor, and products that every device has whole."""
@@ -171,18 +146,6 @@ def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[
     for h, w in pairs:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
-
-
-def matching_rows(pairs: Sequence[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
-    """(h, w) pairs of which both are parts where one is."""
-    matching = []
-    for h, w in pairs:
-        if h.shape[2] > w.shape[0]:     # w has only this device's rows, so take that part of h
-            h = own_part(h, 2)
-        # If h has only this device's columns, take that part of w.
-        w = on_rows(lambda w: own_part(w, 0) if h.shape[2] < w.shape[0] else w, w)
-        matching.append((h, w))
-    return matching
 
 
 def repeat_kv(w: Any, heads: int) -> Any:
@@ -195,15 +158,11 @@ def repeat_kv(w: Any, heads: int) -> Any:
 
 
 def _repeat_kv(w, heads):
-    count = math.lcm(w.shape[1], max(axis_size("tensor"), around().tensor))
-    if is_split(w) or count == w.shape[1] or heads % count:
+    n = axis_size("tensor")
+    count = math.lcm(w.shape[1], n)
+    if n == 1 or is_split(w) or count == w.shape[1] or heads % count:
         return w
-    times = count // w.shape[1]
-    if axis_size("tensor") > 1:
-        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # (For the rule, which traces the block before there is a mesh; tensor will have around().tensor
-    # devices. The rule can trace through an einsum, and not through a repeat.)
-    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
+    return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), count // w.shape[1], 1), 1)
 
 
 # -------------------------------------------------------------------------------------------

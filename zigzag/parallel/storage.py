@@ -1,7 +1,7 @@
 """Weights that are stored differently from how the loss uses them, and the conversion.
 
     --override    stored as the override says. Before the loss, a weight is gathered over the axes
-                  that the loss does not expect, and each device keeps its own layers and experts
+                  that the loss does not expect, and each device keeps what the loss expects
     interleaved   on disk, layers are in the model's order; in training, in the order of the stages:
                   with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
@@ -36,7 +36,7 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
                     order = layer_order(w.shape[0], sizes["pipe"], chunks, back=True)
                     w = w if order is None else w[order]
         for dim, axis in enumerate(used):
-            if axis in ("pipe", "expert") and axis != stored[dim]:
+            if axis in ("pipe", "expert", "tensor") and axis != stored[dim]:
                 w = _own(w, dim, axis, sizes[axis], chunks if axis == "pipe" else 1)
         return w
 
@@ -51,8 +51,8 @@ def _all_gather(w, axis, dim, spec, sum_dtype):
 
 
 def _own(w, dim, axis, size, chunks):
-    """This device's entries of dimension `dim`: its experts, or its stage's layers in each
-    chunk."""
+    """This device's entries of dimension `dim`: its part, its experts, or its stage's layers in
+    each chunk."""
     w = jnp.moveaxis(w, dim, 0)
     parts = w.reshape(chunks, size, -1, *w.shape[1:])
     own = lax.dynamic_index_in_dim(parts, lax.axis_index(axis), 1, keepdims=False)

@@ -274,8 +274,7 @@ def report_header(program: Program, say: Reporter, is_short: bool = True) -> Non
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += f" (and {held - total:,} of padding, in rows of the vocabulary without a token)"
-    table = explain(plan.decisions, plan.params, program.mesh, bool(config.zero), config.fsdp_min,
-                    program.state["opt"], is_short)
+    table = explain(plan.decisions, plan.params, program.mesh, program.state["opt"], is_short)
     schedule = ""
     if stages > 1 and config.step == "shard_map":
         schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
