@@ -40,10 +40,17 @@ def continued(given: dict[str, Any]) -> Any:
     asked = command_line.asked_of_run(given, old)
     values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
 
-    config = command_line.make_config(network, values, given)
-    facts = {**continuing.facts_of(config), "network": asked.pop("network", network.name)}
-    check_run_folder(out, facts, functools.partial(continuing.read_old, train.Config),
-                     continuing.may_change(train.Config), tasks.needs(old), given.get("change", ()))
+    def check(facts):
+        check_run_folder(out, facts, functools.partial(continuing.read_old, train.Config),
+                         continuing.may_change(train.Config), tasks.needs(old),
+                         given.get("change", ()))
+
+    try:
+        config = command_line.make_config(network, values, given)
+    except ConfigError:     # (if a value differs from the run's, `check` says that instead)
+        check({name: asked[name] for name in continuing.facts_of(old) if name in asked})
+        raise
+    check({**continuing.facts_of(config), "network": asked.pop("network", network.name)})
     return config
 
 
