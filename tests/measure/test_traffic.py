@@ -46,7 +46,7 @@ THREE_KEY_HEADS = dict(heads=12, kv_heads=3, head_dim=32)
     full("fsdp=2,pipe=2", dict(microbatches=2, **ONE_F_ONE_B)),
     full("fsdp=2,pipe=2,tensor=2", dict(microbatches=2)),
     full("fsdp=4", dict(remat="full")),
-    full("tensor=4", dict(remat="full", tied=True)),
+    full("tensor=4", dict(remat="full", tied=True)), full("tensor=2", dict(remat="offload")),
     full("tensor=4", dict(kv_heads=2)),
     full("tensor=4", dict(kv_heads=1, remat="full")),
     full("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),

@@ -559,7 +559,7 @@ def test_an_unknown_primitive_is_a_stop_not_a_crash():
     assert specs["w"] == P() and specs["up"] == P(None, "tensor")
     plan = plan_sharding(lambda p, x: jax.lax.linalg.qr(x @ p["up"])[0] @ p["down"], MLP,
                          floats(256, 64), mesh=mesh_of("tensor=4"))
-    assert plan["up"].spec == plan["down"].spec == P()
+    assert plan["up"].spec == P()
     assert re.fullmatch(r"whole: it meets \w+, of which the rule knows nothing", plan["up"].reason)
 
 

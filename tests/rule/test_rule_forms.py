@@ -250,8 +250,8 @@ FORMS = {
         lambda p: feed(p, jax.random.normal(jax.random.key(0), (4, 16, 64))), MLP, (), MLP_SPECS),
     "latent attention": (
         latent_attention,
-        {"qa": floats(64, 8), "qb": floats(8, 64), "kva": floats(64, 16),
-         "kvb": floats(8, 128), "o": floats(64, 64)}, (X,),
+        {"qa": floats(64, 8), "qb": floats(8, 128), "kva": floats(64, 24),
+         "kvb": floats(8, 256), "o": floats(128, 64)}, (X,),
         {"qa": P(), "qb": COLUMN, "kva": P(), "kvb": COLUMN, "o": ROW}),
     "learned queries": (
         learned_queries,

@@ -281,7 +281,7 @@ class _Choice:
         for role in ("indexed", "free", "contracted"):
             for d in self.facts.dims(leaf, role):
                 return verdicts.get(self.facts.groups[leaf][d], "")
-        return "it meets weights alone" if self.facts.is_matrix(leaf) else (
+        return "it meets nothing that is split" if self.facts.is_matrix(leaf) else (
             "it scales, or is added to, what is whole")
 
     def expert_dims(self, leaf):
