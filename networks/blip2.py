@@ -19,8 +19,7 @@ Letters are transformer.py's; Q queries, X the width of the vision tower.
 
 import dataclasses
 import json
-import re
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +31,9 @@ from networks import stems, tables, towers, transformer
 from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast, vary_like
-from zigzag.generate import decoding
-from zigzag.generate.passes import Engine, write_ids
-from zigzag.generate.rows import cut_at_end, on_host
 from zigzag.hub import llama
-from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, count, refuse, refuse_other_classes
+from zigzag.hub.family import Family, attention, is_range, keys, mlp, under
+from zigzag.hub.published_config import Record, classed, count, pictures, refuse
 from zigzag.parallel.products import lookup, matmul
 from zigzag.weights.network import Layer, Network, Params, with_hits
 from zigzag.weights.table import Table
@@ -65,7 +61,7 @@ def published(c: Any) -> Record:
 
 
 def _fields(r):
-    refuse_other_classes(r, "Blip2ForConditionalGeneration", "Blip2Model")
+    classed(r, {"": {}, "Blip2ForConditionalGeneration": {}, "Blip2Model": {}})
     if not r.get("use_decoder_only_language_model", True):
         raise ConfigError("config.json: use_decoder_only_language_model false is not supported: "
                           "only OPT as the language model is")
@@ -91,7 +87,7 @@ def _vision(r):
     r = r.part("vision_config", VISION)
     refuse(r, num_channels=3)       # (transformers' class ignores it)
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
-    return {**towers.sizes(r), **towers.pictures(r, 3), "biases": biases}
+    return {**towers.sizes(r), **pictures(r), "positions": "learned", "biases": biases}
 
 
 def _qformer(r):
@@ -102,8 +98,7 @@ def _qformer(r):
         raise ConfigError(f"config.json, qformer_config: num_hidden_layers "
                           f"{r['num_hidden_layers']!r:.80}: expected an even number, as every "
                           f"other layer attends to the picture")
-    return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none",
-            "head": "none"}
+    return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none"}
 
 
 def vision_config(c: Any) -> Any:
@@ -134,47 +129,36 @@ def table(c: Any) -> dict[str, Any]:
             "projection": make("d D/fsdp", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
 
 
-def _arrays(c):
-    has_bias = published(c).part("vision_config", VISION)["qkv_bias"]
-    vision = {"embeddings.class_embedding": "1 1 D -> vision.class_token",
-              "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
-              "embeddings.patch_embedding.bias": "D -> vision.patch_bias",
-              "embeddings.position_embedding": "1 P D -> vision.positions",
-              **layer_norm("post_layernorm", "vision.norm")}
-    vision |= under(
-        "encoder.layers.{v}.", layer_norm("layer_norm1", "attn_norm"),
-        layer_norm("layer_norm2", "mlp_norm"),
-        columns("self_attn.qkv", "H N | K N | K M", "wq wk wv", has_bias),
-        rows("self_attn.projection", "H M", "wo"), columns("mlp.fc1", "F", "w_up"),
-        rows("mlp.fc2", "F", "w_down"))
-    between = {"query_tokens": "1 Q d -> qformer.query",
-               "qformer.layernorm.weight": "d -> qformer.norm",
-               "qformer.layernorm.bias": "d -> qformer.norm_bias",
-               "language_projection.weight": "D d -> projection",
-               "language_projection.bias": "D -> projection_bias"}
-    between |= under(
-        "qformer.encoder.layer.{q}.", _attention_arrays("attention", "D", "w", "attn_norm"),
-        columns("intermediate_query.dense", "F", "w_up"),
-        rows("output_query.dense", "F", "w_down"), layer_norm("output_query.LayerNorm", "mlp_norm"))
-    between |= under("qformer.encoder.layer.{x}.",
-                     _attention_arrays("crossattention", "X", "cross_w", "cross_norm"))
-    # OPT's arrays, for the weights in "text". Its layers are numbered by the letter t here.
-    text = {name.replace("{l}", "{t}"): pattern if "{l}" in name else
-            re.sub("(->|=) ", r"\1 text.", pattern)
-            for name, pattern in llama.FAMILIES["opt"].arrays(c).items()}
-    return under("vision_model.", vision) | between | under("language_model.", text)
+def _attention_arrays(name, ours, norm):
+    """BERT's names of an attention's arrays."""
+    return under(f"{name}.", attention("{}", "attention.query attention.key attention.value "
+                                       "output.dense", ours), {"output.LayerNorm": norm})
 
 
-def _attention_arrays(name, width, ours, norm):
-    """BERT's names of an attention's arrays; `width` is the width of the input of keys and values.
-    """
-    return {f"{name}.attention.key.weight": f"(K N) {width} -> {ours}k",
-            f"{name}.attention.key.bias": f"(K N) -> {ours}k_bias",
-            f"{name}.attention.value.weight": f"(K M) {width} -> {ours}v",
-            f"{name}.attention.value.bias": f"(K M) -> {ours}v_bias",
-            **columns(f"{name}.attention.query", "H N", f"{ours}q"),
-            **rows(f"{name}.output.dense", "H M", f"{ours}o"),
-            **layer_norm(f"{name}.output.LayerNorm", norm)}
+def _of_text(ours):
+    """A row of OPT's names, for the weights in "text"."""
+    return " ".join(f"text.{word}" if word.isidentifier() else word for word in ours.split())
+
+
+VISION_ARRAYS = {
+    "embeddings.class_embedding": "1 1 D -> vision.class_token",
+    "embeddings.patch_embedding": "vision.patch",
+    "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+    "embeddings.position_embedding": "1 P D -> vision.positions", "post_layernorm": "vision.norm",
+    **under("encoder.layers.{v}.", mlp("mlp.fc1", "mlp.fc2"), {
+        "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
+        "self_attn.projection": "wo"})}
+ARRAYS = under("vision_model.", VISION_ARRAYS) | {
+    "query_tokens": "1 Q d -> qformer.query", "qformer.layernorm": "qformer.norm",
+    "language_projection": "projection"} | under(
+    "qformer.encoder.layer.{q}.", _attention_arrays("attention", "", "attn_norm"),
+    mlp("intermediate_query.dense", "output_query.dense"),
+    {"output_query.LayerNorm": "mlp_norm"}) | under(
+    "qformer.encoder.layer.{x}.",
+    _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
+        # (OPT's layers are numbered by the letter t here.)
+        name.replace("{l}", "{t}"): ours if "{l}" in name else _of_text(ours)
+        for name, ours in llama.FAMILIES["opt"].arrays.items()})
 
 
 def _stacks(c):
@@ -184,7 +168,7 @@ def _stacks(c):
             "q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
 
 
-FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks,
+FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
                              ignored={r".*\.position_ids": is_range},
                              neutral=keys("vision_config.projection_dim "
                                           "image_text_hidden_size tie_word_embeddings "
@@ -310,25 +294,6 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
 
 def cache_layer(config: Any, i: int) -> Layer:
     return transformer.cache_layer(config, i)._replace(source=() if i else ("cross_vectors",))
-
-
-def _likeliest(logits, keys, sampling):
-    return jnp.argmax(logits, -1).astype(jnp.int32)
-
-
-def captions(params: Params, source: Array, config: Any, prompts: Sequence[Sequence[int]] = (),
-             tokens: int = 32) -> list[list[int]]:
-    """The ids, chosen greedily up to eos, that follow each picture and its prompt (without prompts:
-    the beginning of a text). sample.generate and sample.beam_search have more options."""
-    text = published(config).part("text_config", OPT)
-    prompts = prompts or [[text["bos_token_id"]]] * len(source)
-    engine = Engine(NETWORK, config)
-    ends = tuple(decoding.end_ids(text["eos_token_id"], config.vocab_size))
-    with decoding.mesh_of_weights(params):
-        arrays = engine.arrays(prompts, tokens, source)
-        ids = on_host(write_ids(engine, params, arrays, tokens, decoding.GREEDY, 0, ends,
-                                _likeliest))
-    return [cut_at_end(ends, row) for row in ids[:len(prompts)].tolist()]
 
 
 # -------------------------------------------------------------------------------------------

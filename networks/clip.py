@@ -25,8 +25,8 @@ from networks import stems, tables, towers, transformer
 from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
-from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, count, refuse_other_classes
+from zigzag.hub.family import Family, attention, is_range, keys, mlp, under
+from zigzag.hub.published_config import Record, classed, count, pictures
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
@@ -58,7 +58,7 @@ def _part(r, name, defaults):
 
 
 def _fields(r):
-    refuse_other_classes(r, "CLIPModel")
+    classed(r, {"": {}, "CLIPModel": {}})
     text = _part(r, "text_config", TEXT)
     towers.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
@@ -68,12 +68,12 @@ def _fields(r):
                           f"expected a whole number")
     length = count(text, "max_position_embeddings")
     return {**towers.sizes(text), "vocab_size": count(text, "vocab_size"), "seq_len": length,
-            "positions": "learned", "position_rows": length, "head": "none"}
+            "positions": "learned", "position_rows": length}
 
 
 def _vision(r):
     r = _part(r, "vision_config", VISION)
-    return {**towers.sizes(r), **towers.pictures(r, count(r, "num_channels")), "embed_norm": True}
+    return {**towers.sizes(r), **pictures(r), "positions": "learned", "embed_norm": True}
 
 
 def vision_config(c: Any) -> Any:
@@ -92,24 +92,18 @@ def table(c: Any) -> dict[str, Any]:
             "vision_projection": make("d/fsdp I", v.d_model**-0.5)}
 
 
-def _arrays(c):
-    layer = (layer_norm("layer_norm1", "attn_norm") | layer_norm("layer_norm2", "mlp_norm")
-             | columns("self_attn.q_proj", "H N", "wq") | columns("self_attn.k_proj", "K N", "wk")
-             | columns("self_attn.v_proj", "K M", "wv") | rows("self_attn.out_proj", "H M", "wo")
-             | columns("mlp.fc1", "F", "w_up") | rows("mlp.fc2", "F", "w_down"))
-    text = {"embeddings.token_embedding.weight": "V W -> text.embed",
-            "embeddings.position_embedding.weight": "P D -> text.positions",
-            **layer_norm("final_layer_norm", "text.norm")}
-    vision = {"embeddings.class_embedding": "D -> vision.class_token",
-              "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
-              "embeddings.position_embedding.weight": "P W -> vision.positions",
-              "pre_layrnorm.weight": "W -> vision.embed_norm",
-              "pre_layrnorm.bias": "W -> vision.embed_norm_bias",
-              **layer_norm("post_layernorm", "vision.norm")}
-    return {"logit_scale": "-> logit_scale", "text_projection.weight": "I D -> text_projection",
-            "visual_projection.weight": "I d -> vision_projection"} | under(
-        "text_model.", text, under("encoder.layers.{t}.", layer)) | under(
-        "vision_model.", vision, under("encoder.layers.{v}.", layer))
+LAYER = {**attention("self_attn.{}_proj", "q k v out"), **mlp("mlp.fc1", "mlp.fc2"),
+         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm"}
+ARRAYS = {"logit_scale": "-> logit_scale", "text_projection": "text_projection",
+          "visual_projection": "vision_projection"} | under("text_model.", {
+    "embeddings.token_embedding": "text.embed", "embeddings.position_embedding": "text.positions",
+    "final_layer_norm": "text.norm"}, under("encoder.layers.{t}.", LAYER)) | under(
+    "vision_model.", {
+        "embeddings.class_embedding": "-> vision.class_token",
+        "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+        "embeddings.position_embedding": "vision.positions",
+        "pre_layrnorm": "vision.embed_norm", "post_layernorm": "vision.norm"},
+    under("encoder.layers.{v}.", LAYER))
 
 
 def _stacks(c):
@@ -117,7 +111,7 @@ def _stacks(c):
             "v": [("vision.layers", range(vision_config(c).layers))]}
 
 
-FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, stacks=_stacks,
+FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
                            ignored={r".*embeddings\.position_ids": is_range},
                            neutral=keys("text_config.projection_dim vision_config.projection_dim "
                                         "tie_word_embeddings"))}

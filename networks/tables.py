@@ -52,12 +52,12 @@ def _embed_weights(c, make):
         weights["project_in"] = make("W D/fsdp", W**-0.5)
         if _has_bias(c, "embed"):
             weights["project_in_bias"] = make("D", 0.0)
-    return weights | _norms(c, make, inner, ["embed_norm"] * c.embed_norm)
+    return weights | norms(c, make, inner, ["embed_norm"] * c.embed_norm)
 
 
 def _head_weights(c, make):
     D, W = c.d_model, c.embed_dim or c.d_model
-    weights = _norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
+    weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":
         weights |= {"classifier": make("D/fsdp A", D**-0.5)}
         weights |= {} if c.pool == "last" else {"classifier_bias": make("A", 0.0)}
@@ -65,7 +65,7 @@ def _head_weights(c, make):
         weights |= {"pool": make("d/fsdp D", D**-0.5), "pool_bias": make("D", 0.0)}
     if c.head == "masked":
         weights |= {"transform": make("D/fsdp W" if W != D else "d/fsdp W", D**-0.5),
-                    "transform_bias": make("W", 0.0), **_norms(c, make, "W", ["transform_norm"])}
+                    "transform_bias": make("W", 0.0), **norms(c, make, "W", ["transform_norm"])}
     elif W != D and c.head == "tokens":
         weights["project_out"] = make("D/fsdp W", D**-0.5)
     if c.head in ("tokens", "masked"):
@@ -130,10 +130,11 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> dict[str, Any]:
     halves += ["cross"] * (c.encoder_layers > 0)
     norms = [f"{half}_norm" for half in halves if c.norm_place != "out"]
     norms += [f"{half}_out_norm" for half in halves if c.norm_place in ("out", "sandwich")]
-    return weights | _norms(c, make, "L/pipe D", norms)
+    return weights | norms(c, make, "L/pipe D", norms)
 
 
-def _norms(c, make, axes, names):
+def norms(c: Any, make: Any, axes: str, names: list[str]) -> dict[str, Any]:
+    """The scales of these norms, and their biases."""
     weights = {name: make(axes) for name in names}
     if c.norm == "layer":
         weights |= {f"{name}_bias": make(axes, 0.0) for name in names}

@@ -174,7 +174,8 @@ def _heads(w, qkv, c, i, batch, cache=None):
     if cache is not None:
         attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
         return attend(q, k, v, **changes), attend.layer
-    return shard.self_attend(
+    attend = batch.get("attend", shard.self_attend)     # (zigzag/hub/reference.py gives another)
+    return attend(
         q, k, v, **changes, causal=c.causal, heads=c.heads, positions=batch["positions"],
         documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
 
@@ -424,7 +425,7 @@ def head_logits(params, x, c):
 def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
             positions: Array | None = None, segments: Array | None = None,
             mask: Array | None = None, source_mask: Array | None = None,
-            token_types: Array | None = None) -> Array:
+            token_types: Array | None = None, attend: Callable | None = None) -> Array:
     """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. An encoder returns
     logits of the tokens themselves, or of classes [B, labels], or, without a head, vectors
     [B, T, D]. `source` is the input of an encoder or a stem; a mask is 0 where a row has no
@@ -436,7 +437,7 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
         raise ConfigError("this model has no encoder to give a source to" if source is not None else
                           "this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
-                 source_mask=source_mask, token_types=token_types)
+                 source_mask=source_mask, token_types=token_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}
     c, params, batch = prepare_batch(params, batch, c)
     x = trunk(params, c, batch)
@@ -749,5 +750,5 @@ NETWORK = Network(
     max_positions=max_positions, decoding_length=decoding_length, source_shape=source_shape,
     limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
     block_traffic=block_traffic, flops=flops,
-    as_published=functools.partial(as_llama, has_window=True), why=why)
+    as_published=as_llama, why=why)
 init, weight_shapes = NETWORK.init, NETWORK.weight_shapes

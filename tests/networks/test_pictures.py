@@ -138,7 +138,7 @@ def assert_gradient(network, config, gradient, want):
     assert want.keys() == parts.keys()
     total = float(optax.tree.norm(want))
     for name, array in want.items():
-        got = published._published_array(name, parts[name], weights, {}, "float32")
+        got = published.published_array(name, parts[name], weights, {})
         assert_close(got, array, 1e-4, name, total)
 
 
