@@ -27,13 +27,12 @@ import numpy as np
 from jax import Array
 
 import shard
-from networks import stems, tables, towers, transformer
+from networks import tables, towers, transformer
 from networks.config import Config
-from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast, vary_like
 from zigzag.hub import llama
 from zigzag.hub.family import Family, attention, is_range, keys, mlp, under
-from zigzag.hub.published_config import Record, classed, count, pictures, refuse
+from zigzag.hub.published_config import Record, classed, count, pictures, refuse, wrong
 from zigzag.parallel.products import lookup, matmul
 from zigzag.weights.network import Layer, Network, Params, with_hits
 from zigzag.weights.table import Table
@@ -62,25 +61,22 @@ def published(c: Any) -> Record:
 
 def _fields(r):
     classed(r, {"": {}, "Blip2ForConditionalGeneration": {}, "Blip2Model": {}})
-    if not r.get("use_decoder_only_language_model", True):
-        raise ConfigError("config.json: use_decoder_only_language_model false is not supported: "
-                          "only OPT as the language model is")
+    refuse(r, use_decoder_only_language_model=True)
     text = {"model_type": "opt", **(r.plain("text_config") or {})}
     if text["model_type"] != "opt":
-        raise ConfigError(f"config.json, text_config: a language model of model_type "
-                          f"{text['model_type']!r:.80} is not supported, only 'opt'")
+        raise wrong("text_config.model_type", text["model_type"], " is not supported, only 'opt'")
     text = llama.fields_of({**OPT, **text}, at="text_config.")
     if text["embed_dim"] != text["d_model"]:
-        raise ConfigError(f"config.json, text_config: word_embed_proj_dim {text['embed_dim']} is "
-                          f"not supported, only hidden_size {text['d_model']}")
+        raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
+                    f" is not supported, only hidden_size {text['d_model']}")
     image, queries = r["image_token_index"], count(r, "num_query_tokens")
     if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
-        raise ConfigError(f"config.json: image_token_index {image!r:.80}: expected the id that "
-                          f"occurs {queries} times in a text with a picture, below vocab_size "
-                          f"{text['vocab_size']}")
+        raise wrong("image_token_index", image, f": expected the id that occurs {queries} times "
+                    f"in a text with a picture, below vocab_size {text['vocab_size']}")
     towers.tower(None, "vision_config", _vision(r))
     towers.tower(None, "qformer_config", _qformer(r))
-    return {name: value for name, value in text.items() if name != "published"}
+    text.pop("published")
+    return text
 
 
 def _vision(r):
@@ -95,9 +91,8 @@ def _qformer(r):
     refuse(r, cross_attention_frequency=2, use_qformer_text_input=False,
            position_embedding_type="absolute")
     if r["num_hidden_layers"] % 2:
-        raise ConfigError(f"config.json, qformer_config: num_hidden_layers "
-                          f"{r['num_hidden_layers']!r:.80}: expected an even number, as every "
-                          f"other layer attends to the picture")
+        raise wrong("qformer_config.num_hidden_layers", r["num_hidden_layers"], ": expected an "
+                    "even number, as every other layer attends to the picture")
     return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none"}
 
 
@@ -248,7 +243,7 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
     batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
     c, w, batch, x = prepare_batch(params, batch, config)
     x = transformer.stack(w, "layers", x, c, batch)
-    return shard.vocab_logits(*transformer.loss_head(w, x, c), c.vocab_size)[..., :c.vocab_size]
+    return transformer.head_logits(w, x, c)
 
 
 def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
@@ -301,9 +296,7 @@ def cache_layer(config: Any, i: int) -> Layer:
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
-    pictures = stems.source_shape(vision_config(config), rows)
-    return {**transformer.batch_shapes(config, rows),
-            "source": jax.ShapeDtypeStruct(pictures, jnp.float32)}
+    return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
 
 
 def check(c: Any, mesh: Any) -> None:
@@ -314,5 +307,5 @@ NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES
                   extend=extend, head_logits=transformer.head_logits, cache_layer=cache_layer,
                   encode_source=encode_source, max_positions=transformer.max_positions,
                   decoding_length=transformer.decoding_length,
-                  source_shape=lambda c: stems.source_shape(vision_config(c), 1)[1:],
-                  source_ids=source_ids, decoder_of=decoder_of, flops=transformer.flops)
+                  source_shape=lambda c: transformer.source_shape(vision_config(c)),
+                  source_ids=source_ids, decoder_of=decoder_of)

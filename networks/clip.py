@@ -21,12 +21,12 @@ import numpy as np
 from jax import Array
 
 import shard
-from networks import stems, tables, towers, transformer
+from networks import tables, towers, transformer
 from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.hub.family import Family, attention, is_range, keys, mlp, under
-from zigzag.hub.published_config import Record, classed, count, pictures
+from zigzag.hub.published_config import Record, classed, count, named, pictures
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
@@ -66,9 +66,9 @@ def _fields(r):
     if not isinstance(text["eos_token_id"], int):
         raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
                           f"expected a whole number")
-    length = count(text, "max_position_embeddings")
-    return {**towers.sizes(text), "vocab_size": count(text, "vocab_size"), "seq_len": length,
-            "positions": "learned", "position_rows": length}
+    return {**towers.sizes(text), "positions": "learned", **named(
+        text, vocab_size="vocab_size", seq_len="max_position_embeddings",
+        position_rows="max_position_embeddings")}
 
 
 def _vision(r):
@@ -122,27 +122,26 @@ FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 
 def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
     """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
-    c, w, known = transformer.prepare_batch(params["text"], batch, config)
-    x = transformer.trunk(w, c, known, specs=specs and specs["text"])
     # A text's vector comes from its end: the token with the largest id, or the first eos.
-    eos = _part(published(config), "text_config", TEXT)["eos_token_id"]
-    tokens = batch["tokens"]
+    eos, tokens = _part(published(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
-    x = jnp.take_along_axis(shard.whole_time(x), end[:, None, None], 1)[:, 0]
-    return _projected(params["text_projection"], transformer.norm(w, "norm", x, c), c)
+    return _vectors(params, "text", config, batch, specs, lambda x: jnp.take_along_axis(
+        shard.whole_time(x), end[:, None, None], 1)[:, 0])
 
 
 def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
                     ) -> Array:
     """The vectors [B, I] of pictures, normalized: of the batch's source [B, C, height, width]."""
-    c, w, known = transformer.prepare_batch(params["vision"], batch, vision_config(config))
-    x = transformer.trunk(w, c, known, specs=specs and specs["vision"])
-    x = shard.whole_time(x, in_parts=True)[:, 0]
-    return _projected(params["vision_projection"], transformer.norm(w, "norm", x, c), c)
+    return _vectors(params, "vision", vision_config(config), batch, specs,
+                    lambda x: shard.whole_time(x, in_parts=True)[:, 0])
 
 
-def _projected(w, x, c):
-    x = matmul(x, cast(w, c.dtype), 1, jnp.float32)
+def _vectors(params, name, c, batch, specs, chosen):
+    """The vectors of one tower, made of the token of each row that `chosen` takes."""
+    c, w, known = transformer.prepare_batch(params[name], batch, c)
+    x = chosen(transformer.trunk(w, c, known, specs=specs and specs[name]))
+    x = matmul(transformer.norm(w, "norm", x, c), cast(params[f"{name}_projection"], c.dtype), 1,
+               jnp.float32)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
@@ -184,11 +183,9 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
-    shape = rows, config.seq_len
-    return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "mask": jax.ShapeDtypeStruct(shape, jnp.float32),
-            "source": jax.ShapeDtypeStruct(stems.source_shape(vision_config(config), rows),
-                                           jnp.float32)}
+    texts = tables.batch_shapes(config, rows)
+    return {"tokens": texts["tokens"], "mask": texts["weights"],
+            **tables.batch_shapes(vision_config(config), rows)}
 
 
 def check(c: Any, mesh: Any) -> None:
@@ -196,5 +193,5 @@ def check(c: Any, mesh: Any) -> None:
 
 
 NETWORK = Network("clip", Config, table, loss, batch_shapes, forward, FAMILIES, check,
-                  gives=lambda c: "vectors", source_shape=lambda c: stems.source_shape(
-                      vision_config(c), 1)[1:], flops=transformer.flops, couples_rows=True)
+                  gives=lambda c: "vectors", couples_rows=True,
+                  source_shape=lambda c: transformer.source_shape(vision_config(c)))

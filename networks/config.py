@@ -10,10 +10,16 @@ import math
 from typing import Any
 
 from networks import stems
-from zigzag.core.errors import ConfigError, fill_in
+from zigzag.core.errors import fill_in
 from zigzag.core.options import check_values, flag
 from zigzag.hub.llama import PLAIN_OPTIONS
-from zigzag.weights.network import Computed, check_heads, check_published
+from zigzag.weights.network import (
+    Computed,
+    check_heads,
+    check_published,
+    of_decoders,
+    refuse_rows,
+)
 from zigzag.weights.positions import check_rotary, scaling_type
 
 
@@ -146,9 +152,7 @@ def check(c: Any) -> None:
         object.__setattr__(c, "seq_len", stems.length(c))
     if c.positions in ("learned", "fixed"):
         fill_in(c, position_rows=_longest(c) + c.position_offset)
-    for name, is_wrong, why in (*_of_values(c), *_of_blocks(c), *_of_encoders(c)):
-        if is_wrong:
-            raise ConfigError(f"--{name} {getattr(c, name)}: {why}")
+    refuse_rows(c, [*of_decoders(c), *_of_values(c), *_of_blocks(c), *_of_encoders(c)])
     if c.positions == "rotary":
         check_rotary(c, c.rotary_dim)
 
@@ -158,19 +162,14 @@ def _longest(c):
     return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 
-# Rows (option, whether its value is wrong, why) of what is refused.
-
 def _of_values(c):
     """What no option may be, whatever the others are."""
     longest, turned = _longest(c), c.rotary_dim or c.head_dim
     rows = c.position_rows - c.position_offset
     return [
-        ("heads", c.heads % c.kv_heads, f"does not divide by --kv_heads {c.kv_heads}"),
         ("head_dim", c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)),
          f"rotary positions need an even part of a head, of at most {2**16}, and --rotary_dim is "
          f"{c.rotary_dim}"),
-        ("dropout", c.dropout >= 1, "at least 0 and below 1"),
-        ("rope_theta", not c.rope_theta > 1, "must be above 1"),
         ("seq_len" if c.seq_len == longest else "source_len",
          c.positions == "learned" and longest > rows,
          f"there are learned positions for only {rows} tokens (--position_rows)"),
@@ -187,8 +186,6 @@ def _of_blocks(c):
     return [
         ("remat", c.parallel_block and "mlp" in c.remat,
          "with --parallel_block attention and MLP are one; give --remat attention or full"),
-        ("experts_per_token", 0 < c.experts < c.experts_per_token,
-         f"there are only --experts {c.experts}"),
         ("shared_experts", c.shared_experts and not c.experts, "give --experts too"),
         ("dense_layers", c.dense_layers >= c.layers or c.dense_layers and not c.experts,
          f"must be below --layers {c.layers}, of which the others have --experts"),

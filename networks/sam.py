@@ -36,7 +36,7 @@ from networks.transformer import norm
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.hub.family import Family, biased, keys, mlp, under
-from zigzag.hub.published_config import Record, classed, count, pictures, tower
+from zigzag.hub.published_config import Record, classed, count, pictures, tower, wrong
 from zigzag.parallel import attention
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
@@ -175,9 +175,9 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
-    shapes = {"source": stems.source_shape(config, rows), "targets": (
-        rows, record(config)["output_channels"], side(config), side(config))}
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    source = jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32)
+    there = rows, record(config)["output_channels"], side(config), side(config)
+    return {"source": source, "targets": source.update(shape=there)}
 
 
 def check(c: Config, mesh: Any) -> None:
@@ -200,8 +200,7 @@ DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_
 def _fields(r):
     globally = r["global_attn_indexes"]
     if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
-        raise ConfigError(f"config.json: global_attn_indexes {globally!r:.80}: expected a list of "
-                          f"numbers of layers")
+        raise wrong("global_attn_indexes", globally, ": expected a list of numbers of layers")
     if r["window_size"]:
         count(r, "window_size")
     count(r, "output_channels")
@@ -245,5 +244,4 @@ FAMILIES = {
                                neutral=keys(IN_VISION))}
 
 NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
-                  gives=lambda c: "vectors", source_shape=transformer.source_shape,
-                  flops=transformer.flops)
+                  gives=lambda c: "vectors", source_shape=transformer.source_shape)

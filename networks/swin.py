@@ -25,7 +25,6 @@ import functools
 import json
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -34,7 +33,7 @@ import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
 from networks.positions import grid_ids, relative_bias
-from networks.tables import labels_shape, layer_weights, norms
+from networks.tables import batch_shapes, layer_weights, norms
 from networks.transformer import class_loss, heads_of, norm
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -46,11 +45,12 @@ from zigzag.hub.published_config import (
     MOST,
     MOST_LAYERS,
     Record,
-    activation,
     classed,
     count,
+    named,
     pictures,
     refuse,
+    wrong,
 )
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
@@ -179,12 +179,6 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     return class_loss(out, batch["labels"], config)
 
 
-def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape} of a batch for the loss."""
-    return {"source": jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32),
-            "labels": labels_shape(config, rows)}
-
-
 def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
     if c.head == "none":
@@ -211,10 +205,10 @@ def _fields(r):
     heads = _check_stages(r)
     head = classed(r, {"SwinForImageClassification": dict(head="classes", pool="mean"),
                        "SwinModel": dict(head="none")})
-    return {**pictures(r), **head, "layers": sum(r["depths"]), "d_model": r["embed_dim"],
-            "heads": heads, "d_ff": int(r["mlp_ratio"] * r["embed_dim"]), "gated": False,
-            "norm": "layer", "norm_eps": r["layer_norm_eps"], "positions": "none",
-            "activation": activation(r["hidden_act"]),
+    return {**pictures(r), **head, "layers": sum(r["depths"]), "heads": heads,
+            "d_ff": int(r["mlp_ratio"] * r["embed_dim"]), "gated": False, "norm": "layer",
+            "positions": "none", **named(r, d_model="embed_dim", norm_eps="layer_norm_eps",
+                                         activation="hidden_act"),
             **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True)}
 
 
@@ -224,19 +218,17 @@ def _check_stages(r):
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
             1 <= len(depths) == len(heads) <= len(LETTERS)):
-        raise ConfigError(f"config.json: depths {depths!r:.80} and num_heads {heads!r:.80}: "
-                          f"expected two lists of equally many numbers, at most {len(LETTERS)}")
+        raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of "
+                    f"equally many numbers, at most {len(LETTERS)}")
     for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
         if width % count({"num_heads": own}, "num_heads"):
-            raise ConfigError(f"config.json: num_heads {heads}: {own} heads do not divide a stage "
-                              f"that is {width} wide")
+            raise wrong("num_heads", heads, f": {own} heads do not divide a stage that is {width} "
+                        f"wide")
         if size < window:
-            raise ConfigError(f"config.json: window_size {window}: a stage has only {size} x "
-                              f"{size} tokens")
+            raise wrong("window_size", window, f": a stage has only {size} x {size} tokens")
         if not 1 <= r["mlp_ratio"] * width <= MOST:
-            raise ConfigError(f"config.json: mlp_ratio {r['mlp_ratio']}: {width} times it is not a "
-                              f"width of an MLP")
+            raise wrong("mlp_ratio", r["mlp_ratio"], f": {width} times it is no width of an MLP")
         size, width = -(-size // 2), 2 * width
     return heads[0]
 
@@ -278,5 +270,4 @@ SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index"
 
 NETWORK = Network("swin", Config, table, loss, batch_shapes, forward, {"swin": SWIN}, check,
                   gives=lambda c: "classes" if c.head == "classes" else "vectors",
-                  source_shape=transformer.source_shape, limits=transformer.limits,
-                  flops=transformer.flops)
+                  source_shape=transformer.source_shape, limits=transformer.limits)

@@ -10,7 +10,7 @@ from typing import Any
 from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.hub import published_config
-from zigzag.hub.published_config import Fields, Record, as_config, count
+from zigzag.hub.published_config import Fields, Record, as_config
 
 # Options of training and computing: all towers have the model's.
 TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
@@ -18,7 +18,7 @@ TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
 
 def sizes(r: Record) -> Fields:
     """The fields of a tower without a head, with biases everywhere."""
-    return dict(published_config.tower(r), d_ff=count(r, "intermediate_size"), embed_scale=1.0,
+    return dict(published_config.tower(r, d_ff="intermediate_size"), embed_scale=1.0,
                 biases="qkv,out,mlp", head="none")
 
 

@@ -668,25 +668,26 @@ def _repeat(w, x, group, c, batch):
 def check(c: Config, mesh: Any) -> None:
     """Refuse a model that the mesh cannot split. (Tensor never stops a run: a weight that it does
     not divide is not split.)"""
-    if c.head == "none":
-        raise ConfigError("--head none: this model returns vectors, and has no loss of its own; "
-                          "give fit a loss, or --head classes or masked")
-    sizes = mesh.shape
-    if c.dense_layers and sizes["pipe"] > 1:
-        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: the layers of all stages must have "
-                          f"weights of equal shapes, and --dense_layers {c.dense_layers} differ "
-                          f"from the others; give its devices to data, fsdp, expert or tensor")
-    stages = sizes["pipe"]
+    stages = mesh.shape["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
     check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
                  stages * c.chunks)
-    if stages > 1 and c.layer_groups:
-        raise ConfigError(f"mesh axis pipe={stages}: each stage has its own layers, and with "
-                          f"--layer_groups {c.layer_groups} several layers share weights; give its "
-                          f"devices to data, fsdp or tensor")
-    if stages > 1 and c.encoder_layers and c.schedule == "1f1b":
-        raise ConfigError("--schedule 1f1b: an encoder-decoder runs through the stages twice, and "
-                          "the whole encoder comes first; give gpipe or interleaved")
+    for is_wrong, why in (
+            (c.head == "none", "--head none: this model returns vectors, and has no loss of its "
+                               "own; give fit a loss, or --head classes or masked"),
+            (stages > 1 and c.dense_layers,
+             f"mesh axis pipe={stages}: the layers of all stages must have weights of equal "
+             f"shapes, and --dense_layers {c.dense_layers} differ from the others; give its "
+             f"devices to data, fsdp, expert or tensor"),
+            (stages > 1 and c.layer_groups,
+             f"mesh axis pipe={stages}: each stage has its own layers, and with --layer_groups "
+             f"{c.layer_groups} several layers share weights; give its devices to data, fsdp or "
+             f"tensor"),
+            (stages > 1 and c.encoder_layers and c.schedule == "1f1b",
+             "--schedule 1f1b: an encoder-decoder runs through the stages twice, and the whole "
+             "encoder comes first; give gpipe or interleaved")):
+        if is_wrong:
+            raise ConfigError(why)
     check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
 
 

@@ -283,7 +283,9 @@ def test_captions_are_those_of_transformers(prompts):
     params, config = networks.load_hf(reference(name).folder)
     pictures, given = reference(name).batch["source"], {}
     theirs = classes(name)[1].from_pretrained(reference(name).folder, dtype=torch.float32)
-    ours = blip2.captions(params, pictures, config, prompts, tokens=10)
+    begin = [[blip2.OPT["bos_token_id"]]] * len(pictures)
+    ours = sample.generate(params, prompts or begin, config, 10, 0, source=pictures,
+                           stop=[blip2.OPT["eos_token_id"]])
     if prompts:
         rows = [[IMAGE] * QUERIES + prompt for prompt in prompts]
         longest = max(map(len, rows))

@@ -87,11 +87,10 @@ TEXT = dict(hidden_act="gelu", max_position_embeddings=512, type_vocab_size=2, l
 
 def _text(r, kind):
     refuse(r, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
-    return {**sizes(r), **tower(r), "causal": False, "norm_place": "post", "embed_norm": True,
-            "d_ff": count(r, "intermediate_size"), "token_types": count(r, "type_vocab_size"),
-            "positions": "learned", "position_rows": r["max_position_embeddings"],
-            "biases": "qkv,out,mlp,head", "tied": bool(r["tie_word_embeddings"]),
-            **_head(r, kind)}
+    return {**sizes(r), "causal": False, "norm_place": "post", "embed_norm": True,
+            "positions": "learned", "biases": "qkv,out,mlp,head", **_head(r, kind), **tower(
+                r, d_ff="intermediate_size", token_types="type_vocab_size",
+                position_rows="max_position_embeddings", tied="tie_word_embeddings")}
 
 
 EMBEDDINGS = {"word_embeddings": "embed", "position_embeddings": "positions",
@@ -195,8 +194,7 @@ STACK = PATCHES | {"embeddings.cls_token": "1 1 D -> class_token",
 
 
 def _vit(r):
-    fields = {**tower(r), **pictures(r), "d_ff": count(r, "intermediate_size"),
-              "positions": "learned",
+    fields = {**tower(r, d_ff="intermediate_size"), **pictures(r), "positions": "learned",
               "biases": "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp",
               **classed(r, {"ViTForImageClassification": dict(head="classes"), "ViTModel": PLAIN})}
     if fields["head"] == "none":
@@ -217,8 +215,7 @@ def _beit(r):
     shared, each = r["use_shared_relative_position_bias"], r["use_relative_position_bias"]
     if shared and each:
         refuse(r, use_shared_relative_position_bias=False)
-    fields = {**tower(r), **pictures(r), "d_ff": count(r, "intermediate_size"),
-              "biases": "embed,qv,out,mlp",
+    fields = {**tower(r, d_ff="intermediate_size"), **pictures(r), "biases": "embed,qv,out,mlp",
               "positions": "learned" if r["use_absolute_position_embeddings"] else "none",
               "relative": "grid" if shared or each else "", "relative_shared": bool(shared),
               "layer_scale": r["layer_scale_init_value"] > 0,

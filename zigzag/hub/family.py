@@ -3,8 +3,7 @@
 llama.py and gpt.py have the families; published.py explains the names.
 """
 
-import dataclasses
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
@@ -23,23 +22,22 @@ Ignored = Callable[[Any, np.ndarray], bool] | str
 Names = dict[str, str]      # {published module or array: our weights in it}
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
+    """A family of published models."""
     fields: Callable[[Record], Fields]          # config.json -> fields of a Config
     arrays: Names | Callable[[Any], Names]      # all arrays; perhaps as a function of a Config
     defaults: Fields                            # the class's defaults for missing keys
     prefix: str = ""                            # of names; a folder of the bare model lacks it
-    ignored: dict[str, Ignored] = dataclasses.field(default_factory=dict)   # {regex of arrays that
-                                                # are not weights: why}
+    ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
     adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # {other name: usual name}
+    aliases: dict[str, str] = {}                # {other name: usual name}
     optional: tuple[str, ...] = ()              # arrays that are zeros if they are missing
     stacks: Callable[[Any], dict[str, Any]] | None = None   # a Config -> what letters in names
                                                 # number; None: published.stacks_of
-    older: dict[str, str] = dataclasses.field(default_factory=dict)     # {part of a name: its name
-                                                # in older or newer versions}
-    fused: Names = dataclasses.field(default_factory=dict)      # arrays that have all experts,
-                                                # instead of one array for each
+    older: dict[str, str] = {}                  # {part of a name: its name in older or newer
+                                                # versions}
+    fused: Names = {}                           # arrays that have all experts, instead of one array
+                                                # for each
     seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> further fields,
                                                 # which depend on the arrays of the folder
     shared: tuple[str, ...] = ()                # keys of its class that shared translators read

@@ -18,7 +18,6 @@ from zigzag.hub.family import (
     under,
 )
 from zigzag.hub.published_config import (
-    activation,
     decoder_head,
     refuse,
     refuse_other,
@@ -32,8 +31,8 @@ GPT: dict[str, Family] = {}
 
 
 def _old(r, norm_eps="layer_norm_epsilon", **names):
-    return {**sizes(r, **names), **decoder_head(r), "norm": "layer", "norm_eps": r[norm_eps],
-            "gated": False, "tied": bool(r["tie_word_embeddings"])}
+    return {**sizes(r, norm_eps=norm_eps, tied="tie_word_embeddings", **names), **decoder_head(r),
+            "norm": "layer", "gated": False}
 
 
 OLD = dict(layer_norm_epsilon=1e-5, tie_word_embeddings=True)
@@ -47,9 +46,8 @@ NORMS = {"ln_1": "attn_norm", "ln_2": "mlp_norm"}
 
 
 def _gpt(r):
-    return {**_old(r, layers="n_layer", d_model="n_embd", heads="n_head", seq_len="n_positions"),
-            "d_ff": r["n_inner"] or 4 * r["n_embd"],
-            "activation": activation(r["activation_function"])}
+    return {**_old(r, layers="n_layer", d_model="n_embd", heads="n_head", seq_len="n_positions",
+                   activation="activation_function"), "d_ff": r["n_inner"] or 4 * r["n_embd"]}
 
 
 def _gpt2(r):
@@ -101,11 +99,10 @@ def _gpt_neo(r):
     if not isinstance(kinds, list) or len(kinds) != r["num_layers"] or set(kinds) - names.keys():
         raise wrong("attention_layers", kinds, f": expected local or global for each of num_layers "
                     f"{r['num_layers']}")
-    return {**_old(r, layers="num_layers", heads="num_heads"),
-            **window(r, [names[kind] for kind in kinds], "window_size"), "attn_scale": 1.0,
-            "d_ff": r["intermediate_size"] or 4 * r["hidden_size"], "positions": "learned",
-            "position_rows": r["max_position_embeddings"],
-            "biases": "out,mlp", "activation": activation(r["activation_function"])}
+    return {**_old(r, layers="num_layers", heads="num_heads", activation="activation_function",
+                   position_rows="max_position_embeddings"), "attn_scale": 1.0,
+            **window(r, [names[kind] for kind in kinds], "window_size"), "positions": "learned",
+            "d_ff": r["intermediate_size"] or 4 * r["hidden_size"], "biases": "out,mlp"}
 
 
 GPT["gpt_neo"] = Family(
@@ -123,10 +120,9 @@ def _gpt_neox(r):
     bias, parallel = r["attention_bias"], bool(r["use_parallel_residual"])
     # (transformers 4 writes these two under both names.)
     refuse(r, rope_theta=r["rotary_emb_base"], partial_rotary_factor=r["rotary_pct"])
-    return {**_old(r, "layer_norm_eps"), **rope(r, "rotary_emb_base", "rotary_pct"),
-        "d_ff": r["intermediate_size"], "parallel_block": parallel,
-        "parallel_norms": 2 if parallel else 1,
-        "activation": activation(r["hidden_act"]), **biased(qkv=bias, out=bias, mlp=True)}
+    return {**_old(r, "layer_norm_eps", d_ff="intermediate_size", activation="hidden_act"),
+            **rope(r, "rotary_emb_base", "rotary_pct"), "parallel_block": parallel,
+            "parallel_norms": 2 if parallel else 1, **biased(qkv=bias, out=bias, mlp=True)}
 
 
 MLP_4H = mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
@@ -149,12 +145,12 @@ def _opt(r):
     of_head = decoder_head(r)
     if of_head:
         refuse(r, word_embed_proj_dim=r["word_embed_proj_dim"] and r["hidden_size"])
-    return {**sizes(r), **of_head, "norm": "layer", "norm_eps": 1e-5, "gated": False,
-            "d_ff": r["ffn_dim"], "tied": bool(r["tie_word_embeddings"]), "positions": "learned",
-            "position_offset": 2, "position_rows": r["max_position_embeddings"] + 2, "pad_id": -2,
+    return {**sizes(r, d_ff="ffn_dim", tied="tie_word_embeddings",
+                    activation="activation_function"), **of_head, "norm": "layer", "norm_eps": 1e-5,
+            "gated": False, "positions": "learned", "position_offset": 2,
+            "position_rows": r["max_position_embeddings"] + 2, "pad_id": -2,
             "biases": "qkv,out,mlp", "embed_dim": width,
-            "norm_place": "pre" if r["do_layer_norm_before"] else "post",
-            "activation": activation(r["activation_function"])}
+            "norm_place": "pre" if r["do_layer_norm_before"] else "post"}
 
 
 GPT["opt"] = Family(
@@ -203,12 +199,11 @@ def _falcon(r):
     grouped, heads = r["new_decoder_architecture"], r["num_attention_heads"]
     if grouped:
         refuse(r, parallel_attn=True)
-    fields = {**_old(r), "kv_heads": (r["num_kv_heads"] or heads) if grouped else
+    fields = {**_old(r, parallel_block="parallel_attn", activation="activation"),
+              "kv_heads": (r["num_kv_heads"] or heads) if grouped else
               1 if r["multi_query"] else heads,
               "d_ff": r["ffn_hidden_size"] or 4 * r["hidden_size"],
-              "parallel_block": bool(r["parallel_attn"]),
               "parallel_norms": (r["num_ln_in_parallel_attn"] or 2) if grouped else 1,
-              "activation": activation(r["activation"]),
               "biases": "qkv,out,mlp" if r["bias"] else ""}
     if not r["alibi"]:
         return {**fields, **rope(r)}
@@ -232,10 +227,9 @@ GPT["falcon"] = Family(
 def _starcoder2(r):
     refuse(r, norm_type="layer_norm", mlp_type="default")
     bias = r["use_bias"]
-    return {**_old(r, "norm_epsilon"), **rope(r), **window(r),
-            "kv_heads": r["num_key_value_heads"], "head_dim": r.get("head_dim") or 0,
-            "d_ff": r["intermediate_size"], "activation": activation(r["hidden_act"]),
-            **biased(qkv=bias, out=bias, mlp=bias)}
+    return {**_old(r, "norm_epsilon", kv_heads="num_key_value_heads", d_ff="intermediate_size",
+                   activation="hidden_act"), **rope(r), **window(r),
+            "head_dim": r.get("head_dim") or 0, **biased(qkv=bias, out=bias, mlp=bias)}
 
 
 GPT["starcoder2"] = Family(

@@ -32,11 +32,11 @@ from zigzag.hub.published import Change
 from zigzag.hub.published_config import (
     Fields,
     Record,
-    activation,
     as_older,
     count,
     decoder_head,
     factor,
+    named,
     refuse,
     refuse_other,
     rope,
@@ -151,12 +151,10 @@ def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
 
 def _modern(r, **of_rope):
     """The fields that most newer families have."""
-    return {**sizes(r), **decoder_head(r),
+    return {**sizes(r, d_ff="intermediate_size", norm_eps="rms_norm_eps", activation="hidden_act",
+                    tied="tie_word_embeddings"), **decoder_head(r), **rope(r, **of_rope),
             "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
-            "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0,
-            "d_ff": r["intermediate_size"], "norm_eps": r["rms_norm_eps"],
-            "tied": bool(r["tie_word_embeddings"]), "activation": activation(r["hidden_act"]),
-            **rope(r, **of_rope)}
+            "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0}
 
 
 MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10000.0,
@@ -249,7 +247,7 @@ def _gemma(r, **of_rope):
     and an embedding scaled by the root of its width (embed_scale 0)."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
-    return {**_modern(r, **of_rope), "activation": activation(r["hidden_activation"]),
+    return {**_modern(r, **of_rope), **named(r, activation="hidden_activation"),
             "norm_place": "sandwich", "embed_scale": 0.0,
             "attn_scale": r["query_pre_attn_scalar"] ** -0.5,
             "attn_softcap": _softcap(r, "attn_logit_softcapping"),
@@ -355,8 +353,8 @@ def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
 FUSED = under(LAYER, {"mlp.experts.gate_up_proj": "-> e_gate e_up",
                       "mlp.experts.down_proj": "-> e_down"})
 FAMILIES["mixtral"] = _relative(
-    lambda r: {**_modern(r), **window(r), "experts": count(r, "num_local_experts"),
-               "experts_per_token": r["num_experts_per_tok"]},
+    lambda r: {**_modern(r), **window(r), **named(r, experts="num_local_experts",
+                                                  experts_per_token="num_experts_per_tok")},
     {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
      "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
      "num_experts_per_tok": 2},
@@ -365,16 +363,18 @@ FAMILIES["mixtral"] = _relative(
     neutral=keys("router_jitter_noise"))
 
 
+ROUTED = dict(experts_per_token="num_experts_per_tok", router_norm="norm_topk_prob",
+              expert_d_ff="moe_intermediate_size")
+
+
 def _qwen3_moe(r):
     dense = sorted(r["mlp_only_layers"] or [])
     if dense != list(range(len(dense))):
         raise wrong("mlp_only_layers", dense, " is not supported, only the first ones")
     refuse(r, decoder_sparse_step=1, qkv_bias=False, use_qk_norm=True,
            shared_expert_intermediate_size=0)
-    return {**_llama(r), **window(r), "qk_norm": True, "experts": count(r, "num_experts"),
-            "dense_layers": len(dense), "experts_per_token": r["num_experts_per_tok"],
-            "router_norm": bool(r["norm_topk_prob"]),
-            "expert_d_ff": r["moe_intermediate_size"]}
+    return {**_llama(r), **window(r), **named(r, experts="num_experts", **ROUTED), "qk_norm": True,
+            "dense_layers": len(dense)}
 
 
 FAMILIES["qwen3_moe"] = _relative(
@@ -398,15 +398,12 @@ def _deepseek_v3(r):
     scaling = json.loads(fields["rope_scaling"] or "{}")
     scale = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim") or 0) ** 2
     return {**fields, "kv_heads": r["num_attention_heads"], "head_dim": width,
-            "rotary_dim": turned, "q_rank": r["q_lora_rank"] or 0,
-            "kv_rank": count(r, "kv_lora_rank"), "v_head_dim": r["v_head_dim"],
-            "attn_scale": scale * width**-0.5, "experts": count(r, "n_routed_experts"),
-            "experts_per_token": r["num_experts_per_tok"],
-            "shared_experts": count(r, "n_shared_experts"),
-            "expert_d_ff": r["moe_intermediate_size"],
-            "dense_layers": r["first_k_dense_replace"], "router": "sigmoid",
-            "router_norm": bool(r["norm_topk_prob"]), "router_scale": r["routed_scaling_factor"],
-            "expert_groups": r["n_group"], "groups_per_token": r["topk_group"]}
+            "rotary_dim": turned, "q_rank": r["q_lora_rank"] or 0, "router": "sigmoid",
+            "attn_scale": scale * width**-0.5, **named(
+                r, **ROUTED, kv_rank="kv_lora_rank", v_head_dim="v_head_dim",
+                experts="n_routed_experts", shared_experts="n_shared_experts",
+                dense_layers="first_k_dense_replace", router_scale="routed_scaling_factor",
+                expert_groups="n_group", groups_per_token="topk_group")}
 
 
 def _deepseek_v3_arrays(c):
@@ -452,12 +449,11 @@ def _chatglm(r):
            post_layer_norm=True, pre_seq_len=None, original_rope=True)
     if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 the key has another meaning than in 3
         refuse(r, rope_ratio=1)
-    width = r["kv_channels"]
-    return {**sizes(r, layers="num_layers", seq_len="seq_length", vocab_size="padded_vocab_size"),
-            "head_dim": width, "rotary_dim": width // 2,
+    return {**sizes(r, layers="num_layers", seq_len="seq_length", vocab_size="padded_vocab_size",
+                    head_dim="kv_channels", d_ff="ffn_hidden_size", norm_eps="layernorm_epsilon",
+                    tied="tie_word_embeddings"), "rotary_dim": r["kv_channels"] // 2,
             "kv_heads": (r["multi_query_group_num"] if r["multi_query_attention"]
-                         else r["num_attention_heads"]), "d_ff": r["ffn_hidden_size"],
-            "norm_eps": r["layernorm_epsilon"], "tied": bool(r["tie_word_embeddings"]),
+                         else r["num_attention_heads"]),
             "rope_theta": 10000.0 * (r["rope_ratio"] or 1), **biased(qkv=r["add_qkv_bias"])}
 
 
@@ -502,5 +498,5 @@ def _plain_fields(family):
     return fields
 
 
-PLAIN = {kind: dataclasses.replace(FAMILIES[kind], fields=_plain_fields(FAMILIES[kind]))
+PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
          for kind in ("llama", "mistral", "mixtral")}

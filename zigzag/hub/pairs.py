@@ -15,6 +15,7 @@ from zigzag.hub.published_config import (
     activation,
     classed,
     count,
+    named,
     refuse,
     sizes,
     wrong,
@@ -44,21 +45,21 @@ def _t5_mlp(r):
 
 def _t5(r):
     refuse(r, is_encoder_decoder=True)
-    tied, width = bool(r["tie_word_embeddings"]), count(r, "d_model")
+    fields = sizes(r, layers="num_layers", d_model="d_model", heads="num_heads", seq_len="",
+                   head_dim="d_kv", d_ff="d_ff", norm_eps="layer_norm_epsilon",
+                   relative_buckets="relative_attention_num_buckets",
+                   relative_distance="relative_attention_max_distance", tied="tie_word_embeddings")
+    tied = fields["tied"]
     # (transformers 5 has a key of its own for this, since it writes tied for every T5.)
     is_scaled = bool(r.get("scale_decoder_outputs", tied))
     if is_scaled and not tied:
         refuse(r, scale_decoder_outputs=False)
-    fields = sizes(r, "num_layers", "d_model", "num_heads", "")
     return {**fields, **classed(r, LANGUAGE_MODELS), **_t5_mlp(r), "seq_len": LENGTH,
             "source_len": LENGTH, "encoder_layers": fields["layers"],
             "layers": fields["layers"] if r["num_decoder_layers"] is None else count(
                 r, "num_decoder_layers", MOST_LAYERS),
-            "head_dim": count(r, "d_kv"), "d_ff": count(r, "d_ff"), "attn_scale": 1.0,
-            "norm_eps": r["layer_norm_epsilon"], "positions": "none", "relative": "buckets",
-            "relative_buckets": r["relative_attention_num_buckets"],
-            "relative_distance": r["relative_attention_max_distance"], "tied": tied,
-            "head_scale": width**-0.5 if is_scaled else 0.0}
+            "attn_scale": 1.0, "positions": "none", "relative": "buckets",
+            "head_scale": r["d_model"] ** -0.5 if is_scaled else 0.0}
 
 
 def _t5_tied(r, fields, folder):
@@ -106,16 +107,15 @@ PAIRS["t5"] = Family(
 # -------------------------------------------------------------------------------------------
 # BART, with norms after attention and MLP, and Whisper, with norms before
 
-def _layers(r, seq_len):
+def _layers(r, seq_len, source_len):
     """The fields that BART and Whisper have under the same names."""
     refuse(r, is_encoder_decoder=True, tie_word_embeddings=True)
-    return {**sizes(r, "decoder_layers", "d_model", "decoder_attention_heads", seq_len),
-            **classed(r, LANGUAGE_MODELS), "d_ff": count(r, "decoder_ffn_dim"),
-            "encoder_layers": count(r, "encoder_layers", MOST_LAYERS),
-            "encoder_heads": count(r, "encoder_attention_heads"),
-            "encoder_d_ff": count(r, "encoder_ffn_dim"), "norm": "layer", "norm_eps": 1e-5,
-            "positions": "learned", "gated": False, "tied": True,
-            "activation": activation(r["activation_function"])}
+    return {**sizes(r, layers="decoder_layers", d_model="d_model", heads="decoder_attention_heads",
+                    d_ff="decoder_ffn_dim", encoder_layers="encoder_layers",
+                    encoder_heads="encoder_attention_heads", encoder_d_ff="encoder_ffn_dim",
+                    activation="activation_function", seq_len=seq_len, source_len=source_len),
+            **classed(r, LANGUAGE_MODELS), "norm": "layer", "norm_eps": 1e-5,
+            "positions": "learned", "gated": False, "tied": True}
 
 
 # The arrays that BART and Whisper have under the same names.
@@ -134,10 +134,10 @@ def _bart(r):
     # (Keys of the first files about related models; the class ignores them.)
     refuse(r, normalize_before=False, add_final_layer_norm=False, normalize_embedding=True,
            static_position_embeddings=False, add_bias_logits=False)
-    length = count(r, "max_position_embeddings")
-    return {**_layers(r, "max_position_embeddings"), "source_len": length, "position_offset": 2,
-            "position_rows": length + 2, "embed_norm": True, "norm_place": "post",
-            "biases": "qkv,out,mlp,head", "embed_scale": 0.0 if r["scale_embedding"] else 1.0}
+    fields = _layers(r, "max_position_embeddings", "max_position_embeddings")
+    return {**fields, "position_offset": 2, "position_rows": fields["seq_len"] + 2,
+            "embed_norm": True, "norm_place": "post", "biases": "qkv,out,mlp,head",
+            "embed_scale": 0.0 if r["scale_embedding"] else 1.0}
 
 
 BART = CODERS | under("model.", {
@@ -161,9 +161,9 @@ PAIRS["bart"] = Family(
 
 def _whisper(r):
     # (The class ignores scale_embedding.)
-    return {**_layers(r, "max_target_positions"), "position_rows": r["max_target_positions"],
-            "stem": "frames", "source_len": count(r, "max_source_positions"),
-            "channels": count(r, "num_mel_bins"), "biases": "qv,out,mlp"}
+    return {**_layers(r, "max_target_positions", "max_source_positions"), "stem": "frames",
+            **named(r, position_rows="max_target_positions", channels="num_mel_bins"),
+            "biases": "qv,out,mlp"}
 
 
 WHISPER = CODERS | under("model.", {

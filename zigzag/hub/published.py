@@ -172,8 +172,8 @@ class Folder:
 
 
 # {a dtype in a file: numpy's}. (Whole numbers are only constants, which are compared.)
-KINDS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "I64": np.int64,
-         "U8": np.uint8, "BOOL": np.bool_}
+KINDS = {kind: jnp.dtype(name) for kind, name in dict(
+    F32="float32", F16="float16", BF16="bfloat16", I64="int64", U8="uint8", BOOL="bool").items()}
 
 
 def _mapped(path):
@@ -270,8 +270,8 @@ def _rows(ours, prefix, own):
     else:
         names, _, copied = (part.split() for part in ours.partition("="))
         rows = [(".weight", "", "->", names), (".bias", "", "->", [f"{x}_bias" for x in names])]
-        if not all(prefix + name in own for name in names) or not names:
-            rows = [(".weight", "", "==", copied)]
+        if not all(prefix + name in own for name in names):
+            rows[0] = (".weight", "", "==", copied)
     rows = [(*row, [prefix + name for name in names]) for *row, names in rows]
     return [row for row in rows if row[-1] and all(path in own for path in row[-1])]
 

@@ -160,13 +160,11 @@ class Record:
 
 def with_usual_names(record: Fields, aliases: dict[str, str]) -> Fields:
     """A config.json with keys under their usual names; `aliases` is {other name: usual name}."""
-    found = {}
-    for name, value in record.items():
-        usual = aliases.get(name, name)
-        if usual in found and found[usual] != value:
-            raise wrong(name, value, f" is another name of {usual}, which is {found[usual]!r:.80}")
-        found[usual] = value
-    return found
+    for name, usual in aliases.items():
+        if name in record and record.get(usual, record[name]) != record[name]:
+            raise wrong(name, record[name], f" is another name of {usual}, which is "
+                        f"{record[usual]!r:.80}")
+    return {aliases.get(name, name): value for name, value in record.items()}
 
 
 def _is(kind, value):
@@ -264,27 +262,47 @@ def factor(r: Record, name: str) -> float:
     return float(r[name])
 
 
-def sizes(r: Record, layers: str = "num_hidden_layers", d_model: str = "hidden_size",
-          heads: str = "num_attention_heads", seq_len: str = "max_position_embeddings",
-          vocab_size: str = "vocab_size") -> Fields:
-    """The fields of the sizes, which config.json has under these names ("": not at all)."""
-    names = dict(d_model=d_model, heads=heads, vocab_size=vocab_size, seq_len=seq_len)
-    return {"layers": count(r, layers, MOST_LAYERS),
-            **{option: count(r, name) for option, name in names.items() if name}}
+# {option: the most that it may be} of options that are whole numbers above 0; options that are true
+# or false.
+COUNTS = {**dict.fromkeys("""d_model heads encoder_heads vocab_size seq_len source_len d_ff
+    encoder_d_ff head_dim expert_d_ff shared_experts experts kv_rank layer_groups embed_dim
+    token_types channels image_size patch_size""".split(), MOST),
+    "layers": MOST_LAYERS, "encoder_layers": MOST_LAYERS}
+FLAGS = ("tied", "parallel_block", "router_norm")
 
 
-def tower(r: Record) -> Fields:
+def named(r: Record, **names: str) -> Fields:
+    """The fields that config.json has under these names ("": not at all)."""
+    found = {}
+    for option, name in names.items():
+        if option == "activation":
+            found[option] = activation(r[name])
+        elif name:
+            value = count(r, name, COUNTS[option]) if option in COUNTS else r[name]
+            found[option] = bool(value) if option in FLAGS else value
+    return found
+
+
+SIZES = dict(layers="num_hidden_layers", d_model="hidden_size", heads="num_attention_heads")
+TEXT_SIZES = dict(SIZES, vocab_size="vocab_size", seq_len="max_position_embeddings")
+
+
+def sizes(r: Record, **names: str) -> Fields:
+    """The fields of a text model, which config.json has under the usual names or these."""
+    return named(r, **{**TEXT_SIZES, **names})
+
+
+def tower(r: Record, **names: str) -> Fields:
     """The fields of layers with LayerNorm and an MLP of two products."""
-    return dict(layers=count(r, "num_hidden_layers", MOST_LAYERS), d_model=count(r, "hidden_size"),
-                heads=count(r, "num_attention_heads"), norm="layer", norm_eps=r["layer_norm_eps"],
-                gated=False, activation=activation(r["hidden_act"]))
+    return {"norm": "layer", "gated": False, **named(
+        r, **SIZES, norm_eps="layer_norm_eps", activation="hidden_act", **names)}
 
 
 def pictures(r: Record) -> Fields:
     """The fields of an encoder that reads pictures."""
-    return dict(stem="patches", image_size=count(r, "image_size"),
-                patch_size=count(r, "patch_size", r["image_size"]),
-                channels=r.get("num_channels", 3), causal=False)
+    return {"stem": "patches", "causal": False, "channels": r.get("num_channels", 3),
+            **named(r, image_size="image_size"), "patch_size": count(r, "patch_size",
+                                                                     r["image_size"])}
 
 
 def window(r: Record, kinds: list[str] | None = None, name: str = "sliding_window") -> Fields:
@@ -327,10 +345,9 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         raise wrong("rope_parameters", new, " is of a wrong kind, or beside a rope_scaling: "
                     "transformers 4 and 5 read different ones")
     if model_type == "gemma3_text":
-        local = new["sliding_attention"]
-        moved["rope_local_base_freq"] = local["rope_theta"]
-        if {**local, "rope_type": "default"} != {"rope_type": "default", **local} or len(
-                [*new, *local]) > 4:
+        local = dict(new["sliding_attention"])
+        moved["rope_local_base_freq"] = local.pop("rope_theta")
+        if local.pop("rope_type", "default") != "default" or local or len(new) > 2:
             raise wrong("rope_parameters", new, ": of sliding_attention only the rope_type "
                         "'default' is supported")
     scaling = dict(new["full_attention"] if moved else new)
