@@ -204,6 +204,8 @@ def _fields(r):
     if r["window_size"]:
         count(r, "window_size")
     count(r, "output_channels")
+    for name in ("use_abs_pos", "use_rel_pos"):     # (which `table` reads)
+        r.plain(name)
     inner = r["mlp_dim"] or int(r["mlp_ratio"] * r["hidden_size"])
     return {**tower(r), **pictures(r), "d_ff": count({"mlp_dim": inner}, "mlp_dim"),
             "positions": "none", "head": "none",

@@ -267,13 +267,12 @@ def _gemma2(r):
 def _gemma3(r):
     """(rope_scaling is for the layers without a window.)"""
     refuse(r, attn_logit_softcapping=None)      # (its class ignores it)
-    every = r["sliding_window_pattern"]
-    local = _window_unless(r, lambda i: (i + 1) % every == 0)
-    theta = factor(r, "rope_local_base_freq")
     if r.get("rope_scaling"):
         r["rope_scaling"]["rope_type"]          # (needed: transformers 5 ignores `type` here)
-    return {**_gemma(r, known=("default", "linear")), **local, "qk_norm": True,
-            "local_theta": theta if local else 0.0}
+    fields, every = _gemma(r, known=("default", "linear")), r["sliding_window_pattern"]
+    local = _window_unless(r, lambda i: (i + 1) % every == 0)
+    theta = factor(r, "rope_local_base_freq")
+    return {**fields, **local, "qk_norm": True, "local_theta": theta if local else 0.0}
 
 
 def _one_more(c):
@@ -345,7 +344,7 @@ FAMILIES["smollm3"] = _relative(
 # Experts
 
 def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
-    return {f"{prefix}gate": "router", f"{prefix}experts.{{e}}.{gate}": "e_gate",
+    return {f"{prefix}gate.weight": "-> router", f"{prefix}experts.{{e}}.{gate}": "e_gate",
             f"{prefix}experts.{{e}}.{up}": "e_up", f"{prefix}experts.{{e}}.{down}": "e_down"}
 
 

@@ -144,7 +144,7 @@ BART = CODERS | under("model.", {
     "shared": "embed", "encoder.embed_tokens.weight": "== embed",
     "decoder.embed_tokens.weight": "== embed", "decoder.layernorm_embedding": "embed_norm",
     "encoder.layernorm_embedding": "encoder.embed_norm"}) | {
-        "lm_head": "head = embed", "final_logits_bias": "1 V -> head_bias"}
+        "lm_head.weight": "== embed", "final_logits_bias": "1 V -> head_bias"}
 CODER = dict(is_encoder_decoder=True, tie_word_embeddings=True, scale_embedding=False,
              activation_function="gelu")
 PAIRS["bart"] = Family(

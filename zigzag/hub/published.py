@@ -46,9 +46,8 @@ from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
 from zigzag.weights.table import layer_counts
 
-# The most bytes of arrays in one file.
-FILE_BYTES = 4 * 2**30
-DTYPES = ("float32", "bfloat16", "float16")
+# {dtype of what is written: its name in a file}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 # -------------------------------------------------------------------------------------------
@@ -70,7 +69,8 @@ class Layout(NamedTuple):
     def view(self, array: np.ndarray) -> np.ndarray:
         """This weight in a published array, its axes in our order. (The query heads of groups are
         two axes, K and g.)"""
-        part = array.reshape(self.apart)[self.at].reshape([self.sizes[x] for x in self.letters])
+        part = array.reshape(self.apart)[(*self.at, ...)]       # (..., for a single number)
+        part = part.reshape([self.sizes[x] for x in self.letters])
         own = " ".join(self.own)
         own = own.replace("H", "K g") if "g" in self.letters else own
         return part.transpose([self.letters.index(x) for x in own.split()])
@@ -442,10 +442,9 @@ class Change:
 
 def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
                  dtype: str = "float32") -> None:
-    """Write a folder that transformers reads: weights in this dtype, in files of FILE_BYTES. Every
-    process must call this; process 0 writes."""
-    path, package = Path(path), optional_package("safetensors.numpy", "a published model")
-    is_writer, refusal = jax.process_index() == 0, ""
+    """Write a folder that transformers reads: config.json, and the weights in this dtype in one
+    file. Every process must call this; process 0 writes."""
+    path, is_writer, refusal = Path(path), jax.process_index() == 0, ""
     try:
         if is_writer:
             check_others(path, "export", "this export")
@@ -459,30 +458,20 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     if lost := weights.keys() - {part.path for parts in expected.values() for part in parts}:
         raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
-    files, size = [[]], 0
+    header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, parts in expected.items():
-        more = math.prod(parts[0].layout.shape) * np.dtype(jnp.dtype(dtype)).itemsize
-        if parts[0].sign == "==":
-            continue
-        if files[-1] and size + more > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += more
-    adjust, weight_map = family.adjust(config), {}
+        if parts[0].sign != "==":
+            shape, begin = parts[0].layout.shape, end
+            end += math.prod(shape) * jnp.dtype(dtype).itemsize
+            header[name] = dict(dtype=DTYPES[dtype], shape=shape, data_offsets=(begin, end))
+    text, adjust = json.dumps(header).encode(), family.adjust(config)
+    text += b" " * (-len(text) % 8)
     if is_writer:
         path.mkdir(parents=True, exist_ok=True)
-    for number, names in enumerate(files, 1):
-        file = ("model.safetensors" if len(files) == 1 else
-                f"model-{number:05}-of-{len(files):05}.safetensors")
-        arrays = {name: published_array(name, expected[name], weights, adjust, dtype)
-                  for name in names}
-        weight_map |= dict.fromkeys(names, file)
-        if is_writer:       # (save_file would leave it to its owner only)
-            (path / file).write_bytes(package.save(arrays, metadata={"format": "pt"}))
-    if is_writer and len(files) > 1:
-        write_json(path / "model.safetensors.index.json",
-                   {"metadata": {}, "weight_map": weight_map})
+    with open(path / "model.safetensors" if is_writer else os.devnull, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in [*header][1:]:
+            file.write(published_array(name, expected[name], weights, adjust, dtype).tobytes())
     if is_writer:
         write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
                                           "torch_dtype": dtype})

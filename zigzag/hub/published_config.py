@@ -140,9 +140,11 @@ class Record:
         unknown = []
         for path, owner in self.unread().items():
             name = path.removeprefix(owner.at)
+            if {name, path} & {*NEUTRAL, *neutral}:
+                continue
             if name in OFF:
                 refuse(owner, **{name: OFF[name]})
-            elif not {name, path} & {*NEUTRAL, *neutral}:
+            else:
                 unknown.append(f"{path!r:.80} {json.dumps(owner.given[name])[:80]}")
         if unknown:
             more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
@@ -210,8 +212,8 @@ def unknown(r: Record, name: str, given: Any, known: str) -> ConfigError:
 def classed(r: Record, heads: dict[str, Fields]) -> Fields:
     """The fields of the head that the first class in `architectures` names. `heads` is {regex of
     names of classes: fields}; "" is for a file that names none."""
-    given = r.get("architectures")
-    name = "" if given is None else given[0] if isinstance(given, list) and given else None
+    given = r.get("architectures") or [""]
+    name = given[0] if isinstance(given, list) else None
     found = [fields for known, fields in heads.items() if re.fullmatch(known, str(name))]
     if not found:
         raise unknown(r, "architectures", given, ", ".join(filter(None, heads)))
@@ -358,7 +360,7 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         moved[share] = scaling.pop("partial_rotary_factor", None)
     kind = scaling.pop("type", "default")
     kind = scaling.pop("rope_type", kind)
-    if kind == "longrope":
+    if kind == "longrope" and (model_type != "phi3" or TRAINED in r):   # (its class has a default)
         moved[TRAINED] = scaling.pop(TRAINED, None)
     for name, value in moved.items():
         if value is not None and r.setdefault(name, value) != value:
@@ -403,8 +405,8 @@ def _scaling(r, part, known, names):
     kinds = [names.get(str(kind), kind) for kind in kinds if kind is not None] or ["default"]
     kind, longest = kinds[0], r["max_position_embeddings"]
     if kinds[-1] != kind or kind not in known:
-        beside = f" beside type {kinds[-1]!r:.80}" if kinds[-1] != kind else " is not known"
-        raise wrong(part.at + "rope_type", kind, f"{beside}; expected one of {', '.join(known)}")
+        raise wrong(part.at + "rope_type", kind, f" is not known, or not the same as `type`; "
+                    f"expected one of {', '.join(known)}")
     scaling = {name: part.get(name) for name in SCALINGS[kind]}
     scaling = {name: value for name, value in scaling.items() if value is not None}
     own, top = part.get(TRAINED), r.get(TRAINED)

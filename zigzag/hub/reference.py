@@ -111,7 +111,8 @@ def _other_logits(network, c, general, same):
 
 
 def plain_attention(q: Any, k: Any, v: Any, **asked: Any) -> Any:
-    """Causal softmax attention by its formula: q, k and v [B, T, H, N], with as many key heads."""
+    """Causal softmax attention by its formula: q [B, T, H, N], k and v [B, T, K, N]."""
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q, k) * q.shape[-1] ** -0.5
     seen = jnp.tri(q.shape[1], dtype=bool)
     return jnp.einsum("bhts,bshn->bthn", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
