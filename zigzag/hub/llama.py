@@ -163,10 +163,10 @@ LAYER = "model.layers.{l}."
 ENDS = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head = embed",
         "score": "classifier"}
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
-ATTENTION = attention("self_attn.{}_proj") | {"self_attn.q_norm": "q_norm",
-                                              "self_attn.k_norm": "k_norm"}
+ATTENTION = attention("self_attn.{}_proj")
 MLP = {"mlp.gate_proj": "w_gate", "mlp.up_proj": "w_up", "mlp.down_proj": "w_down"}
 LLAMA = ENDS | under(LAYER, NORMS, ATTENTION, MLP)
+NORMED = LLAMA | under(LAYER, {"self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm"})
 
 
 HEAD_DIM = ("head_dim",)
@@ -222,7 +222,8 @@ FAMILIES["qwen2"] = _relative(
     shared=WITH_WINDOW, neutral=NO_WINDOW)
 FAMILIES["qwen3"] = _relative(
     lambda r: {**_llama(r), **_qwen_window(r), "qk_norm": True},
-    {**QWEN2, "attention_bias": False, "head_dim": 128}, shared=WITH_WINDOW, neutral=NO_WINDOW)
+    {**QWEN2, "attention_bias": False, "head_dim": 128}, NORMED, shared=WITH_WINDOW,
+    neutral=NO_WINDOW)
 
 
 FUSED_MLP = {"mlp.gate_up_proj": "w_gate w_up", "mlp.down_proj": "w_down"}
@@ -290,7 +291,7 @@ GEMMA3 = {**GEMMA2, "max_position_embeddings": 131072, "rope_theta": 1e6,
           "final_logit_softcapping": None, "attn_logit_softcapping": None}
 OUT_NORMS = {"post_attention_layernorm": "attn_out_norm",
              "post_feedforward_layernorm": "mlp_out_norm"}
-GEMMA = LLAMA | under(LAYER, OUT_NORMS, {"pre_feedforward_layernorm": "mlp_norm"})
+GEMMA = NORMED | under(LAYER, OUT_NORMS, {"pre_feedforward_layernorm": "mlp_norm"})
 FAMILIES["gemma2"] = _relative(_gemma2, GEMMA2, GEMMA, adjust=_one_more,
                                neutral=keys("hidden_act sliding_window_size"))
 FAMILIES["gemma3_text"] = _relative(_gemma3, GEMMA3, GEMMA, adjust=_one_more,
@@ -299,7 +300,7 @@ FAMILIES["gemma3_text"] = _relative(_gemma3, GEMMA3, GEMMA, adjust=_one_more,
 
 FAMILIES["olmo2"] = _relative(
     lambda r: {**_llama(r), "norm_place": "out", "qk_norm": True, "qk_norm_wide": True},
-    {"rms_norm_eps": 1e-5, "attention_bias": False}, LLAMA | under(LAYER, OUT_NORMS))
+    {"rms_norm_eps": 1e-5, "attention_bias": False}, NORMED | under(LAYER, OUT_NORMS))
 
 
 def _granite(r):
@@ -380,7 +381,7 @@ FAMILIES["qwen3_moe"] = _relative(
     _qwen3_moe,
     {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
-     "mlp_only_layers": None, "decoder_sparse_step": 1}, LLAMA | under(LAYER, _routed("mlp.")),
+     "mlp_only_layers": None, "decoder_sparse_step": 1}, NORMED | under(LAYER, _routed("mlp.")),
     aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW, fused=FUSED,
     neutral=NO_WINDOW)
 
