@@ -19,8 +19,7 @@ Letters are transformer.py's; Q queries, X the width of the vision tower.
 
 import dataclasses
 import json
-import re
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +27,12 @@ import numpy as np
 from jax import Array
 
 import shard
-from networks import stems, tables, towers, transformer
+from networks import tables, towers, transformer
 from networks.config import Config
-from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast, vary_like
-from zigzag.generate import decoding
-from zigzag.generate.engine import Engine, mesh_of_weights
-from zigzag.generate.passes import write_ids
-from zigzag.generate.rows import cut_at_end, on_host, prompt_arrays
 from zigzag.hub import llama
-from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, count, refuse, refuse_other_classes
+from zigzag.hub.family import Family, attention, is_range, keys, mlp, under
+from zigzag.hub.published_config import Record, classed, count, pictures, refuse, wrong
 from zigzag.parallel.products import lookup, matmul
 from zigzag.weights.network import Layer, Network, Params, with_hits
 from zigzag.weights.table import Table
@@ -66,33 +60,30 @@ def published(c: Any) -> Record:
 
 
 def _fields(r):
-    refuse_other_classes(r, "Blip2ForConditionalGeneration", "Blip2Model")
-    if not r.get("use_decoder_only_language_model", True):
-        raise ConfigError("config.json: use_decoder_only_language_model false is not supported: "
-                          "only OPT as the language model is")
+    classed(r, {"": {}, "Blip2ForConditionalGeneration": {}, "Blip2Model": {}})
+    refuse(r, use_decoder_only_language_model=True)
     text = {"model_type": "opt", **(r.plain("text_config") or {})}
     if text["model_type"] != "opt":
-        raise ConfigError(f"config.json, text_config: a language model of model_type "
-                          f"{text['model_type']!r:.80} is not supported, only 'opt'")
+        raise wrong("text_config.model_type", text["model_type"], " is not supported, only 'opt'")
     text = llama.fields_of({**OPT, **text}, at="text_config.")
     if text["embed_dim"] != text["d_model"]:
-        raise ConfigError(f"config.json, text_config: word_embed_proj_dim {text['embed_dim']} is "
-                          f"not supported, only hidden_size {text['d_model']}")
+        raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
+                    f" is not supported, only hidden_size {text['d_model']}")
     image, queries = r["image_token_index"], count(r, "num_query_tokens")
     if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
-        raise ConfigError(f"config.json: image_token_index {image!r:.80}: expected the id that "
-                          f"occurs {queries} times in a text with a picture, below vocab_size "
-                          f"{text['vocab_size']}")
+        raise wrong("image_token_index", image, f": expected the id that occurs {queries} times "
+                    f"in a text with a picture, below vocab_size {text['vocab_size']}")
     towers.tower(None, "vision_config", _vision(r))
     towers.tower(None, "qformer_config", _qformer(r))
-    return {name: value for name, value in text.items() if name != "published"}
+    text.pop("published")
+    return text
 
 
 def _vision(r):
     r = r.part("vision_config", VISION)
     refuse(r, num_channels=3)       # (transformers' class ignores it)
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
-    return {**towers.sizes(r), **towers.pictures(r, 3), "biases": biases}
+    return {**towers.sizes(r), **pictures(r), "positions": "learned", "biases": biases}
 
 
 def _qformer(r):
@@ -100,11 +91,9 @@ def _qformer(r):
     refuse(r, cross_attention_frequency=2, use_qformer_text_input=False,
            position_embedding_type="absolute")
     if r["num_hidden_layers"] % 2:
-        raise ConfigError(f"config.json, qformer_config: num_hidden_layers "
-                          f"{r['num_hidden_layers']!r:.80}: expected an even number, as every "
-                          f"other layer attends to the picture")
-    return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none",
-            "head": "none"}
+        raise wrong("qformer_config.num_hidden_layers", r["num_hidden_layers"], ": expected an "
+                    "even number, as every other layer attends to the picture")
+    return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none"}
 
 
 def vision_config(c: Any) -> Any:
@@ -135,47 +124,36 @@ def table(c: Any) -> dict[str, Any]:
             "projection": make("d D/fsdp", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
 
 
-def _arrays(c):
-    has_bias = published(c).part("vision_config", VISION)["qkv_bias"]
-    vision = {"embeddings.class_embedding": "1 1 D -> vision.class_token",
-              "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
-              "embeddings.patch_embedding.bias": "D -> vision.patch_bias",
-              "embeddings.position_embedding": "1 P D -> vision.positions",
-              **layer_norm("post_layernorm", "vision.norm")}
-    vision |= under(
-        "encoder.layers.{v}.", layer_norm("layer_norm1", "attn_norm"),
-        layer_norm("layer_norm2", "mlp_norm"),
-        columns("self_attn.qkv", "H N | K N | K M", "wq wk wv", has_bias),
-        rows("self_attn.projection", "H M", "wo"), columns("mlp.fc1", "F", "w_up"),
-        rows("mlp.fc2", "F", "w_down"))
-    between = {"query_tokens": "1 Q d -> qformer.query",
-               "qformer.layernorm.weight": "d -> qformer.norm",
-               "qformer.layernorm.bias": "d -> qformer.norm_bias",
-               "language_projection.weight": "D d -> projection",
-               "language_projection.bias": "D -> projection_bias"}
-    between |= under(
-        "qformer.encoder.layer.{q}.", _attention_arrays("attention", "D", "w", "attn_norm"),
-        columns("intermediate_query.dense", "F", "w_up"),
-        rows("output_query.dense", "F", "w_down"), layer_norm("output_query.LayerNorm", "mlp_norm"))
-    between |= under("qformer.encoder.layer.{x}.",
-                     _attention_arrays("crossattention", "X", "cross_w", "cross_norm"))
-    # OPT's arrays, for the weights in "text". Its layers are numbered by the letter t here.
-    text = {name.replace("{l}", "{t}"): pattern if "{l}" in name else
-            re.sub("(->|=) ", r"\1 text.", pattern)
-            for name, pattern in llama.FAMILIES["opt"].arrays(c).items()}
-    return under("vision_model.", vision) | between | under("language_model.", text)
+def _attention_arrays(name, ours, norm):
+    """BERT's names of an attention's arrays."""
+    return under(f"{name}.", attention("{}", "attention.query attention.key attention.value "
+                                       "output.dense", ours), {"output.LayerNorm": norm})
 
 
-def _attention_arrays(name, width, ours, norm):
-    """BERT's names of an attention's arrays; `width` is the width of the input of keys and values.
-    """
-    return {f"{name}.attention.key.weight": f"(K N) {width} -> {ours}k",
-            f"{name}.attention.key.bias": f"(K N) -> {ours}k_bias",
-            f"{name}.attention.value.weight": f"(K M) {width} -> {ours}v",
-            f"{name}.attention.value.bias": f"(K M) -> {ours}v_bias",
-            **columns(f"{name}.attention.query", "H N", f"{ours}q"),
-            **rows(f"{name}.output.dense", "H M", f"{ours}o"),
-            **layer_norm(f"{name}.output.LayerNorm", norm)}
+def _of_text(ours):
+    """A row of OPT's names, for the weights in "text"."""
+    return " ".join(f"text.{word}" if word.isidentifier() else word for word in ours.split())
+
+
+VISION_ARRAYS = {
+    "embeddings.class_embedding": "1 1 D -> vision.class_token",
+    "embeddings.patch_embedding": "vision.patch",
+    "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+    "embeddings.position_embedding": "1 P D -> vision.positions", "post_layernorm": "vision.norm",
+    **under("encoder.layers.{v}.", mlp("mlp.fc1", "mlp.fc2"), {
+        "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
+        "self_attn.projection": "wo"})}
+ARRAYS = under("vision_model.", VISION_ARRAYS) | {
+    "query_tokens": "1 Q d -> qformer.query", "qformer.layernorm": "qformer.norm",
+    "language_projection": "projection"} | under(
+    "qformer.encoder.layer.{q}.", _attention_arrays("attention", "", "attn_norm"),
+    mlp("intermediate_query.dense", "output_query.dense"),
+    {"output_query.LayerNorm": "mlp_norm"}) | under(
+    "qformer.encoder.layer.{x}.",
+    _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
+        # (OPT's layers are numbered by the letter t here.)
+        name.replace("{l}", "{t}"): ours if "{l}" in name else _of_text(ours)
+        for name, ours in llama.FAMILIES["opt"].arrays.items()})
 
 
 def _stacks(c):
@@ -185,7 +163,7 @@ def _stacks(c):
             "q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
 
 
-FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks,
+FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
                              ignored={r".*\.position_ids": is_range},
                              neutral=keys("vision_config.projection_dim "
                                           "image_text_hidden_size tie_word_embeddings "
@@ -265,7 +243,7 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
     batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
     c, w, batch, x = prepare_batch(params, batch, config)
     x = transformer.stack(w, "layers", x, c, batch)
-    return shard.vocab_logits(*transformer.loss_head(w, x, c), c.vocab_size)[..., :c.vocab_size]
+    return transformer.head_logits(w, x, c)
 
 
 def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
@@ -313,33 +291,12 @@ def cache_layer(config: Any, i: int) -> Layer:
     return transformer.cache_layer(config, i)._replace(source=() if i else ("cross_vectors",))
 
 
-def _likeliest(logits, keys, sampling):
-    return jnp.argmax(logits, -1).astype(jnp.int32)
-
-
-def captions(params: Params, source: Array, config: Any, prompts: Sequence[Sequence[int]] = (),
-             tokens: int = 32) -> list[list[int]]:
-    """The ids, chosen greedily up to eos, that follow each picture and its prompt (without prompts:
-    the beginning of a text). sample.generate and sample.beam_search have more options."""
-    text = published(config).part("text_config", OPT)
-    prompts = prompts or [[text["bos_token_id"]]] * len(source)
-    engine = Engine(NETWORK, config)
-    ends = tuple(decoding.end_ids(text["eos_token_id"], config.vocab_size))
-    with mesh_of_weights(params):
-        arrays = prompt_arrays(NETWORK, prompts, config, tokens, source)
-        ids = on_host(write_ids(engine, engine.for_decoding(params), arrays, tokens,
-                                decoding.GREEDY, 0, ends, _likeliest))
-    return [cut_at_end(ends, row) for row in ids[:len(prompts)].tolist()]
-
-
 # -------------------------------------------------------------------------------------------
 # Functions of the Network (zigzag/weights/network.py)
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
-    pictures = stems.source_shape(vision_config(config), rows)
-    return {**transformer.batch_shapes(config, rows),
-            "source": jax.ShapeDtypeStruct(pictures, jnp.float32)}
+    return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
 
 
 def check(c: Any, mesh: Any) -> None:
@@ -350,5 +307,5 @@ NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES
                   extend=extend, head_logits=transformer.head_logits, cache_layer=cache_layer,
                   encode_source=encode_source, max_positions=transformer.max_positions,
                   decoding_length=transformer.decoding_length,
-                  source_shape=lambda c: stems.source_shape(vision_config(c), 1)[1:],
-                  source_ids=source_ids, decoder_of=decoder_of, flops=transformer.flops)
+                  source_shape=lambda c: transformer.source_shape(vision_config(c)),
+                  source_ids=source_ids, decoder_of=decoder_of)

@@ -21,12 +21,12 @@ import numpy as np
 from jax import Array
 
 import shard
-from networks import stems, tables, towers, transformer
+from networks import tables, towers, transformer
 from networks.config import Config
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
-from zigzag.hub.family import Family, columns, is_range, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, count, refuse_other_classes
+from zigzag.hub.family import Family, attention, is_range, keys, mlp, under
+from zigzag.hub.published_config import Record, classed, count, named, pictures
 from zigzag.parallel.products import matmul
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
@@ -58,7 +58,7 @@ def _part(r, name, defaults):
 
 
 def _fields(r):
-    refuse_other_classes(r, "CLIPModel")
+    classed(r, {"": {}, "CLIPModel": {}})
     text = _part(r, "text_config", TEXT)
     towers.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
@@ -66,14 +66,14 @@ def _fields(r):
     if not isinstance(text["eos_token_id"], int):
         raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
                           f"expected a whole number")
-    length = count(text, "max_position_embeddings")
-    return {**towers.sizes(text), "vocab_size": count(text, "vocab_size"), "seq_len": length,
-            "positions": "learned", "position_rows": length, "head": "none"}
+    return {**towers.sizes(text), "positions": "learned", **named(
+        text, vocab_size="vocab_size", seq_len="max_position_embeddings",
+        position_rows="max_position_embeddings")}
 
 
 def _vision(r):
     r = _part(r, "vision_config", VISION)
-    return {**towers.sizes(r), **towers.pictures(r, count(r, "num_channels")), "embed_norm": True}
+    return {**towers.sizes(r), **pictures(r), "positions": "learned", "embed_norm": True}
 
 
 def vision_config(c: Any) -> Any:
@@ -92,24 +92,18 @@ def table(c: Any) -> dict[str, Any]:
             "vision_projection": make("d/fsdp I", v.d_model**-0.5)}
 
 
-def _arrays(c):
-    layer = (layer_norm("layer_norm1", "attn_norm") | layer_norm("layer_norm2", "mlp_norm")
-             | columns("self_attn.q_proj", "H N", "wq") | columns("self_attn.k_proj", "K N", "wk")
-             | columns("self_attn.v_proj", "K M", "wv") | rows("self_attn.out_proj", "H M", "wo")
-             | columns("mlp.fc1", "F", "w_up") | rows("mlp.fc2", "F", "w_down"))
-    text = {"embeddings.token_embedding.weight": "V W -> text.embed",
-            "embeddings.position_embedding.weight": "P D -> text.positions",
-            **layer_norm("final_layer_norm", "text.norm")}
-    vision = {"embeddings.class_embedding": "D -> vision.class_token",
-              "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
-              "embeddings.position_embedding.weight": "P W -> vision.positions",
-              "pre_layrnorm.weight": "W -> vision.embed_norm",
-              "pre_layrnorm.bias": "W -> vision.embed_norm_bias",
-              **layer_norm("post_layernorm", "vision.norm")}
-    return {"logit_scale": "-> logit_scale", "text_projection.weight": "I D -> text_projection",
-            "visual_projection.weight": "I d -> vision_projection"} | under(
-        "text_model.", text, under("encoder.layers.{t}.", layer)) | under(
-        "vision_model.", vision, under("encoder.layers.{v}.", layer))
+LAYER = {**attention("self_attn.{}_proj", "q k v out"), **mlp("mlp.fc1", "mlp.fc2"),
+         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm"}
+ARRAYS = {"logit_scale": "-> logit_scale", "text_projection": "text_projection",
+          "visual_projection": "vision_projection"} | under("text_model.", {
+    "embeddings.token_embedding": "text.embed", "embeddings.position_embedding": "text.positions",
+    "final_layer_norm": "text.norm"}, under("encoder.layers.{t}.", LAYER)) | under(
+    "vision_model.", {
+        "embeddings.class_embedding": "-> vision.class_token",
+        "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+        "embeddings.position_embedding": "vision.positions",
+        "pre_layrnorm": "vision.embed_norm", "post_layernorm": "vision.norm"},
+    under("encoder.layers.{v}.", LAYER))
 
 
 def _stacks(c):
@@ -117,7 +111,7 @@ def _stacks(c):
             "v": [("vision.layers", range(vision_config(c).layers))]}
 
 
-FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, stacks=_stacks,
+FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
                            ignored={r".*embeddings\.position_ids": is_range},
                            neutral=keys("text_config.projection_dim vision_config.projection_dim "
                                         "tie_word_embeddings"))}
@@ -128,27 +122,26 @@ FAMILIES = {"clip": Family(_fields, _arrays, WHOLE, stacks=_stacks,
 
 def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
     """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
-    c, w, known = transformer.prepare_batch(params["text"], batch, config)
-    x = transformer.trunk(w, c, known, specs=specs and specs["text"])
     # A text's vector comes from its end: the token with the largest id, or the first eos.
-    eos = _part(published(config), "text_config", TEXT)["eos_token_id"]
-    tokens = batch["tokens"]
+    eos, tokens = _part(published(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
-    x = jnp.take_along_axis(shard.whole_time(x), end[:, None, None], 1)[:, 0]
-    return _projected(params["text_projection"], transformer.norm(w, "norm", x, c), c)
+    return _vectors(params, "text", config, batch, specs, lambda x: jnp.take_along_axis(
+        shard.whole_time(x), end[:, None, None], 1)[:, 0])
 
 
 def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
                     ) -> Array:
     """The vectors [B, I] of pictures, normalized: of the batch's source [B, C, height, width]."""
-    c, w, known = transformer.prepare_batch(params["vision"], batch, vision_config(config))
-    x = transformer.trunk(w, c, known, specs=specs and specs["vision"])
-    x = shard.whole_time(x, in_parts=True)[:, 0]
-    return _projected(params["vision_projection"], transformer.norm(w, "norm", x, c), c)
+    return _vectors(params, "vision", vision_config(config), batch, specs,
+                    lambda x: shard.whole_time(x, in_parts=True)[:, 0])
 
 
-def _projected(w, x, c):
-    x = matmul(x, cast(w, c.dtype), 1, jnp.float32)
+def _vectors(params, name, c, batch, specs, chosen):
+    """The vectors of one tower, made of the token of each row that `chosen` takes."""
+    c, w, known = transformer.prepare_batch(params[name], batch, c)
+    x = chosen(transformer.trunk(w, c, known, specs=specs and specs[name]))
+    x = matmul(transformer.norm(w, "norm", x, c), cast(params[f"{name}_projection"], c.dtype), 1,
+               jnp.float32)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
@@ -190,11 +183,9 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
-    shape = rows, config.seq_len
-    return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32),
-            "mask": jax.ShapeDtypeStruct(shape, jnp.float32),
-            "source": jax.ShapeDtypeStruct(stems.source_shape(vision_config(config), rows),
-                                           jnp.float32)}
+    texts = tables.batch_shapes(config, rows)
+    return {"tokens": texts["tokens"], "mask": texts["weights"],
+            **tables.batch_shapes(vision_config(config), rows)}
 
 
 def check(c: Any, mesh: Any) -> None:
@@ -202,5 +193,5 @@ def check(c: Any, mesh: Any) -> None:
 
 
 NETWORK = Network("clip", Config, table, loss, batch_shapes, forward, FAMILIES, check,
-                  gives=lambda c: "vectors", source_shape=lambda c: stems.source_shape(
-                      vision_config(c), 1)[1:], flops=transformer.flops, couples_rows=True)
+                  gives=lambda c: "vectors", couples_rows=True,
+                  source_shape=lambda c: transformer.source_shape(vision_config(c)))

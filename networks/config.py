@@ -10,10 +10,16 @@ import math
 from typing import Any
 
 from networks import stems
-from zigzag.core.errors import ConfigError, fill_in
+from zigzag.core.errors import fill_in
 from zigzag.core.options import check_values, flag
 from zigzag.hub.llama import PLAIN_OPTIONS
-from zigzag.weights.network import Computed, check_heads, check_published
+from zigzag.weights.network import (
+    Computed,
+    check_heads,
+    check_published,
+    of_decoders,
+    refuse_rows,
+)
 from zigzag.weights.positions import check_rotary, scaling_type
 
 
@@ -146,31 +152,9 @@ def check(c: Any) -> None:
         object.__setattr__(c, "seq_len", stems.length(c))
     if c.positions in ("learned", "fixed"):
         fill_in(c, position_rows=_longest(c) + c.position_offset)
-    if c.heads % c.kv_heads:
-        raise ConfigError(f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}")
-    turned = c.rotary_dim or c.head_dim
-    if c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)):
-        raise ConfigError(f"--head_dim {c.head_dim} and --rotary_dim {c.rotary_dim}: rotary "
-                          f"positions need an even part of a head, of at most {2**16}")
-    if not 0 <= c.dropout < 1:
-        raise ConfigError(f"--dropout {c.dropout}: at least 0 and below 1")
-    if not c.rope_theta > 1:
-        raise ConfigError(f"--rope_theta {c.rope_theta}: must be above 1")
+    refuse_rows(c, [*of_decoders(c), *_of_values(c), *_of_blocks(c), *_of_encoders(c)])
     if c.positions == "rotary":
         check_rotary(c, c.rotary_dim)
-    if c.positions == "learned" and _longest(c) + c.position_offset > c.position_rows:
-        name = "seq_len" if c.seq_len == _longest(c) else "source_len"
-        raise ConfigError(f"--{name} {_longest(c)}: there are learned positions for only "
-                          f"{c.position_rows - c.position_offset} tokens (--position_rows)")
-    if wrong := set(filter(None, c.biases.split(","))) - set(BIASES):
-        raise ConfigError(f"--biases {c.biases}: {min(wrong)} is not among {', '.join(BIASES)}")
-    if set(c.local_layers) - set("lg"):
-        raise ConfigError(f"--local_layers {c.local_layers}: expected a letter for each layer, l "
-                          f"(with the window) or g (without)")
-    if set(c.rotary_layers) - set("rn"):
-        raise ConfigError(f"--rotary_layers {c.rotary_layers}: expected a letter for each layer, r "
-                          f"(with rotary positions) or n (without)")
-    _check_parts(c)
 
 
 def _longest(c):
@@ -178,94 +162,92 @@ def _longest(c):
     return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 
-def _check_parts(c):
-    """Refuse options that cannot be combined."""
-    if c.parallel_block and "mlp" in c.remat:
-        raise ConfigError(f"--remat {c.remat}: with --parallel_block attention and MLP are one; "
-                          f"give --remat attention or full")
-    if c.experts and c.experts_per_token > c.experts:
-        raise ConfigError(f"--experts_per_token {c.experts_per_token}: there are only --experts "
-                          f"{c.experts}")
-    for name in ("shared_experts", "dense_layers"):
-        if getattr(c, name) and not c.experts:
-            raise ConfigError(f"--{name} {getattr(c, name)}: give --experts too; a dense MLP is as "
-                              f"wide as --d_ff says")
-    if c.dense_layers >= c.layers:
-        raise ConfigError(f"--dense_layers {c.dense_layers}: must be below --layers {c.layers}")
-    if c.experts % c.expert_groups or c.groups_per_token > c.expert_groups:
-        raise ConfigError(f"--expert_groups {c.expert_groups}: must divide --experts {c.experts}, "
-                          f"and be at least --groups_per_token {c.groups_per_token}")
-    if c.expert_groups > 1 and c.experts < 2 * c.expert_groups:
-        raise ConfigError(f"--expert_groups {c.expert_groups}: a group is chosen by its best two "
-                          f"experts; there are only --experts {c.experts}")
-    _check_encoder(c)
-    if c.experts and not c.gated:
-        raise ConfigError("--gated false: experts are gated")
-    if c.parallel_block and c.norm_place != "pre":
-        raise ConfigError(f"--norm_place {c.norm_place}: a --parallel_block has "
-                          f"its norms before it")
-    if c.kv_rank and (c.parallel_block or c.qk_norm or c.positions != "rotary"
-                      or c.rotary_dim in (0, c.head_dim) or "qkv" in c.biases
-                      or c.kv_heads != c.heads):
-        raise ConfigError(f"--kv_rank {c.kv_rank}: latent attention has rotary positions in a part "
-                          f"of a head (--rotary_dim below --head_dim), as many --kv_heads as "
-                          f"--heads, no --qk_norm, no biases of qkv, and no --parallel_block")
-    if c.qk_norm_wide and not c.qk_norm:
-        raise ConfigError("--qk_norm_wide true: give --qk_norm true too")
-    if c.rotary_layers and c.positions != "rotary":
-        raise ConfigError(f"--rotary_layers {c.rotary_layers}: is for --positions rotary")
-    if c.local_theta and not c.window:
-        raise ConfigError(f"--local_theta {c.local_theta}: is for layers with a --window")
-    if c.window > 2**30:
-        raise ConfigError(f"--window {c.window}: expected at most {2**30}")
-    if c.q_rank and not c.kv_rank:
-        raise ConfigError(f"--q_rank {c.q_rank}: give --kv_rank too")
-    if c.v_head_dim not in (0, c.head_dim) and not c.kv_rank:
-        raise ConfigError(f"--v_head_dim {c.v_head_dim}: another width than --head_dim is for "
-                          f"latent attention (--kv_rank)")
+def _of_values(c):
+    """What no option may be, whatever the others are."""
+    longest, turned = _longest(c), c.rotary_dim or c.head_dim
+    rows = c.position_rows - c.position_offset
+    return [
+        ("head_dim", c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)),
+         f"rotary positions need an even part of a head, of at most {2**16}, and --rotary_dim is "
+         f"{c.rotary_dim}"),
+        ("seq_len" if c.seq_len == longest else "source_len",
+         c.positions == "learned" and longest > rows,
+         f"there are learned positions for only {rows} tokens (--position_rows)"),
+        ("biases", set(c.biases.split(",")) - {"", *BIASES}, f"expected {', '.join(BIASES)}"),
+        ("local_layers", set(c.local_layers) - set("lg"),
+         "expected a letter for each layer, l (with the window) or g (without)"),
+        ("rotary_layers", set(c.rotary_layers) - set("rn"),
+         "expected a letter for each layer, r (with rotary positions) or n (without)"),
+        ("window", c.window > 2**30, f"expected at most {2**30}")]
 
 
-def _check_encoder(c):
-    """Refuse what no encoder, or encoder-decoder, can be."""
-    if c.head == "classes" and c.causal and c.pool != "last":
-        raise ConfigError("--head classes: the class is read off the first token, which sees only "
-                          "itself while --causal is true; give --pool last or --causal false")
-    if c.pool == "last" and (c.head != "classes" or c.own_stem != "tokens"):
-        raise ConfigError("--pool last: is for --head classes of tokens")
-    if c.head == "classes" and not c.labels:
-        raise ConfigError("--head classes: give --labels, the number of classes")
-    if c.head == "classes" and c.encoder_layers:
-        raise ConfigError("--head classes: is for one stack of layers, without --encoder_layers")
-    if c.encoder_layers and (c.experts or c.parallel_block or c.kv_rank or c.layer_groups
-                             or not c.causal):
-        raise ConfigError(f"--encoder_layers {c.encoder_layers}: goes with causal layers of one "
-                          f"half after the other, without experts, latent attention or groups")
-    if c.encoder_layers and c.encoder_heads != c.heads and c.d_model % c.encoder_heads:
-        raise ConfigError(f"--encoder_heads {c.encoder_heads}: must divide --d_model {c.d_model}, "
-                          f"or be --heads {c.heads}")
-    half = c.relative_buckets // 2
-    if c.relative == "buckets" and not (2 <= half <= 2**11 and half < c.relative_distance <= 2**20):
-        raise ConfigError(f"--relative_buckets {c.relative_buckets} --relative_distance "
-                          f"{c.relative_distance}: expected 4 to {2**12} buckets, and a distance "
-                          f"above half as many, up to {2**20}")
-    if c.layer_groups and (c.layers % c.layer_groups or c.causal or c.dense_layers):
-        raise ConfigError(f"--layer_groups {c.layer_groups}: must divide --layers {c.layers}, of "
-                          f"an encoder (--causal false)")
-    if c.own_stem == "frames" and c.causal:     # (an encoder itself has causal=False)
-        raise ConfigError("--stem frames: give --encoder_layers; text follows from sound")
-    if c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")):
-        raise ConfigError(f"--stem {c.stem}: pictures and sound have --causal false, and --head "
-                          f"classes or none")
-    if c.stem == "patches" and c.patch_size > c.image_size:
-        raise ConfigError(f"--patch_size {c.patch_size}: expected at most --image_size "
-                          f"{c.image_size}")
-    if c.head == "classes" and (c.experts or c.pool == "mean" and c.stem != "patches"):
-        raise ConfigError("--head classes: goes without --experts, and --pool mean is for --stem "
-                          "patches")
-    if c.relative == "grid" and c.own_stem != "patches":
-        raise ConfigError("--relative grid: is for --stem patches")
-    if not c.causal and (c.window or c.positions.startswith("alibi")):
-        raise ConfigError("--causal false: an encoder has no --window, and no ALiBi")
+def _of_blocks(c):
+    """Options of a block that cannot be combined."""
+    return [
+        ("remat", c.parallel_block and "mlp" in c.remat,
+         "with --parallel_block attention and MLP are one; give --remat attention or full"),
+        ("shared_experts", c.shared_experts and not c.experts, "give --experts too"),
+        ("dense_layers", c.dense_layers >= c.layers or c.dense_layers and not c.experts,
+         f"must be below --layers {c.layers}, of which the others have --experts"),
+        ("expert_groups", c.experts % c.expert_groups or c.groups_per_token > c.expert_groups
+         or c.expert_groups > 1 and c.experts < 2 * c.expert_groups,
+         f"must divide --experts {c.experts} into groups of two or more (a group is chosen by its "
+         f"best two), and be at least --groups_per_token {c.groups_per_token}"),
+        ("gated", c.experts and not c.gated, "experts are gated"),
+        ("norm_place", c.parallel_block and c.norm_place != "pre",
+         "a --parallel_block has its norms before it"),
+        ("kv_rank", c.kv_rank and (
+            c.parallel_block or c.qk_norm or c.positions != "rotary" or "qkv" in c.biases
+            or c.rotary_dim in (0, c.head_dim) or c.kv_heads != c.heads),
+         "latent attention has rotary positions in a part of a head (--rotary_dim below "
+         "--head_dim), as many --kv_heads as --heads, no --qk_norm, no biases of qkv, and no "
+         "--parallel_block"),
+        ("qk_norm_wide", c.qk_norm_wide and not c.qk_norm, "give --qk_norm true too"),
+        ("rotary_layers", c.rotary_layers and c.positions != "rotary", "is for --positions rotary"),
+        ("local_theta", c.local_theta and not c.window, "is for layers with a --window"),
+        ("q_rank", c.q_rank and not c.kv_rank, "give --kv_rank too"),
+        ("v_head_dim", c.v_head_dim not in (0, c.head_dim) and not c.kv_rank,
+         "another width than --head_dim is for latent attention (--kv_rank)")]
+
+
+def _of_encoders(c):
+    """What no encoder, or encoder-decoder, can be."""
+    classes, half = c.head == "classes", c.relative_buckets // 2
+    others = c.experts or c.parallel_block or c.kv_rank or c.layer_groups or not c.causal
+    return [
+        ("head", classes and c.causal and c.pool != "last",
+         "the class is read off the first token, which sees only itself while --causal is true; "
+         "give --pool last or --causal false"),
+        ("pool", c.pool == "last" and (not classes or c.own_stem != "tokens"),
+         "is for --head classes of tokens"),
+        ("head", classes and not c.labels, "give --labels, the number of classes"),
+        ("head", classes and c.encoder_layers,
+         "is for one stack of layers, without --encoder_layers"),
+        ("encoder_layers", c.encoder_layers and others,
+         "goes with causal layers of one half after the other, without experts, latent attention "
+         "or groups"),
+        ("encoder_heads", c.encoder_layers and c.encoder_heads != c.heads
+         and c.d_model % c.encoder_heads,
+         f"must divide --d_model {c.d_model}, or be --heads {c.heads}"),
+        ("relative_buckets", c.relative == "buckets" and not (
+            2 <= half <= 2**11 and half < c.relative_distance <= 2**20),
+         f"expected 4 to {2**12}, and above half as many --relative_distance "
+         f"({c.relative_distance}), up to {2**20}"),
+        ("layer_groups", c.layer_groups and (c.layers % c.layer_groups or c.causal
+                                             or c.dense_layers),
+         f"must divide --layers {c.layers}, of an encoder (--causal false)"),
+        # (An encoder itself has causal=False.)
+        ("stem", c.own_stem == "frames" and c.causal,
+         "give --encoder_layers; text follows from sound"),
+        ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
+         "pictures and sound have --causal false, and --head classes or none"),
+        ("patch_size", c.stem == "patches" and c.patch_size > c.image_size,
+         f"expected at most --image_size {c.image_size}"),
+        ("head", classes and (c.experts or c.pool == "mean" and c.stem != "patches"),
+         "goes without --experts, and --pool mean is for --stem patches"),
+        ("relative", c.relative == "grid" and c.own_stem != "patches", "is for --stem patches"),
+        ("causal", not c.causal and (c.window or c.positions.startswith("alibi")),
+         "an encoder has no --window, and no ALiBi")]
 
 
 def lacking(fields: dict[str, Any]) -> list[str]:

@@ -133,11 +133,15 @@ def _bucket_ids(c, query, key):
 def _grid_ids(c, query, key):
     """BEiT's indices: one for each distance in rows and columns of patches, and three more for the
     class token (slot 0): from it, to it, and with itself."""
-    side = c.image_size // c.patch_size
-    (i, j), (k, m) = (divmod(slot - 1, side) for slot in (query, key))
-    ids, last = (i - k + side - 1) * (2 * side - 1) + j - m + side - 1, relative_rows(c) - 1
+    ids, last = grid_ids(query - 1, key - 1, c.image_size // c.patch_size), relative_rows(c) - 1
     ids = jnp.where(key == 0, last - 1, ids)
     return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
+
+
+def grid_ids(query: Array, key: Array, side: int) -> Array:
+    """The index of the distance in rows and columns between two of side * side patches."""
+    (i, j), (k, m) = (divmod(patch, side) for patch in (query, key))
+    return (i - k + side - 1) * (2 * side - 1) + j - m + side - 1
 
 
 def relative_bias(c: Any, table: Array, ids: Array) -> Array:

@@ -18,6 +18,7 @@ a run, J distances, C channels, y and x the sides of a patch, P and p rows and c
 width of the result (o the same), k and z the sides of a convolution.
 """
 
+import functools
 import itertools
 import json
 from typing import Any, NamedTuple
@@ -30,15 +31,14 @@ from jax import Array, lax
 import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
-from networks.tables import layer_weights
-from networks.transformer import feed_forward, norm, with_bias
+from networks.tables import layer_weights, norms
+from networks.transformer import norm
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
-from zigzag.hub.family import Family, biased, columns, keys, layer_norm, rows, under
-from zigzag.hub.published_config import Record, activation, count, refuse_other_classes, sizes
+from zigzag.hub.family import Family, biased, keys, mlp, under
+from zigzag.hub.published_config import Record, classed, count, pictures, tower, wrong
 from zigzag.parallel import attention
 from zigzag.parallel.products import matmul
-from zigzag.weights import lora
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
 
@@ -79,20 +79,16 @@ def runs(c: Config) -> list[Run]:
 
 def table(c: Config) -> dict[str, Any]:
     """The table of all weights."""
-    D, out, first = c.d_model, record(c)["output_channels"], (c.channels * c.patch_size**2) ** -0.5
+    D, out = c.d_model, record(c)["output_channels"]
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
-    weights = {"patch": make("C y x D/fsdp", first), "patch_bias": make("D", 0.0)}
+    weights = stems.patch_weights(c, make)
     if record(c)["use_abs_pos"]:
         weights["positions"] = make("1 P p D/fsdp", 0.02)
     weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
     one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
-    return weights | {"neck": one("k z D/fsdp O", D**-0.5), **_norm(make, "neck_norm", "O"),
+    return weights | {"neck": one("k z D/fsdp O", D**-0.5),
                       "neck_out": three("k z o/fsdp O", (9 * out) ** -0.5),
-                      **_norm(make, "norm", "O")}
-
-
-def _norm(make, name, axes):
-    return {name: make(axes), f"{name}_bias": make(axes, 0.0)}
+                      **norms(c, make, "O", ["neck_norm", "norm"])}
 
 
 def _layer_weights(c, run):
@@ -104,16 +100,10 @@ def _layer_weights(c, run):
 
 
 # -------------------------------------------------------------------------------------------
-# A block
+# The network
 
-def _attention(w, h, window, c):
-    """Attention within windows: h [B, T, D] -> [B, T, D]."""
-    n = side(c)
-    picture = shard.time_of_block(h).reshape(len(h), n, n, c.d_model)
-    picture = windows.padded(picture, window)           # (tokens see the padding: zeros plus bias)
-    padded = picture.shape[1]
-    q, k, v = shard.columns(windows.cut(picture, window), gathered=True, *[
-        with_bias(w, name) for name in ("wq", "wk", "wv")])                     # [B W, t, H, N]
+def _attend(w, q, k, v, _, window):
+    """Attention within windows; `down` and `right` change the scores."""
     known = {"slot": jnp.broadcast_to(jnp.arange(window**2), q.shape[:2])}
     known = _distance_scores(w, q, window) if "down" in w else known
 
@@ -122,10 +112,7 @@ def _attention(w, h, window, c):
         return attention.softmax_attention(
             q, k, v, seen, (lambda s: s + _score_bias(query)) if "down" in w else None)
 
-    out = shard.attend(attend, q, k, v, lambda query, _: query, known, {})
-    out = windows.join(out, window, padded, padded)[:, :n, :n]
-    out = out.reshape(len(h), n * n, *out.shape[3:])                            # [B, T, H, N]
-    return shard.row((out, w["wo"])) + w["wo_bias"]
+    return shard.attend(attend, q, k, v, lambda query, _: query, known, {})
 
 
 def _distance_scores(w, q, window):
@@ -147,27 +134,6 @@ def _score_bias(known):
     return scores.reshape(*scores.shape[:3], -1)
 
 
-def block(w: Params, x: Array, window: int, c: Config) -> Array:
-    w = lora.adapted(w)
-    x = x + _attention(w, norm(w, "attn_norm", x, c), window, c)
-    return x + feed_forward(w, norm(w, "mlp_norm", x, c), c)[0]
-
-
-# -------------------------------------------------------------------------------------------
-# The network
-
-def _embed(params, pictures, c):
-    """Pictures [B, C, height, width] -> x [B, T, D]."""
-    if pictures.shape[1:] != (c.channels, c.image_size, c.image_size):
-        raise ConfigError(f"pictures [B, {', '.join(map(str, pictures.shape[1:]))}]: this model "
-                          f"reads [B, {c.channels}, {c.image_size}, {c.image_size}]")
-    w, p = params["patch"], c.patch_size
-    x = lax.conv_general_dilated(pictures.astype(w.dtype), w, (p, p), "VALID",
-                                 dimension_numbers=("NCHW", "IHWO", "NHWC")) + params["patch_bias"]
-    x = x + params["positions"] if "positions" in params else x
-    return shard.residual_stream(x.reshape(len(x), -1, c.d_model))
-
-
 def _neck(params, x, c):
     """x [B, T, D] -> [B, O, h, w]. The first convolution is 1 x 1, a product for each token."""
     x = norm(params, "neck_norm", matmul(x, params["neck"][0, 0]), c, eps=EPS)
@@ -179,11 +145,18 @@ def _neck(params, x, c):
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
     """Pictures [B, C, height, width] -> [B, O, h, w]. They must have config's image_size."""
-    params = cast(params, config.dtype)
-    x = _embed(params, pictures, config)
+    c, size = config, (side(config),) * 2
+    if pictures.shape[1:] != (c.channels, c.image_size, c.image_size):
+        raise ConfigError(f"pictures [B, {', '.join(map(str, pictures.shape[1:]))}]: this model "
+                          f"reads [B, {c.channels}, {c.image_size}, {c.image_size}]")
+    params, kept = cast(params, c.dtype), side(c) * c.patch_size
+    x = windows.patches(params, pictures[:, :, :kept, :kept], c)
+    x = x + params["positions"] if "positions" in params else x
+    x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
     for run in runs(config):
         def layer(w, x, _, window=run.window):
-            return block(w, x, window, config), None
+            attend = functools.partial(_attend, window=window)
+            return windows.block(w, x, size, window, c, attend), None
 
         x, _ = shard.layers(layer, params[run.name], x, None, specs and specs[run.name],
                             config)
@@ -202,9 +175,9 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 
 def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
-    shapes = {"source": stems.source_shape(config, rows), "targets": (
-        rows, record(config)["output_channels"], side(config), side(config))}
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    source = jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32)
+    there = rows, record(config)["output_channels"], side(config), side(config)
+    return {"source": source, "targets": source.update(shape=there)}
 
 
 def check(c: Config, mesh: Any) -> None:
@@ -225,58 +198,37 @@ DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_
 
 
 def _fields(r):
-    known, globally = sizes(r.but(vocab_size=1), seq_len="image_size"), r["global_attn_indexes"]
+    globally = r["global_attn_indexes"]
     if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
-        raise ConfigError(f"config.json: global_attn_indexes {globally!r:.80}: expected a list of "
-                          f"numbers of layers")
-    if known["d_model"] % known["heads"]:
-        raise ConfigError(f"config.json: num_attention_heads {known['heads']} do not divide "
-                          f"hidden_size {known['d_model']}")
+        raise wrong("global_attn_indexes", globally, ": expected a list of numbers of layers")
     if r["window_size"]:
         count(r, "window_size")
     count(r, "output_channels")
-    for name in ("use_abs_pos", "use_rel_pos"):     # (_arrays reads these)
-        if not isinstance(r[name], bool):
-            raise ConfigError(f"config.json: {name} {r[name]!r:.80}: expected true or false")
-    if count(r, "patch_size") > r["image_size"]:
-        raise ConfigError(f"config.json: patch_size {r['patch_size']} is above image_size "
-                          f"{r['image_size']}")
+    for name in ("use_abs_pos", "use_rel_pos"):     # (which `table` reads)
+        r.plain(name)
     inner = r["mlp_dim"] or int(r["mlp_ratio"] * r["hidden_size"])
-    return dict(
-        layers=known["layers"], d_model=known["d_model"], heads=known["heads"],
-        d_ff=count({"mlp_dim": inner}, "mlp_dim"), stem="patches", image_size=r["image_size"],
-        patch_size=r["patch_size"], channels=count(r, "num_channels"), causal=False, gated=False,
-        norm="layer", norm_eps=r["layer_norm_eps"], positions="none", head="none",
-        activation=activation(r["hidden_act"]),
-        **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True))
+    return {**tower(r), **pictures(r), "d_ff": count({"mlp_dim": inner}, "mlp_dim"),
+            "positions": "none", "head": "none",
+            **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True)}
 
 
 def _fields_of_whole(r):
     """The fields of a SamModel, of which only the image encoder is read, trained and saved."""
-    refuse_other_classes(r, "SamModel")
+    classed(r, {"": {}, "SamModel": {}})
     own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
            "architectures": ["SamVisionModel"]}
     return {**_fields(r.part("vision_config", DEFAULTS, own)),
             "published": json.dumps(own, sort_keys=True)}
 
 
-def _arrays(c):
-    known = record(c)
-    attention = {"qkv.weight": "(H N | K N | K M) D -> wq wk wv"}
-    if known["qkv_bias"]:
-        attention["qkv.bias"] = "(H N | K N | K M) -> wq_bias wk_bias wv_bias"
-    if known["use_rel_pos"]:
-        attention |= {"rel_pos_h": "J N -> down", "rel_pos_w": "J N -> right"}
-    layer = under(
-        "layers.{l}.", under("attn.", attention, rows("proj", "H M", "wo")),
-        layer_norm("layer_norm1", "attn_norm"), layer_norm("layer_norm2", "mlp_norm"),
-        columns("mlp.lin1", "F", "w_up"), rows("mlp.lin2", "F", "w_down"))
-    neck = {"conv1.weight": "O D k z -> neck", "conv2.weight": "O o k z -> neck_out",
-            **layer_norm("layer_norm1", "neck_norm", "O"), **layer_norm("layer_norm2", "norm", "O")}
-    return under("vision_encoder.", layer, under("neck.", neck), {
-        "patch_embed.projection.weight": "D C y x -> patch",
-        "patch_embed.projection.bias": "D -> patch_bias"},
-        {"pos_embed": "1 P p D -> positions"} if known["use_abs_pos"] else {})
+ARRAYS = under("vision_encoder.", {
+    "patch_embed.projection": "patch", "patch_embed.projection.weight": "D C y x -> patch",
+    "pos_embed": "1 P p D -> positions"}, under("neck.", {
+        "conv1.weight": "O D k z -> neck", "conv2.weight": "O o k z -> neck_out",
+        "layer_norm1": "neck_norm", "layer_norm2": "norm"}), under("layers.{l}.", {
+            "attn.qkv": "wq wk wv", "attn.proj": "wo", "attn.rel_pos_h": "-> down",
+            "attn.rel_pos_w": "-> right", "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm",
+            **mlp("mlp.lin1", "mlp.lin2")}))
 
 
 def _stacks(c):
@@ -287,12 +239,11 @@ IN_VISION = "num_pos_feats scale mlp_ratio intermediate_size projection_dim tie_
 OTHER_PARTS = dict.fromkeys((r"prompt_encoder\..*", r"mask_decoder\..*",
                              r"shared_image_embedding\..*"), "^SamModel$")
 FAMILIES = {
-    "sam": Family(_fields_of_whole, _arrays, {"vision_config": None}, ignored=OTHER_PARTS,
+    "sam": Family(_fields_of_whole, ARRAYS, {"vision_config": None}, ignored=OTHER_PARTS,
                   stacks=_stacks, neutral=keys(f"{IN_VISION} mask_decoder_config "
                                                "prompt_encoder_config")),
-    "sam_vision_model": Family(_fields, _arrays, DEFAULTS, stacks=_stacks,
+    "sam_vision_model": Family(_fields, ARRAYS, DEFAULTS, stacks=_stacks,
                                neutral=keys(IN_VISION))}
 
 NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
-                  gives=lambda c: "vectors", source_shape=transformer.source_shape,
-                  flops=transformer.flops)
+                  gives=lambda c: "vectors", source_shape=transformer.source_shape)

@@ -34,11 +34,14 @@ def source_shape(c: Any, rows: int) -> tuple[int, ...]:
 def weights(c: Any, table: Any) -> dict[str, Any]:
     """The table of a stem's weights, with the letters of transformer.py's table."""
     if c.stem == "patches":
-        bias = {"patch_bias": table("D", 0.0)} if "embed" in c.biases.split(",") else {}
-        return {"patch": table("C y x D/fsdp", (c.channels * c.patch_size**2) ** -0.5), **bias,
-                "class_token": table("D", 0.02)}
+        return patch_weights(c, table) | {"class_token": table("D", 0.02)}
     return {"conv1": table("k C D/fsdp", (3 * c.channels) ** -0.5), "conv1_bias": table("D", 0.0),
             "conv2": table("k d/fsdp D", (3 * c.d_model) ** -0.5), "conv2_bias": table("D", 0.0)}
+
+
+def patch_weights(c: Any, table: Any) -> dict[str, Any]:
+    bias = {"patch_bias": table("D", 0.0)} if "embed" in c.biases.split(",") else {}
+    return {"patch": table("C y x D/fsdp", (c.channels * c.patch_size**2) ** -0.5), **bias}
 
 
 def _check(source, c):

@@ -25,26 +25,34 @@ import functools
 import json
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import shard
 from networks import stems, towers, transformer, windows
 from networks.config import Config
-from networks.positions import relative_bias
-from networks.tables import labels_shape, layer_weights
-from networks.transformer import class_loss, feed_forward, heads_of, norm, with_bias
+from networks.positions import grid_ids, relative_bias
+from networks.tables import batch_shapes, layer_weights, norms
+from networks.transformer import class_loss, heads_of, norm
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import cast
-from zigzag.hub.encoders import classed, classifier
-from zigzag.hub.family import Family, biased, columns, keys, layer_norm, pair_index, rows, under
-from zigzag.hub.published_config import MOST, MOST_LAYERS, Record, activation, count, refuse
-from zigzag.parallel import attention
+from zigzag.hub.encoders import PATCHES
+from zigzag.hub.family import Family, biased, keys, mlp, pair_index, under
+from zigzag.hub.family import attention as names_of_attention
+from zigzag.hub.published_config import (
+    MOST,
+    MOST_LAYERS,
+    Record,
+    classed,
+    count,
+    named,
+    pictures,
+    refuse,
+    wrong,
+)
 from zigzag.parallel.products import matmul
-from zigzag.weights import lora
 from zigzag.weights.network import Network, Params
 from zigzag.weights.table import Table
 
@@ -78,22 +86,17 @@ def table(c: Config) -> dict[str, Any]:
     """The table of all weights."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
-    weights = {"patch": make("C y x D/fsdp", (c.channels * c.patch_size**2) ** -0.5),
-               "patch_bias": make("D", 0.0), **_norm(make, "embed_norm", "D")}
+    weights = stems.patch_weights(c, make) | norms(c, make, "D", ["embed_norm"])
     for stage in own:
         weights[stage.name] = {"layers": _layer_weights(c, stage)}
     for stage in own[:-1]:
         make = Table(m=4 * stage.width, d=2 * stage.width)
         weights[stage.name] |= {"merge": make("m/fsdp d", (4 * stage.width) ** -0.5),
-                                **_norm(make, "merge_norm", "m")}
+                                **norms(c, make, "m", ["merge_norm"])}
     make = Table(D=last, A=c.labels)
     if c.head == "classes":
         weights |= {"classifier": make("D/fsdp A", last**-0.5), "classifier_bias": make("A", 0.0)}
-    return weights | _norm(make, "norm", "D")
-
-
-def _norm(make, name, axes):
-    return {name: make(axes), f"{name}_bias": make(axes, 0.0)}
+    return weights | norms(c, make, "D", ["norm"])
 
 
 def _layer_weights(c, stage):
@@ -105,67 +108,20 @@ def _layer_weights(c, stage):
 
 
 # -------------------------------------------------------------------------------------------
-# A block: x [B, T, D] are pictures of `size` = (h, w) tokens, rolled by `shift` tokens
-
-def _attention(w, h, shift, size, window, c):
-    """Attention within windows: h [B, T, D] -> [B, T, D]."""
-    pictures = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
-    pictures = windows.padded(pictures, window)         # (tokens see the padding: zeros plus bias)
-    height, width = pictures.shape[1:3]
-    rows = windows.cut(jnp.roll(pictures, (-shift, -shift), (1, 2)), window)    # [B W, t, D]
-    q, k, v = shard.columns(rows, *[with_bias(w, name) for name in ("wq", "wk", "wv")],
-                            gathered=True)
-    table = heads_of(q, w["relative"], 1)
-    info = _info(shift, height, width, window, len(rows))
-
-    def attend(q, k, v, known):
-        seen, ids = known
-        bias = relative_bias(c, table, ids)
-        return attention.softmax_attention(q, k, v, seen, lambda s: s + bias)
-
-    out = shard.attend(attend, q, k, v, functools.partial(_mask, window), info, info)
-    out = jnp.roll(windows.join(out, window, height, width), (shift, shift), (1, 2))
-    out = out[:, :size[0], :size[1]].reshape(len(h), -1, *out.shape[3:])        # [B, T, H, N]
-    return shard.row((out, w["wo"])) + w["wo_bias"]
-
-
-def _info(shift, height, width, window, count):
-    """For each token of `count` windows [B W, t], its slot in the window, and the region of the
-    picture from which it comes."""
-    end, right = (jnp.arange(n) >= n - shift for n in (height, width))  # rolled from the other side
-    region = windows.cut((2 * end[:, None] + right)[None], window)
-    place = jnp.broadcast_to(jnp.arange(window**2), (count, window**2))
-    return {"place": place, "region": jnp.tile(region, (count // len(region), 1))}
-
-
-def _mask(window, query, key):
-    """(mask [B W, 1, t, s] of the keys that a query sees, index [1, t, s] of their distance)."""
-    seen = query["region"][:, None, :, None] == key["region"][:, None, None, :]
-    (i, j), (k, m) = (divmod(place[:1], window) for place in (query["place"], key["place"]))
-    down, right = i[:, :, None] - k[:, None, :], j[:, :, None] - m[:, None, :]
-    return seen, (down + window - 1) * (2 * window - 1) + right + window - 1
-
-
-def block(w: Params, x: Array, shift: Any, size: tuple[int, int], window: int, c: Config) -> Array:
-    w = lora.adapted(w)
-    x = x + _attention(w, norm(w, "attn_norm", x, c), shift, size, window, c)
-    return x + feed_forward(w, norm(w, "mlp_norm", x, c), c)[0]
-
-
-# -------------------------------------------------------------------------------------------
 # The network
 
-def _embed(params, pictures, c):
-    """Pictures [B, C, height, width] -> x [B, T, D], and (h, w), their size in tokens. Pictures are
-    padded with zeros to whole patches."""
-    p = c.patch_size
-    x = lax.conv_general_dilated(
-        pictures.astype(params["patch"].dtype), params["patch"], (p, p),
-        [(0, -n % p) for n in pictures.shape[2:]], dimension_numbers=("NCHW", "IHWO", "NHWC"))
-    size = x.shape[1:3]
-    x = x.reshape(len(x), -1, c.d_model) + params["patch_bias"]
-    x = shard.residual_stream(x)
-    return norm(params, "embed_norm", x, c, eps=EPS), size
+def _attend(w, q, k, v, size, shift, window, c):
+    """Attention within windows of pictures that are rolled by `shift`. Tokens that come from other
+    sides of the picture are as in other documents."""
+    end, right = (jnp.arange(n) >= n - shift for n in size)     # rolled from the other side
+    region = windows.cut((2 * end[:, None] + right)[None], window)
+    table = heads_of(q, w["relative"], 1)
+
+    def scores(s, query, key, heads):
+        return s + relative_bias(c, table, grid_ids(query.slot[:1], key.slot[:1], window))
+
+    return shard.self_attend(q, k, v, scores=scores, causal=False,
+                             documents=jnp.tile(region, (len(q) // len(region), 1)))
 
 
 def _merge(w, x, size, c):
@@ -180,8 +136,10 @@ def _merge(w, x, size, c):
 
 def _trunk(params, pictures, c, specs=None):
     """The last norm's output [B, T, D], with all of the time."""
-    x, size = _embed(params, pictures, c)
-    window = record(c)["window_size"]
+    x, window = windows.patches(params, pictures, c), record(c)["window_size"]
+    size = x.shape[1:3]
+    x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
+    x = norm(params, "embed_norm", x, c, eps=EPS)
     for stage in stages(c):
         if min(size) < window:
             raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
@@ -191,7 +149,8 @@ def _trunk(params, pictures, c, specs=None):
         shift = window // 2 if min(size) > window else 0
 
         def layer(w, x, shift, size=size):
-            return block(w, x, shift, size, window, c), None
+            attend = functools.partial(_attend, shift=shift, window=window, c=c)
+            return windows.block(w, x, size, window, c, attend, shift), None
 
         w, own = params[stage.name], specs and specs[stage.name]
         x, _ = shard.layers(layer, w["layers"], x, shift * (jnp.arange(stage.layers) % 2),
@@ -220,12 +179,6 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     return class_loss(out, batch["labels"], config)
 
 
-def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape} of a batch for the loss."""
-    return {"source": jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32),
-            "labels": labels_shape(config, rows)}
-
-
 def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
     if c.head == "none":
@@ -250,15 +203,13 @@ def _fields(r):
     # (Absolute embeddings have a row too many, and do not run in transformers either.)
     refuse(r, use_absolute_embeddings=False)
     heads = _check_stages(r)
-    head = classed(r, ForImageClassification=dict(head="classes", pool="mean"),
-                   Model=dict(head="none"))
-    return dict(
-        layers=sum(r["depths"]), d_model=r["embed_dim"], heads=heads, stem="patches",
-        d_ff=int(r["mlp_ratio"] * r["embed_dim"]), image_size=r["image_size"],
-        patch_size=r["patch_size"], channels=count(r, "num_channels"), causal=False, gated=False,
-        norm="layer", norm_eps=r["layer_norm_eps"], positions="none", **head,
-        activation=activation(r["hidden_act"]),
-        **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True))
+    head = classed(r, {"SwinForImageClassification": dict(head="classes", pool="mean"),
+                       "SwinModel": dict(head="none")})
+    return {**pictures(r), **head, "layers": sum(r["depths"]), "heads": heads,
+            "d_ff": int(r["mlp_ratio"] * r["embed_dim"]), "gated": False, "norm": "layer",
+            "positions": "none", **named(r, d_model="embed_dim", norm_eps="layer_norm_eps",
+                                         activation="hidden_act"),
+            **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True)}
 
 
 def _check_stages(r):
@@ -267,42 +218,32 @@ def _check_stages(r):
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
             1 <= len(depths) == len(heads) <= len(LETTERS)):
-        raise ConfigError(f"config.json: depths {depths!r:.80} and num_heads {heads!r:.80}: "
-                          f"expected two lists of equally many numbers, at most {len(LETTERS)}")
+        raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of "
+                    f"equally many numbers, at most {len(LETTERS)}")
     for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
         if width % count({"num_heads": own}, "num_heads"):
-            raise ConfigError(f"config.json: num_heads {heads}: {own} heads do not divide a stage "
-                              f"that is {width} wide")
+            raise wrong("num_heads", heads, f": {own} heads do not divide a stage that is {width} "
+                        f"wide")
         if size < window:
-            raise ConfigError(f"config.json: window_size {window}: a stage has only {size} x "
-                              f"{size} tokens")
+            raise wrong("window_size", window, f": a stage has only {size} x {size} tokens")
         if not 1 <= r["mlp_ratio"] * width <= MOST:
-            raise ConfigError(f"config.json: mlp_ratio {r['mlp_ratio']}: {width} times it is not a "
-                              f"width of an MLP")
+            raise wrong("mlp_ratio", r["mlp_ratio"], f": {width} times it is no width of an MLP")
         size, width = -(-size // 2), 2 * width
     return heads[0]
 
 
 def _arrays(c):
-    patch = "embeddings.patch_embeddings.projection"
-    found = {f"{patch}.weight": "D C y x -> patch", f"{patch}.bias": "D -> patch_bias",
-             **layer_norm("embeddings.norm", "embed_norm"), **layer_norm("layernorm", "norm")}
-    bias = record(c)["qkv_bias"]
+    found = PATCHES | {"embeddings.norm": "embed_norm", "layernorm": "norm"}
     for i, (stage, letter) in enumerate(zip(stages(c), LETTERS)):
-        name = f"encoder.layers.{i}."
+        found |= under(f"encoder.layers.{i}.", {"downsample.reduction": f"{stage.name}.merge",
+                                                "downsample.norm": f"{stage.name}.merge_norm"})
         found |= under(
-            f"{name}blocks.{{{letter}}}.", layer_norm("layernorm_before", "attn_norm"),
-            columns("attention.self.query", "H N", "wq", bias),
-            columns("attention.self.key", "K N", "wk", bias),
-            columns("attention.self.value", "K M", "wv", bias),
-            rows("attention.output.dense", "H M", "wo"), layer_norm("layernorm_after", "mlp_norm"),
-            columns("intermediate.dense", "F", "w_up"), rows("output.dense", "F", "w_down"),
-            {"attention.self.relative_position_bias_table": "J H -> relative"})
-        if i + 1 < len(stages(c)):
-            found |= {f"{name}downsample.reduction.weight": f"d m -> {stage.name}.merge",
-                      **layer_norm(f"{name}downsample.norm", f"{stage.name}.merge_norm", "m")}
-    return under("swin.", found) | (classifier("classifier") if c.head == "classes" else {})
+            f"encoder.layers.{i}.blocks.{{{letter}}}.", mlp("intermediate.dense", "output.dense"),
+            names_of_attention("attention.{}", "self.query self.key self.value output.dense"),
+            {"layernorm_before": "attn_norm", "layernorm_after": "mlp_norm",
+             "attention.self.relative_position_bias_table": "-> relative"})
+    return under("swin.", found) | {"classifier": "classifier"}
 
 
 def _stacks(c):
@@ -329,5 +270,4 @@ SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index"
 
 NETWORK = Network("swin", Config, table, loss, batch_shapes, forward, {"swin": SWIN}, check,
                   gives=lambda c: "classes" if c.head == "classes" else "vectors",
-                  source_shape=transformer.source_shape, limits=transformer.limits,
-                  flops=transformer.flops)
+                  source_shape=transformer.source_shape, limits=transformer.limits)

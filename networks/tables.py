@@ -52,12 +52,12 @@ def _embed_weights(c, make):
         weights["project_in"] = make("W D/fsdp", W**-0.5)
         if _has_bias(c, "embed"):
             weights["project_in_bias"] = make("D", 0.0)
-    return weights | _norms(c, make, inner, ["embed_norm"] * c.embed_norm)
+    return weights | norms(c, make, inner, ["embed_norm"] * c.embed_norm)
 
 
 def _head_weights(c, make):
     D, W = c.d_model, c.embed_dim or c.d_model
-    weights = _norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
+    weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":
         weights |= {"classifier": make("D/fsdp A", D**-0.5)}
         weights |= {} if c.pool == "last" else {"classifier_bias": make("A", 0.0)}
@@ -65,7 +65,7 @@ def _head_weights(c, make):
         weights |= {"pool": make("d/fsdp D", D**-0.5), "pool_bias": make("D", 0.0)}
     if c.head == "masked":
         weights |= {"transform": make("D/fsdp W" if W != D else "d/fsdp W", D**-0.5),
-                    "transform_bias": make("W", 0.0), **_norms(c, make, "W", ["transform_norm"])}
+                    "transform_bias": make("W", 0.0), **norms(c, make, "W", ["transform_norm"])}
     elif W != D and c.head == "tokens":
         weights["project_out"] = make("D/fsdp W", D**-0.5)
     if c.head in ("tokens", "masked"):
@@ -128,12 +128,13 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> dict[str, Any]:
         weights |= {name: make("L/pipe D") for name in ("attn_out_scale", "mlp_out_scale")}
     halves = ["attn"] + ["mlp"] * (not c.parallel_block or c.parallel_norms == 2)
     halves += ["cross"] * (c.encoder_layers > 0)
-    norms = [f"{half}_norm" for half in halves if c.norm_place != "out"]
-    norms += [f"{half}_out_norm" for half in halves if c.norm_place in ("out", "sandwich")]
-    return weights | _norms(c, make, "L/pipe D", norms)
+    names = [f"{half}_norm" for half in halves if c.norm_place != "out"]
+    names += [f"{half}_out_norm" for half in halves if c.norm_place in ("out", "sandwich")]
+    return weights | norms(c, make, "L/pipe D", names)
 
 
-def _norms(c, make, axes, names):
+def norms(c: Any, make: Any, axes: str, names: list[str]) -> dict[str, Any]:
+    """The scales of these norms, and their biases."""
     weights = {name: make(axes) for name in names}
     if c.norm == "layer":
         weights |= {f"{name}_bias": make(axes, 0.0) for name in names}
@@ -160,21 +161,17 @@ def encoder_config(c: Any, length: int = 0) -> Any:
 
 def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a batch for the loss."""
-    c = config
-    ids, weights, source = (jax.ShapeDtypeStruct((rows, T), dtype) for T, dtype in (
-        (c.seq_len, jnp.int32), (c.seq_len, jnp.float32), (c.source_len, jnp.int32)))
+    c, ids = config, jax.ShapeDtypeStruct((rows, config.seq_len), jnp.int32)
+    weights = ids.update(dtype=jnp.float32)
     batch = {"tokens": ids, "targets": ids, "weights": weights}
-    if c.head == "classes":
-        batch = {"tokens": ids, "mask": weights, "labels": labels_shape(c, rows)}
+    if c.head == "classes":     # (of one label a number: a regression)
+        kind = weights if c.labels == 1 else ids
+        batch = {"tokens": ids, "mask": weights, "labels": kind.update(shape=(rows,))}
     if c.own_stem != "tokens":
-        batch = {name: batch[name] for name in ("labels",) if name in batch}
+        batch = {name: batch[name] for name in batch.keys() & {"labels"}}
     if c.stem != "tokens":
-        batch["source"] = jax.ShapeDtypeStruct(stems.source_shape(c, rows), jnp.float32)
+        batch["source"] = weights.update(shape=stems.source_shape(c, rows))
     elif c.encoder_layers:
-        batch |= {"source": source, "source_mask": source.update(dtype=jnp.float32)}
+        batch |= {"source": ids.update(shape=(rows, c.source_len)),
+                  "source_mask": weights.update(shape=(rows, c.source_len))}
     return batch
-
-
-def labels_shape(config: Any, rows: int) -> jax.ShapeDtypeStruct:
-    """Classes, or numbers if there is one label: a regression."""
-    return jax.ShapeDtypeStruct((rows,), jnp.float32 if config.labels == 1 else jnp.int32)

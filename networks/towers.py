@@ -9,24 +9,17 @@ from typing import Any
 
 from networks.config import Config
 from zigzag.core.errors import ConfigError
-from zigzag.hub.published_config import MOST_LAYERS, Fields, Record, activation, as_config, count
+from zigzag.hub import published_config
+from zigzag.hub.published_config import Fields, Record, as_config
 
 # Options of training and computing: all towers have the model's.
 TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
 
 
 def sizes(r: Record) -> Fields:
-    """The fields of a tower: LayerNorm, an MLP of two products, biases everywhere."""
-    return dict(layers=count(r, "num_hidden_layers", MOST_LAYERS), d_model=count(r, "hidden_size"),
-                heads=count(r, "num_attention_heads"), d_ff=count(r, "intermediate_size"),
-                norm="layer", norm_eps=r["layer_norm_eps"], gated=False, embed_scale=1.0,
-                activation=activation(r["hidden_act"]), biases="qkv,out,mlp")
-
-
-def pictures(r: Record, channels: int) -> Fields:
-    """The further fields of a tower that reads pictures."""
-    return dict(stem="patches", image_size=count(r, "image_size"), channels=channels,
-                patch_size=count(r, "patch_size"), causal=False, head="none", positions="learned")
+    """The fields of a tower without a head, with biases everywhere."""
+    return dict(published_config.tower(r, d_ff="intermediate_size"), embed_scale=1.0,
+                biases="qkv,out,mlp", head="none")
 
 
 def tower(c: Any, name: str, fields: Fields) -> Any:

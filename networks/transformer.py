@@ -174,7 +174,8 @@ def _heads(w, qkv, c, i, batch, cache=None):
     if cache is not None:
         attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
         return attend(q, k, v, **changes), attend.layer
-    return shard.self_attend(
+    attend = batch.get("attend", shard.self_attend)     # (zigzag/hub/reference.py gives another)
+    return attend(
         q, k, v, **changes, causal=c.causal, heads=c.heads, positions=batch["positions"],
         documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
 
@@ -424,7 +425,7 @@ def head_logits(params, x, c):
 def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
             positions: Array | None = None, segments: Array | None = None,
             mask: Array | None = None, source_mask: Array | None = None,
-            token_types: Array | None = None) -> Array:
+            token_types: Array | None = None, attend: Callable | None = None) -> Array:
     """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. An encoder returns
     logits of the tokens themselves, or of classes [B, labels], or, without a head, vectors
     [B, T, D]. `source` is the input of an encoder or a stem; a mask is 0 where a row has no
@@ -436,7 +437,7 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
         raise ConfigError("this model has no encoder to give a source to" if source is not None else
                           "this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
-                 source_mask=source_mask, token_types=token_types)
+                 source_mask=source_mask, token_types=token_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}
     c, params, batch = prepare_batch(params, batch, c)
     x = trunk(params, c, batch)
@@ -667,25 +668,26 @@ def _repeat(w, x, group, c, batch):
 def check(c: Config, mesh: Any) -> None:
     """Refuse a model that the mesh cannot split. (Tensor never stops a run: a weight that it does
     not divide is not split.)"""
-    if c.head == "none":
-        raise ConfigError("--head none: this model returns vectors, and has no loss of its own; "
-                          "give fit a loss, or --head classes or masked")
-    sizes = mesh.shape
-    if c.dense_layers and sizes["pipe"] > 1:
-        raise ConfigError(f"mesh axis pipe={sizes['pipe']}: the layers of all stages must have "
-                          f"weights of equal shapes, and --dense_layers {c.dense_layers} differ "
-                          f"from the others; give its devices to data, fsdp, expert or tensor")
-    stages = sizes["pipe"]
+    stages = mesh.shape["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
     check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
                  stages * c.chunks)
-    if stages > 1 and c.layer_groups:
-        raise ConfigError(f"mesh axis pipe={stages}: each stage has its own layers, and with "
-                          f"--layer_groups {c.layer_groups} several layers share weights; give its "
-                          f"devices to data, fsdp or tensor")
-    if stages > 1 and c.encoder_layers and c.schedule == "1f1b":
-        raise ConfigError("--schedule 1f1b: an encoder-decoder runs through the stages twice, and "
-                          "the whole encoder comes first; give gpipe or interleaved")
+    for is_wrong, why in (
+            (c.head == "none", "--head none: this model returns vectors, and has no loss of its "
+                               "own; give fit a loss, or --head classes or masked"),
+            (stages > 1 and c.dense_layers,
+             f"mesh axis pipe={stages}: the layers of all stages must have weights of equal "
+             f"shapes, and --dense_layers {c.dense_layers} differ from the others; give its "
+             f"devices to data, fsdp, expert or tensor"),
+            (stages > 1 and c.layer_groups,
+             f"mesh axis pipe={stages}: each stage has its own layers, and with --layer_groups "
+             f"{c.layer_groups} several layers share weights; give its devices to data, fsdp or "
+             f"tensor"),
+            (stages > 1 and c.encoder_layers and c.schedule == "1f1b",
+             "--schedule 1f1b: an encoder-decoder runs through the stages twice, and the whole "
+             "encoder comes first; give gpipe or interleaved")):
+        if is_wrong:
+            raise ConfigError(why)
     check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
 
 
@@ -749,5 +751,5 @@ NETWORK = Network(
     max_positions=max_positions, decoding_length=decoding_length, source_shape=source_shape,
     limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
     block_traffic=block_traffic, flops=flops,
-    as_published=functools.partial(as_llama, has_window=True), why=why)
+    as_published=as_llama, why=why)
 init, weight_shapes = NETWORK.init, NETWORK.weight_shapes

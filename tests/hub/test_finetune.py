@@ -319,7 +319,7 @@ def test_an_edited_model_begins_with_published_weights_only_if_it_is_told_to(
     """Another activation, with which a published model is fine-tuned or sampled silently; a run of
     it that cannot continue; a flag without a meaning."""
     monkeypatch.setattr(model, "swiglu", lambda gate, up: jax.nn.gelu(gate) * up)
-    monkeypatch.setattr(reference, "_of_code", reference._of_code.__wrapped__)
+    monkeypatch.setattr(reference, "_difference", reference._difference.__wrapped__)
     says, out = "computes something else than this llama: its logits differ by", tmp_path / "out"
     words = ("--model", published, "--data", text, *STEPS, "--out", out)
     for main, flags in ((train.main, words), (train.main, (*words[:4], "--bench")),

@@ -117,12 +117,6 @@ def test_an_ignored_array_has_a_reason(name, array, value, words):
         path, arrays = folder, edit
         config = {"architectures": [bases()[name].model], "model_type": bases()[name].family}
 
-        def kind(self, name):
-            return edit[name].shape, "F32"
-
-        def __getitem__(self, name):
-            return edit[name]
-
     if words is None:
         check_arrays(Edited(), family, config, network.table(config))
     else:

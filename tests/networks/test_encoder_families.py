@@ -508,7 +508,7 @@ def test_no_encoder_is_saved_as_a_llama(tmp_path, fields):
     """A folder from which transformers makes another model, with other logits."""
     config = transformer.Config(layers=1, d_model=16, heads=2, vocab_size=32, **fields)
     params = net.weight_shapes(config)
-    with pytest.raises(ConfigError, match="neither has --"):
+    with pytest.raises(ConfigError, match="but the published config.json, which would be"):
         networks.save_hf(tmp_path / "out", params, config)
 
 

@@ -321,9 +321,9 @@ def as_published(config, tree):
     adjust = {name: dataclasses.replace(change, offset=0.0)
               for name, change in family.adjust(config).items()}
     table, weights = networks.network_of(config).table(config), by_path(tree)
-    return {name: published._published_array(name, parts, weights, adjust, "float32")
+    return {name: published.published_array(name, parts, weights, adjust)
             for name, parts in published.published_arrays(family, config, table).items()
-            if not parts[0].again}
+            if parts[0].sign == "->"}
 
 
 def assert_gradient(config, gradient, want):

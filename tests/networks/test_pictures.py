@@ -138,7 +138,7 @@ def assert_gradient(network, config, gradient, want):
     assert want.keys() == parts.keys()
     total = float(optax.tree.norm(want))
     for name, array in want.items():
-        got = published._published_array(name, parts[name], weights, {}, "float32")
+        got = published.published_array(name, parts[name], weights, {})
         assert_close(got, array, 1e-4, name, total)
 
 
@@ -320,9 +320,9 @@ def config_of(kind, **changes):
     ("swin", dict(num_labels=0.5), "labels 0.5"),
     ("sam_vision_model", dict(global_attn_indexes=3), "global_attn_indexes 3"),
     ("sam_vision_model", dict(global_attn_indexes=["a"]), r"global_attn_indexes \['a'\]"),
-    ("sam_vision_model", dict(num_attention_heads=5), "num_attention_heads 5 do not divide"),
+    ("sam_vision_model", dict(num_attention_heads=5), "does not divide by --heads 5"),
     ("sam_vision_model", dict(window_size=-1), "window_size -1"),
-    ("sam_vision_model", dict(patch_size=128), "patch_size 128 is above image_size"),
+    ("sam_vision_model", dict(patch_size=128), "patch_size 128: expected a whole number from 1 to 97"),
     ("sam_vision_model", dict(mlp_dim="x"), "mlp_dim 'x'"),
     ("sam_vision_model", dict(output_channels=0), "output_channels 0"),
     ("sam", dict(vision_config=[1]), "wrong kind"), ("sam", dict(vision_config="x"), "wrong kind"),

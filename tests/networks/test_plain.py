@@ -16,6 +16,7 @@ import pytest
 import model
 import networks
 import sample
+import shard
 from networks import transformer
 from tests.common import full, gradients_of, in_float64, slow, sums_and_gradients
 from tests.helpers import ROOT, batch_of, make, run_of
@@ -23,8 +24,9 @@ from tests.parallel.test_attention import give_kernel, one_kernel
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
+from zigzag.hub import reference
 from zigzag.hub.llama import as_llama
-from zigzag.hub.reference import code_difference, llama_logits
+from zigzag.hub.reference import code_difference, plain_attention
 from zigzag.parallel import attention
 
 # -------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def test_a_forks_option_is_not_the_one_of_that_name_elsewhere(edit, monkeypatch,
     assert networks.network_of_fields({"layers": 2, "window": 8}) is transformer.NETWORK
     for experts in (0, 4):
         mine = dataclasses.replace(config.network, window=8, experts=experts)
-        with pytest.raises(ConfigError, match="neither has --window 8"):
+        with pytest.raises(ConfigError, match="window is 8|--window would be 8"):
             networks.save_hf(tmp_path / "a", module.init(mine, jax.random.key(0)), mine)
 
 
@@ -255,7 +257,7 @@ def test_a_weight_that_an_edit_took_away_is_one_line_at_export(edit, monkeypatch
          'layers |= {"w_up"')])
     module, config = edit("no gate")
     params = module.init(config.network, jax.random.key(0))
-    with pytest.raises(ConfigError, match="the weight layers.w_gate, which this network lacks"):
+    with pytest.raises(ConfigError, match="it lacks the weight layers.w_gate"):
         networks.save_hf(tmp_path / "a", params, config.network)
 
 
@@ -265,7 +267,7 @@ def test_a_weight_that_an_edit_gave_other_axes_is_one_line_at_export(edit, monke
                                          '"w_gate": make("L/pipe D/fsdp D/tensor", into)')])
     module, config = edit("axes")
     params = module.init(config.network, jax.random.key(0))
-    with pytest.raises(ConfigError, match="layers.w_gate has the axes L D D, and .* 'F D -> w_ga"):
+    with pytest.raises(ConfigError, match=r"layers.w_gate has the shape .* 32, 32\], there .* 64"):
         networks.save_hf(tmp_path / "a", params, config.network)
 
 
@@ -275,7 +277,7 @@ MASK, SCORES = "its attention has a mask", "its attention has other scores"
 NO_LLAMA = {"a window of 100": MASK, "a window": MASK, "a mask by document": MASK,
             "a mask of long texts": MASK, "a soft cap": SCORES, "ALiBi": SCORES,
             "documents of 100": "its attention has documents",
-            "pieces of 100": "its attention is of 99 tokens to 99, in a row of 199",
+            "pieces of 100": "its attention has parts, of 99 tokens to 99, in a row of 199",
             "attention by hand": "its attention does not call attend",
             "an activation": "its logits differ by", "a norm": "its logits differ by",
             "a window by name": "its attention has a window",
@@ -380,25 +382,32 @@ def test_a_new_weight_that_begins_with_zeros_does_not_matter(edit, monkeypatch, 
 def test_code_that_is_not_edited_reads_every_llama(changes):
     """A refusal of a published folder whose options the plain decoder has."""
     config = make(**changes).network
-    kind = "mixtral" if config.experts else "llama"
-    assert code_difference(model.NETWORK, kind, dataclasses.replace(config, embed_scale=1.0)) == ""
+    _, there = as_llama({"embed": np.ones((1, 1))}, config)
+    assert code_difference(model.NETWORK, dataclasses.replace(there, tied=config.tied)) == ""
 
 
 @pytest.mark.parametrize("changes", [
     LLAMA, MIXTRAL, dict(LLAMA, tied=True), dict(LLAMA, rope_scaling=json.dumps(dict(
         rope_type="linear", factor=2.0)))], ids=str)
-def test_the_reference_of_an_export_is_the_model(changes):
-    """Formulas in numpy that refuse a correct model, or accept any."""
+def test_the_reference_of_an_export_is_the_model(changes, monkeypatch):
+    """A reference that refuses a correct model, or accepts any: attention that shard.py computes
+    otherwise is found, since the reference has its own."""
     config = make(**changes).network
     params = model.init(config, jax.random.key(0))
     params, config = as_llama(params, config)
-    ids = np.arange(20) % config.vocab_size
-    want = model.forward(params, ids[None], config)[0]
-    np.testing.assert_allclose(llama_logits(params, config, ids)[0], want, rtol=1e-4, atol=1e-5)
+    ids = np.arange(20)[None] % config.vocab_size
+    want = model.forward(params, ids, config)
+    general = in_general(run_of(config)).network
+    got = transformer.NETWORK.forward(params, ids, general, attend=plain_attention)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     if config.experts:      # (equal shares: the first ones are chosen)
         params["layers"]["router"] *= 0
-        want = model.forward(params, ids[None], config)[0]
-        np.testing.assert_allclose(llama_logits(params, config, ids)[0], want, rtol=1e-4, atol=1e-5)
+        want = model.forward(params, ids, config)
+        got = transformer.NETWORK.forward(params, ids, general, attend=plain_attention)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    real = shard.self_attend
+    monkeypatch.setattr(shard, "self_attend", lambda q, *args, **how: real(1.1 * q, *args, **how))
+    assert "its logits differ by" in reference._difference.__wrapped__(model.NETWORK, config)
 
 
 # -------------------------------------------------------------------------------------------

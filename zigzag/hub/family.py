@@ -1,14 +1,13 @@
-"""`Family`: a family of published models; and patterns of arrays that many families share.
+"""`Family`: a family of published models; and names of arrays that many families share.
 
-llama.py and gpt.py have the families; published.py explains the patterns.
+llama.py and gpt.py have the families; published.py explains the names.
 """
 
-import dataclasses
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from zigzag.hub.published import Change, stacks_of
+from zigzag.hub.published import Change
 from zigzag.hub.published_config import Fields, Record
 
 
@@ -20,28 +19,27 @@ def keys(names: str) -> tuple[str, ...]:
 # Why an array of a folder is not a weight: a function (Config, array) -> whether it is the constant
 # that follows from the configuration, or a regex of the classes that do not have the array.
 Ignored = Callable[[Any, np.ndarray], bool] | str
+Names = dict[str, str]      # {published module or array: our weights in it}
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
+    """A family of published models."""
     fields: Callable[[Record], Fields]          # config.json -> fields of a Config
-    arrays: Callable[[Any], dict[str, str]]     # a Config -> patterns of published arrays
+    arrays: Names | Callable[[Any], Names]      # all arrays; perhaps as a function of a Config
     defaults: Fields                            # the class's defaults for missing keys
     prefix: str = ""                            # of names; a folder of the bare model lacks it
-    ignored: dict[str, Ignored] = dataclasses.field(default_factory=dict)   # {regex of arrays that
-                                                # are not weights: why}
+    ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
     adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
-    aliases: dict[str, str] = dataclasses.field(default_factory=dict)   # {other name: usual name}
+    aliases: dict[str, str] = {}                # {other name: usual name}
     optional: tuple[str, ...] = ()              # arrays that are zeros if they are missing
-    stacks: Callable[[Any], dict[str, Any]] = stacks_of     # what letters in names number
-    older: dict[str, str] = dataclasses.field(default_factory=dict)     # {part of a name: its name
-                                                # in older or newer versions}
-    fused: dict[str, str] = dataclasses.field(default_factory=dict)     # patterns of arrays that
-                                                # have all experts, instead of one array for each
+    stacks: Callable[[Any], dict[str, Any]] | None = None   # a Config -> what letters in names
+                                                # number; None: published.stacks_of
+    older: dict[str, str] = {}                  # {part of a name: its name in older or newer
+                                                # versions}
+    fused: Names = {}                           # arrays that have all experts, instead of one array
+                                                # for each
     seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> further fields,
                                                 # which depend on the arrays of the folder
-    differs: Callable[[Any, Any, Any], str] | None = None   # (forward, params, a Config) -> how its
-                                                # class computes something else; '': it does not
     shared: tuple[str, ...] = ()                # keys of its class that shared translators read
                                                 # only for classes that have them
     neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes,
@@ -84,48 +82,24 @@ def biased(**has):
     return dict(biases=",".join(name for name, given in has.items() if given))
 
 
-def under(prefix, *groups):
-    return {prefix + name: pattern for group in groups for name, pattern in group.items()}
+def under(prefix: str, *groups: Names) -> Names:
+    return {prefix + name: ours for group in groups for name, ours in group.items()}
 
 
-def head(c, name="lm_head.weight"):
-    """The pattern of a decoder's head; in a tied model it repeats the embedding, if it is there."""
-    if c.head == "classes":
-        return {"score.weight": "A D -> classifier"}
-    return {name: "V W = embed" if c.tied else "V W -> head"}
-
-
-def layer_norm(name, ours, axis="D"):
-    return {f"{name}.weight": f"{axis} -> {ours}", f"{name}.bias": f"{axis} -> {ours}_bias"}
-
-
-def columns(name, axes, ours, bias=True):
-    """A Linear of torch, [out, in], whose outputs shard.columns may split."""
-    axes = f"({axes})" if " " in axes else axes
-    biases = " ".join(f"{w}_bias" for w in ours.split())
-    return {f"{name}.weight": f"{axes} D -> {ours}"} | (
-        {f"{name}.bias": f"{axes} -> {biases}"} if bias else {})
-
-
-def rows(name, axes, ours, bias=True):
-    """A Linear of torch, [out, in], whose inputs shard.row may split."""
-    axes = f"({axes})" if " " in axes else axes
-    return {f"{name}.weight": f"D {axes} -> {ours}"} | (
-        {f"{name}.bias": f"D -> {ours}_bias"} if bias else {})
-
-
-def attention(name, parts="q k v o", bias=True, out_bias=True, ours="", key_bias=True):
-    """The four Linears of attention. `name` has {} for each of the `parts`: of queries, keys and
+def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:
+    """The four modules of attention. `name` has {} for each of the `parts`: of queries, keys and
     values, and of the output."""
-    q, k, v, out = map(name.format, parts.split())
-    return {**columns(q, "H N", f"{ours}wq", bias), **columns(k, "K N", f"{ours}wk",
-                                                              bias and key_bias),
-            **columns(v, "K M", f"{ours}wv", bias), **rows(out, "H M", f"{ours}wo", out_bias)}
+    return {name.format(part): ours + w
+            for part, w in zip(parts.split(), ("wq", "wk", "wv", "wo"))}
 
 
-def mlp(up, down, bias=True):
-    """The two Linears of an MLP without a gate."""
-    return columns(up, "F", "w_up", bias) | rows(down, "F", "w_down", bias)
+def mlp(up: str, down: str) -> Names:
+    return {up: "w_up", down: "w_down"}
+
+
+# Queries, keys and values of a group of heads beside each other, in one module.
+GROUPED = {".weight": "(K [g N | N | M]) D -> wq wk wv",
+           ".bias": "(K [g N | N | M]) -> wq_bias wk_bias wv_bias"}
 
 
 def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
@@ -137,6 +111,6 @@ def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
     return np.concatenate([turned[::2], turned[1::2], rest])
 
 
-def neighbours_apart(c):
+def neighbours_apart(c: Any) -> dict[str, Change]:
     change = Change(neighbours(c.rotary_dim or c.head_dim, c.head_dim))
     return dict.fromkeys(("wq", "wk", "wq_bias", "wk_bias"), change)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
 from zigzag.core.mesh import cast, make_mesh
+from zigzag.core.options import check_values, flag
 from zigzag.disk.checkpoint import read_newest, run_config, run_record, saved_shapes
 from zigzag.disk.corpus import tokenizer_of
 from zigzag.disk.tokenizers import copy_files
@@ -24,7 +25,7 @@ from zigzag.hub.published import DTYPES, Folder, read_config, read_weights, writ
 from zigzag.hub.published_config import as_config
 from zigzag.hub.reference import code_difference
 from zigzag.weights import lora
-from zigzag.weights.network import Computed, Network, Params
+from zigzag.weights.network import Computed, Network, Params, model_type
 
 # -------------------------------------------------------------------------------------------
 # Published folders
@@ -32,8 +33,7 @@ from zigzag.weights.network import Computed, Network, Params
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
     """The configuration of a published model, with these fields changed, which may only say how it
     is trained and computed."""
-    may = _may_change(network)
-    if other := fields.keys() - may:
+    if other := fields.keys() - (may := _may_change(network)):
         raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
                           f"only these may be given: {', '.join(sorted(may))}")
     record = read_config(folder)
@@ -62,8 +62,8 @@ def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = F
     """Refuse a folder that is not complete; and, unless `edited`, a network whose code computes
     something else than the published model."""
     read_hf(network, folder, config)
-    kind = read_config(folder)["model_type"]
-    if not edited and (differs := code_difference(network, kind, config)):
+    if not edited and (differs := code_difference(network, config)):
+        kind = model_type(config.published)
         raise ConfigError(f"{folder}: the code of the network {network.name} computes something "
                           f"else than this {kind}: {differs}; undo the edit of its code, or give "
                           f"--edited (in Python: edited=True) to load the weights all the same")
@@ -89,10 +89,13 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
             raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
                               f"a published folder")
         params, config = network.as_published(params, config)
-    else:
-        _check_described(network, config)
+    _check_described(network, config)
+    if differs := code_difference(network, config):
+        raise ConfigError(f"the code of the network {network.name} computes something else: "
+                          f"{differs}; undo the edit of its code, or add a family for it (docs: "
+                          f"zigzag/hub/llama.py)")
     family = family_of(json.loads(config.published), network.families)
-    write_folder(folder, family, config, network.table(config), params, dtype, network.forward)
+    write_folder(folder, family, config, network.table(config), params, dtype)
 
 
 # Options that depend on a folder's arrays or on its class.
@@ -109,7 +112,8 @@ def _check_described(network, config):
         mine, theirs = getattr(config, f.name), getattr(there, f.name)
         if mine != theirs and f.name not in may | SEEN:
             raise ConfigError(f"{f.name} is {mine!r:.80}, but the published config.json, which "
-                              f"would be written, says {theirs!r:.80}")
+                              f"would be written, says {theirs!r:.80} (of a model_type "
+                              f"{model_type(config.published)})")
 
 
 # -------------------------------------------------------------------------------------------
@@ -149,11 +153,11 @@ class Export:
     """python model.py --run RUN --export DIR: a trained model as a Hugging Face folder"""
     run: str = "out"            # the --out of a train.py
     export: str = ""            # the folder to write
-    dtype: str = "float32"      # of the written arrays: float32, bfloat16 or float16
+    dtype: str = flag("float32", one_of=DTYPES)     # of the written arrays: float32, bfloat16 or
+                                                    # float16
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
+        check_values(self)
 
 
 def export(network_of_record: Callable, argv: Sequence[str] | None = None) -> None:

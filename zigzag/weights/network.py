@@ -114,26 +114,39 @@ def check_heads(c: Any) -> None:
                           f"nearest that does is --heads {near}, or give --head_dim")
 
 
+# Rows (option, whether its value is wrong, why) of what is refused.
+Rows = list[tuple[str, Any, str]]
+
+
+def refuse_rows(c: Any, rows: Rows) -> None:
+    """Refuse the first option of these that is wrong."""
+    for name, is_wrong, why in rows:
+        if is_wrong:
+            raise ConfigError(f"--{name} {getattr(c, name)}: {why}")
+
+
+def of_decoders(c: Any) -> Rows:
+    """What no network's options may be."""
+    return [
+        ("heads", c.heads % (c.kv_heads or c.heads), f"does not divide by --kv_heads {c.kv_heads}"),
+        ("rope_theta", not c.rope_theta > 1, "must be above 1"),
+        ("dropout", c.dropout >= 1, "at least 0 and below 1"),
+        ("experts_per_token", 0 < c.experts < c.experts_per_token,
+         f"there are only --experts {c.experts}")]
+
+
 def check_decoder(c: Any) -> None:
     """Refuse options that the plain decoder does not support."""
     check_values(c)
     check_published(c)
     check_heads(c)
     head_dim, kind = c.head_dim or c.d_model // c.heads, scaling_type(c.rope_scaling)
-    for is_wrong, why in (
-            (c.heads % (c.kv_heads or c.heads),
-             f"--heads {c.heads} does not divide by --kv_heads {c.kv_heads}"),
-            (head_dim % 2 or head_dim > 2**16,
-             f"--head_dim {head_dim}: rotary positions need an even one, of at most {2**16}"),
-            (not c.rope_theta > 1, f"--rope_theta {c.rope_theta}: must be above 1"),
-            (c.dropout >= 1, f"--dropout {c.dropout}: at least 0 and below 1"),
-            (0 < c.experts < c.experts_per_token, f"--experts_per_token {c.experts_per_token}: "
-                                                  f"there are only --experts {c.experts}"),
-            (kind not in ("default", "linear", "llama3"),
-             f"--rope_scaling of type {kind!r:.80}: the plain decoder has linear and llama3; "
-             f"--model transformer has the others")):
-        if is_wrong:
-            raise ConfigError(why)
+    refuse_rows(c, [
+        *of_decoders(c),
+        ("head_dim", head_dim % 2 or head_dim > 2**16,
+         f"rotary positions need an even one, of at most {2**16}, not {head_dim}"),
+        ("rope_scaling", kind not in ("default", "linear", "llama3"),
+         "the plain decoder has linear and llama3; --model transformer has the others")])
     check_rotary(c, head_dim)
 
 
