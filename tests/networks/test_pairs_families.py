@@ -397,7 +397,7 @@ def test_ids_with_a_meaning():
     assert start(model_type="bart") == 2 and start(model_type="whisper") == 50257
     assert start(model_type="t5") == 0 and start(model_type="t5", pad_token_id=3) == 3
     assert start(model_type="t5", decoder_start_token_id=5, pad_token_id=3) == 5
-    assert llama.token_ids(config_of(published='{"model_type": "bart"}'))["eos_token_id"] == 2
+    assert llama.token_id(config_of(published='{"model_type": "bart"}'), "eos_token_id") == 2
     for wrong in ("x", [0], -1, 9):
         record = {"model_type": "t5", "decoder_start_token_id": wrong}
         with pytest.raises(ConfigError, match="decoder_start_token_id .*: expected an id"):

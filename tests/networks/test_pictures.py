@@ -322,7 +322,7 @@ def config_of(kind, **changes):
     ("sam_vision_model", dict(global_attn_indexes=["a"]), r"global_attn_indexes \['a'\]"),
     ("sam_vision_model", dict(num_attention_heads=5), "does not divide by --heads 5"),
     ("sam_vision_model", dict(window_size=-1), "window_size -1"),
-    ("sam_vision_model", dict(patch_size=128), "patch_size 128: expected a whole number from 1 to 97"),
+    ("sam_vision_model", dict(patch_size=128), "patch_size 128: expected .* from 1 to 97"),
     ("sam_vision_model", dict(mlp_dim="x"), "mlp_dim 'x'"),
     ("sam_vision_model", dict(output_channels=0), "output_channels 0"),
     ("sam", dict(vision_config=[1]), "wrong kind"), ("sam", dict(vision_config="x"), "wrong kind"),

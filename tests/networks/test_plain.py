@@ -382,7 +382,7 @@ def test_a_new_weight_that_begins_with_zeros_does_not_matter(edit, monkeypatch, 
 def test_code_that_is_not_edited_reads_every_llama(changes):
     """A refusal of a published folder whose options the plain decoder has."""
     config = make(**changes).network
-    _, there = as_llama({"embed": np.ones((1, 1))}, config)
+    there, _ = as_llama(config)
     assert code_difference(model.NETWORK, dataclasses.replace(there, tied=config.tied)) == ""
 
 
@@ -394,7 +394,8 @@ def test_the_reference_of_an_export_is_the_model(changes, monkeypatch):
     otherwise is found, since the reference has its own."""
     config = make(**changes).network
     params = model.init(config, jax.random.key(0))
-    params, config = as_llama(params, config)
+    config, weights = as_llama(config)
+    params = weights(params)
     ids = np.arange(20)[None] % config.vocab_size
     want = model.forward(params, ids, config)
     general = in_general(run_of(config)).network

@@ -84,18 +84,19 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     from a published one is saved as a model that transformers knows, if it is one."""
     if config.lora_rank:
         params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
+    weights = dict      # (a published model's are saved as they are)
     if not config.published:
         if network.as_published is None:
             raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
                               f"a published folder")
-        params, config = network.as_published(params, config)
+        config, weights = network.as_published(config)
     _check_described(network, config)
     if differs := code_difference(network, config):
         raise ConfigError(f"the code of the network {network.name} computes something else: "
                           f"{differs}; undo the edit of its code, or add a family for it (docs: "
                           f"zigzag/hub/llama.py)")
     family = family_of(json.loads(config.published), network.families)
-    write_folder(folder, family, config, network.table(config), params, dtype)
+    write_folder(folder, family, config, network.table(config), weights(params), dtype)
 
 
 # Options that depend on a folder's arrays or on its class.

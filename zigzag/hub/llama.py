@@ -10,7 +10,7 @@ are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
 
 import dataclasses
 import json
-from typing import Any, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, R
     return family.fields(r), r
 
 
-def _token_id(c, name):
+def token_id(c: Any, name: str) -> int | None:
     """A special id of a published model, eos_token_id for example; None if there is none."""
     record = json.loads(c.published or "{}")
     family = FAMILIES.get(record.get("model_type"))     # (None: a network of its own)
@@ -100,8 +100,8 @@ def _token_id(c, name):
 
 def start_id(c: Any) -> int:
     """The id with which an encoder-decoder begins a text: in T5, its padding."""
-    start = _token_id(c, "decoder_start_token_id")
-    start = start if start is not None else _token_id(c, "pad_token_id") or 0
+    start = token_id(c, "decoder_start_token_id")
+    start = start if start is not None else token_id(c, "pad_token_id") or 0
     if c.vocab_size and not 0 <= start < c.vocab_size:
         raise wrong("decoder_start_token_id", start, f": expected an id below the vocab_size "
                     f"{c.vocab_size}")
@@ -112,9 +112,9 @@ def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
     """(the id that begins a text of an encoder-decoder, the id that ends it, the id of padding)."""
     if not c.published:
         return tokenizer.ends[0], tokenizer.ends[0], 0
-    end = _token_id(c, "eos_token_id")
+    end = token_id(c, "eos_token_id")
     return (start_id(c), tokenizer.ends[0] if end is None else end,
-            _token_id(c, "pad_token_id") or 0)
+            token_id(c, "pad_token_id") or 0)
 
 
 # The options of training and computing, and those that the plain decoder has in common with the
@@ -124,9 +124,10 @@ PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim
     seq_len tied norm_eps rope_theta rope_scaling embed_scale experts experts_per_token"""))
 
 
-def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
-    """(params, configuration) of a model of our own, as a model that transformers knows: a LLaMA,
-    or, with experts, a Mixtral. (folders.save_hf refuses options that these cannot say.)"""
+def as_llama(c: Any) -> tuple[Any, Callable]:
+    """The configuration of a model of our own as a model that transformers knows, a LLaMA or, with
+    experts, a Mixtral; and a function that makes its weights from ours. (folders.save_hf refuses
+    options that these cannot say.)"""
     record = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
         num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
@@ -141,9 +142,12 @@ def as_llama(params: Any, c: Any) -> tuple[Any, Any]:
     scaling = c.rope_scaling and json.dumps(parse_scaling(c.rope_scaling), sort_keys=True)
     config = dataclasses.replace(c, tied=False, embed_scale=1.0, rope_scaling=scaling,
                                  published=json.dumps(record))
-    # The embedding is saved with its factor, and the head separately.
-    scale = c.embed_scale or c.d_model**0.5
-    return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}, config
+
+    def weights(params):        # the embedding with its factor, and the head separately
+        scale = c.embed_scale or c.d_model**0.5
+        return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}
+
+    return config, weights
 
 
 # -------------------------------------------------------------------------------------------

@@ -253,7 +253,8 @@ class Network:
     block_traffic: Callable = _none     # config -> Traffic, or None if there are no formulas for it
     flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: the
     #                                     formula of a decoder
-    as_published: Callable | None = None    # params, config -> both as a published model has them
+    as_published: Callable | None = None    # config -> the same as a published model has it, and
+    #                                     a function of params that makes the published model's
     couples_rows: bool = False          # whether its loss compares the rows of a batch
     why: Callable = lambda config: ""   # config -> text: why this network and not the plain decoder
 
