@@ -102,7 +102,7 @@ def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
         assert says in error
     assert "weight_decay" not in error
     error = refused(capsys, "--out", run, "--model", "gpt2")
-    assert "of the network decoder" in error and "layers 2, and 12 was given" in error
+    assert "network 'decoder', and " in error and "layers 2, and 12 was given" in error
     assert "heads 4, and 3 was given" in refused(capsys, "--out", run, "--heads", 3)
     old = old_config(train.Config, str(run))
     same = continued("--out", run, "--kv_heads", 0, "--heads", 4, "--model", "tiny", "--lr", 0.004)

@@ -82,7 +82,7 @@ class Model(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do what a command line asks for. The texts that it names are read before the model."""
+    """Do what a command line asks for. The files that it names are read before the model."""
     given, _ = parse_flags(Flags, argv, groups=GROUPS)
     check_shards(given)
     check_given(given)
@@ -97,8 +97,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             file = read_input(path, f"--{name}")
     if flags.coordinator or flags.distributed:
         _join_processes(flags, has_input)
-    if not (has_input or is_chat):
-        file = read_input("-", "")
     keep_compiled(least=0)
     model = Model(flags, *sample.load_model(flags))
     if (flags.chat or flags.system) and not model.has_template:
@@ -115,9 +113,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         score_choices(model, file)
     elif is_chat:
         converse(model)
+    elif file or has_input:
+        write(model, file.texts("prompt") if file else [flags.prompt])
     else:
         # (An empty standard input is one empty prompt: the beginning of a document.)
-        write(model, file.texts("prompt") or [""] if file else [flags.prompt])
+        write(model, read_input("-", "").texts("prompt") or [""])
 
 
 def is_conversation() -> bool:
