@@ -84,13 +84,14 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     from a published one is saved as a model that transformers knows, if it is one."""
     if config.lora_rank:
         params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
-    weights = dict      # (a published model's are saved as they are)
+    weights, seen = dict, SEEN      # (a published model's weights are saved as they are)
     if not config.published:
         if network.as_published is None:
             raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
                               f"a published folder")
         config, weights = network.as_published(config)
-    _check_described(network, config)
+        seen = {"published"}
+    _check_described(network, config, seen)
     if differs := code_difference(network, config):
         raise ConfigError(f"the code of the network {network.name} computes something else: "
                           f"{differs}; undo the edit of its code, or add a family for it (docs: "
@@ -99,19 +100,20 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     write_folder(folder, family, config, network.table(config), weights(params), dtype)
 
 
-# Options that depend on a folder's arrays or on its class.
+# Options of a published model that depend on its folder's arrays or on its class.
 SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
-def _check_described(network, config):
-    """Refuse options that differ from the config.json that would be written."""
+def _check_described(network, config, seen):
+    """Refuse options, but those that are `seen`, that differ from the config.json that would be
+    written."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
     found = fields_of(json.loads(config.published), network.families)
     there = as_config(network.config, "config.json", found | given)
     for f in dataclasses.fields(config):
         mine, theirs = getattr(config, f.name), getattr(there, f.name)
-        if mine != theirs and f.name not in may | SEEN:
+        if mine != theirs and f.name not in may | seen:
             raise ConfigError(f"{f.name} is {mine!r:.80}, but the published config.json, which "
                               f"would be written, says {theirs!r:.80} (of a model_type "
                               f"{model_type(config.published)})")
