@@ -184,21 +184,20 @@ def test_few_sources_have_their_last_tenth_held_out(tmp_path, count, held_out):
 
 
 @pytest.mark.parametrize("line, says", [
-    ('{"source": "a", "target": "b"', "not JSON ('{\"source\""), ("\xff", "not JSON"),
-    ("[" * 100_000, "not JSON"), ('["a", "b"]', "is not an object"), ("null", "not an object"),
-    ('{"source": "a", "tagret": "b"}', "no field 'target', it has 'source', 'tagret';.*did you "
+    ('{"source": "a", "target": "b"', "not JSON, or no object ('{\"source\""), ("\xff", "not JSON"),
+    ("[" * 100_000, "not JSON"), ('["a", "b"]', "no object"), ("null", "no object"),
+    ('{"source": "a", "tagret": "b"}', "no field 'target', it has 'source', 'tagret'; did you "
                                        "mean 'tagret'"),
     ("{}", "no field 'source', it has nothing"), ('{"source": "a", "target": 7}', "'target' is 7"),
-    ('{"source": null, "target": ""}', "'source' is None, which is not text"),
-    ('{"source": "\\ud800", "target": ""}', "'source' has half a character")])
+    ('{"source": null, "target": ""}', "'source' is None, which is no text"),
+    ('{"source": "\\ud800", "target": ""}', "half a character")])
 def test_a_bad_line_is_named(tmp_path, line, says):
     """A traceback, or a run that stops in its third hour, without the number of the bad line."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"source": "a", "target": "b"}\n\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(ConfigError, match=says.replace("(", r"\(").replace("[", r"\[")) as e:
+    with pytest.raises(ConfigError, match=re.escape(says)) as e:
         Pairs(path, Bytes())
     assert f"{path} line 3: " in str(e.value) and "\n" not in str(e.value)
-    assert "half" in says or '{"source": "...", "target": "..."}' in str(e.value)
 
 
 def test_data_without_pairs_is_one_line(tmp_path):
@@ -246,7 +245,6 @@ def test_a_spiece_model_is_the_tokenizer_of_a_t5(tmp_path, spiece):
     assert made.decode(ids) == "bala frata" and made.prompt("bala") == made.encode("bala").tolist()
     lengths = made.lengths()
     assert len(lengths) == 160 and lengths[ids[-1]] == lengths[159] == 0
-    assert made.encode(b"bala").tolist() == made.encode("bala").tolist()
     with pytest.raises(ConfigError, match="ids up to 159"):
         tokenizers.published_tokenizer(spiece, 159)
     assert tokenizers.copy_files(made, tmp_path) == ["spiece.model"]
@@ -257,10 +255,6 @@ def test_a_spiece_model_is_the_tokenizer_of_a_t5(tmp_path, spiece):
         made = tokenizers.published_tokenizer(tmp_path, 160)
         assert made.vocab_size == 60 + count
         assert (made.encode("<extra_id_2>").tolist() == [60]) == want
-    for count in (-1, "a", True):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"extra_ids": count}))
-        with pytest.raises(ConfigError, match=f"extra_ids {count!r}: expected a number"):
-            tokenizers.published_tokenizer(tmp_path, 160)
 
 
 def test_another_spiece_model_is_refused(tmp_path):
@@ -347,7 +341,7 @@ def test_arrays_are_rows(tmp_path):
         found = Arrays(path, names=("pixels", "labels"), below={"labels": 9})
         assert (len(found.train), len(found.held_out)) == (18, 2)
         is_mapped = {isinstance(a, np.memmap) for a in found.arrays.values()}
-        assert is_mapped == {path.name != "c.npz"}
+        assert is_mapped == {path.name == "d"}
         for part, first in ((found.train, 0), (found.held_out, 18)):
             batch = collate_arrays([part[i] for i in range(len(part))])
             assert batch.keys() == arrays.keys()
@@ -361,7 +355,7 @@ def test_arrays_are_rows(tmp_path):
                 found.train[i]
 
 
-def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
+def test_bad_arrays_are_one_line(tmp_path):
     """A pickle that runs foreign code, arrays with different numbers of rows, a class or an id for
     which a lookup would silently take another row, a truncated file."""
     def says(text, arrays=None, raw=None, **given):
@@ -377,32 +371,28 @@ def test_bad_arrays_are_one_line(tmp_path, monkeypatch):
 
     good = some()
     says("no arrays", {})
-    says("labels: an array of objects", {**good, "labels": np.array([{}] * 20)})
+    says("labels is damaged, or no numbers", {**good, "labels": np.array([{}] * 20)})
     says("array of <U1", {**good, "labels": np.array(["a"] * 20)})
-    says("different numbers of rows.*pixels 20, labels 19", {**good, "labels": good["labels"][1:]})
-    says("rows.*labels 0", {**good, "labels": np.array(3)})
+    says("rows: .*'pixels': 20, 'labels': 19", {**good, "labels": good["labels"][1:]})
+    says("rows: .*'labels': 0", {**good, "labels": np.array(3)})
     says("0 examples; expected at least two", {"labels": np.array(3)})
     says("'seeds'", {"seeds": np.arange(4)})
     says("1 examples", {"x": np.zeros((1, 2))})
-    says("no array 'pixel', .*did you mean 'pixels'", good, names=("pixel",))
+    says("no field 'pixel', .*did you mean 'pixels'", good, names=("pixel",))
     says("labels has 8 in row .*expected 0 to 7", good, below={"labels": 8})
     says("x has 4294967296", {"x": np.array([0, 2**32, 0, 0])})
-    with monkeypatch.context() as patch:
-        patch.setattr(examples, "MOST_COMPRESSED", 1000)
-        np.savez_compressed(tmp_path / "a.npz", **good)
-        says("compressed arrays")
     np.savez(tmp_path / "a.npz", **good)
     raw = (tmp_path / "a.npz").read_bytes()
     says("damaged", raw=raw[:-30])
     says("damaged", raw=b"")
     np.savez(tmp_path / "a.npz", x=np.zeros((20, 4000)), y=np.zeros((21, 4)))
-    says("x has not the size", raw=(tmp_path / "a.npz").read_bytes().replace(b"(20,", b"(21,"))
+    says("x is damaged", raw=(tmp_path / "a.npz").read_bytes().replace(b"(20,", b"(21,"))
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as z:
         z.writestr("read.me", "words")
-    says("damaged")
+    says("read.me: an array of object")
     folder = folder_of(tmp_path / "d", good)
     np.save(folder / "labels.npy", np.array([{}] * 20))
-    with pytest.raises(ConfigError, match="labels.npy: an array of objects"):
+    with pytest.raises(ConfigError, match="labels.npy is damaged, or no numbers"):
         Arrays(folder)
     (folder / "labels.npy").write_bytes((folder / "pixels.npy").read_bytes()[:-8])
     with pytest.raises(ConfigError, match="labels.npy is damaged"):
@@ -427,12 +417,12 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
             examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1),
                                  limits).train[0]
 
-    says("tokens is float64; expected whole numbers", tokens=tokens * 1.0)
-    says("labels is bool", labels=labels > 0)
-    says("tokens has rows of .5.; this model has .4.", tokens=np.ones((8, 5), int))
-    says("token_types has rows of .1.", token_types=tokens[:, :1])
+    says("tokens has rows of float64.4.; expected whole numbers of .4.", tokens=tokens * 1.0)
+    says("labels has rows of bool", labels=labels > 0)
+    says("tokens has rows of int64.5.; .* of .4.", tokens=np.ones((8, 5), int))
+    says("token_types has rows of int64.1.", token_types=tokens[:, :1])
     says("token_types has 2 in row 0; expected 0 to 1", token_types=tokens * 2)
-    says("segments is float64", segments=tokens * 1.0)
+    says("segments has rows of float64", segments=tokens * 1.0)
     np.savez(tmp_path / "a.npz", **good, token_types=tokens)
     examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1), limits).train[0]
 
@@ -501,6 +491,6 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
 
 def test_pairs_are_not_learned_from_as_running_text(capsys, tmp_path):
     """Lines of JSON used as text, because the model has no encoder for sources."""
-    assert "on text, which this model learns from" in refused(
+    assert "--fields en de: no effect on text, which this model learns from" in refused(
         capsys, "--data", tmp_path / "a.jsonl", "--fields", "en", "de", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
