@@ -47,7 +47,7 @@ autodiff applies to gradients:
 *Gradients* follow from `mark_varying`. In w * x above, jax first marks w as varying, because x is.
 Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
 the gradient of w is summed over data, as it must be: each device saw different rows. This is
-right, but it would happen in every part of a batch. So train.make_step marks the weights itself,
+right, but it would happen in every part of a batch. So train.make_gradients marks the weights
 before `jax.value_and_grad`. These marks are outside the function that is differentiated, so they
 are not transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
 
@@ -127,7 +127,7 @@ from zigzag.rule.rule import plan_sharding as plan_sharding
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of theirs; sum and gradient are divided once, by the
 #               count over all devices
-#   more        train.make_step calls the two functions below; a loss that compares rows calls
+#   more        train.make_gradients calls the two functions below; a loss that compares rows calls
 #               `all_rows`
 
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:

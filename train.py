@@ -2,9 +2,9 @@
 
     python train.py --shards 4
 
-    step -> gradients -> shard_map: on_device -> gather_weights     once, over fsdp
-                                              -> add_part: loss, its gradient, scatter  (each part)
-                                              -> sum_gradients      once, over all but tensor
+    step -> gradients -> shard_map: on_device -> gather_weights   once (a layer gathers its own)
+                                              -> add_part         its loss, gradient, scatter
+                                              -> sum_gradients    once, over the axes left
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
 `fit` trains any `Task` (zigzag/run/task.py): collate turns examples into a batch, and loss turns a
@@ -183,7 +183,8 @@ def make_gradients(plan: Plan) -> Callable:
         else:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
-        # Sum once. (`scatter` has summed what fsdp splits, and jax, in each part, over tensor.)
+        # Sum once over the axes that are left. (`scatter`, and in layers the transpose of their own
+        # gather, has summed what fsdp splits; and jax, in each part, over tensor.)
         grads, sums = total
         return (shard.sum_gradients(grads, axes.sums, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, axes.sums))
@@ -209,7 +210,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
 
         # There is no update if the gradient is not finite (it would spoil every weight for good),
         # if the loss is not (its gradient means nothing) or if the count is 0 (weights would only
-        # decay). `step` still goes up, so the next update takes the next batch.
+        # decay). `step` still goes up, as the loop's own count does, which chooses the next batch.
         schedule = plan.schedule or functools.partial(learning_rate, plan.config)
         rate, grad_norm = schedule(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
@@ -330,7 +331,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
                 flush_metrics(loop)         # of the step before
                 loop.pending = loop.at, metrics
                 is_best = is_due(loop, config.eval_every) and evaluate(loop)
-                # params, opt and step: enough to continue bit for bit. It does not wait for disks.
+                # params, opt and step: enough to continue bit for bit. It waits for no disk.
                 if is_best or is_due(loop, config.save_every or config.steps):
                     save(loop)
                 hosts.share_stop(stop)
@@ -339,7 +340,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
-    """The batch of update `at` (the first is 0), a pure function of the seed and of `at`. With
+    """The batch of update `at` (the first is 0), a pure function of seed, batch size and `at`. With
     `rows`, only its first rows. Rows must have the shapes in `shapes`, if that is given.
 
     Each array is cut along B, over data, fsdp and expert. (The step cuts T over seq.) For text:

@@ -5,9 +5,9 @@
     out/metrics.jsonl           a line for each step and each evaluation
     out/lock                    held while a process writes to the folder
     out/checkpoints/STEP/       params    the weights alone
-                                opt       what only training needs
-                                meta      step, shapes, a checksum of every array, and the
-                                          numbers of an evaluation at this step
+                                opt       what only training needs: the optimizer's, and the step
+                                meta      step, skipped updates, shapes, a checksum of every
+                                          array, and the numbers of an evaluation at this step
 
 orbax writes the arrays in the background, and renames a folder when it is complete. The checksums
 catch what orbax does not (a flipped byte restores silently). A damaged checkpoint is renamed, and

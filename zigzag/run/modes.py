@@ -1,5 +1,5 @@
 """The ways in which a loss runs on a mesh, and what differs between them. The step is the same
-function in all of them: train.make_step's own, which `shard_map` and `as_one_device` wrap.
+function in all of them: train.make_gradients' own, which `shard_map` and `as_one_device` wrap.
 
     by hand       the loss calls columns or row: one shard_map over all six axes, with types
     typed         it calls other functions of shard.py, or takes specs: a shard_map with types over
