@@ -184,12 +184,12 @@ def test_few_sources_have_their_last_tenth_held_out(tmp_path, count, held_out):
 
 
 @pytest.mark.parametrize("line, says", [
-    ('{"source": "a", "target": "b"', "not JSON, or no object ('{\"source\""), ("\xff", "not JSON"),
-    ("[" * 100_000, "not JSON"), ('["a", "b"]', "no object"), ("null", "no object"),
+    ('{"source": "a", "target": "b"', "not JSON with an object ('{\"source\""),
+    ("\xff", "not JSON"), ("[" * 100_000, "not JSON"), ('["a", "b"]', "with an object"), ("null", "with an object"),
     ('{"source": "a", "tagret": "b"}', "no field 'target', it has 'source', 'tagret'; did you "
                                        "mean 'tagret'"),
     ("{}", "no field 'source', it has nothing"), ('{"source": "a", "target": 7}', "'target' is 7"),
-    ('{"source": null, "target": ""}', "'source' is None, which is no text"),
+    ('{"source": null, "target": ""}', "'source' is None, which is not text"),
     ('{"source": "\\ud800", "target": ""}', "half a character")])
 def test_a_bad_line_is_named(tmp_path, line, says):
     """A traceback, or a run that stops in its third hour, without the number of the bad line."""

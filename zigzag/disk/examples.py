@@ -189,8 +189,8 @@ def parsed(raw: str | bytes, where: str) -> dict[str, Any]:
         record = None
     if not isinstance(record, dict):
         text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-        raise ConfigError(f"{where}: not JSON, or no object ({text.strip()[:40]!r}); expected an "
-                          f"object on each line")
+        raise ConfigError(f"{where}: not JSON with an object ({text.strip()[:40]!r}); expected one "
+                          f"on each line")
     return record
 
 
@@ -200,8 +200,8 @@ def texts_in(record: dict[str, Any], where: str, fields: Sequence[str]) -> tuple
         if field not in record:
             raise ConfigError(f"{where}: {lacks(field, record)}")
         if not is_text(record[field]):
-            raise ConfigError(f"{where}: {field!r} is {record[field]!r:.40}, which is no text, or "
-                              f"has half a character")
+            raise ConfigError(f"{where}: {field!r} is {record[field]!r:.40}, which is not text, or "
+                              f"has half a character; expected a text")
     return tuple(record[field] for field in fields)
 
 
