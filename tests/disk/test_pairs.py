@@ -185,7 +185,8 @@ def test_few_sources_have_their_last_tenth_held_out(tmp_path, count, held_out):
 
 @pytest.mark.parametrize("line, says", [
     ('{"source": "a", "target": "b"', "not JSON with an object ('{\"source\""),
-    ("\xff", "not JSON"), ("[" * 100_000, "not JSON"), ('["a", "b"]', "with an object"), ("null", "with an object"),
+    ("\xff", "not JSON"), ("[" * 100_000, "not JSON"), ('["a", "b"]', "with an object"),
+    ("null", "with an object"),
     ('{"source": "a", "tagret": "b"}', "no field 'target', it has 'source', 'tagret'; did you "
                                        "mean 'tagret'"),
     ("{}", "no field 'source', it has nothing"), ('{"source": "a", "target": 7}', "'target' is 7"),
