@@ -375,6 +375,28 @@ def test_chat_takes_prompts_as_messages(capsys, monkeypatch, tmp_path):
         capsys, "--chat", "--score", tmp_path / "p", main=sample.main)
 
 
+def test_what_was_said_before_ctrl_c_is_remembered(capsys, monkeypatch, tmp_path):
+    """An interrupted answer that is missing from the conversation, or that ends it."""
+    fake, lines = FakeModel(monkeypatch, [], WithFolder(tmp_path)), ["one", " ", "two"]
+
+    def stream(_, prompts, *__, **___):
+        fake.seen.append(bytes(prompts[0]).decode())
+        yield [([97], [-1.0])]
+        if len(fake.seen) == 1:
+            raise KeyboardInterrupt
+
+    def typed(_):
+        if lines:
+            return lines.pop(0)
+        raise EOFError
+
+    monkeypatch.setattr(sample, "stream", stream)
+    monkeypatch.setattr(sampling, "is_conversation", lambda: True)
+    monkeypatch.setattr("builtins.input", typed)
+    assert sampled(capsys, "--system", "S").splitlines()[1:] == ["a", "a", ""]
+    assert fake.seen == ["s:S;u:one;a:", "s:S;u:one;a:a;u:two;a:"]
+
+
 # A model that answers each line with 40 letters, one in a tenth of a second, at a terminal of its
 # own. Its first answer has a character of four bytes.
 TALKS = """
