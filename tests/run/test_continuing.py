@@ -183,6 +183,8 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
     before = sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file())
     data.prepare([str(text)], tmp_path / "bytes")
     for words, says in (
+            (("--change", "lr"), "give --lr too"),
+            (("--lr", 1, "--change", "lr"), "has made its 4 steps, so nothing"),
             (("--change", "lrr"), "'lr'"),
             (("--change", "data", "--data", tmp_path / "bytes"), "not those of the tokenizer of"),
             (("--change", "data", "--data", tmp_path / "nosuch"), "no such file"),

@@ -159,18 +159,22 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
 
 
 def test_no_update_has_a_rate_of_zero_or_less(tmp_path, monkeypatch):
-    """A last rate of -7.5e-11, which climbs; a new decay that begins at the old one's end."""
+    """50 more updates of a finished run, all with the rate 0 at which its decay had ended; a last
+    rate of -7.5e-11, which climbs."""
     config = make(steps=4, warmup=1, final_share=0.0, decay="linear", out=str(tmp_path / "run"))
     with monkeypatch.context() as patch:        # (as rounding makes it, in optimized programs)
         patch.setattr(optax, "linear_schedule", lambda *_: lambda step: jnp.float32(-7.5e-11))
         assert rates(config).min() == 0 == rates(dataclasses.replace(config, decay="wsd")).min()
     learn(config)
+    for more in ({}, dict(lr=0.3, change=("lr",))):
+        with pytest.raises(ConfigError, match="rate of 0 .* --change decay spreads"):
+            learn(dataclasses.replace(config, steps=6, **more))
     rows, _ = learn(dataclasses.replace(config, steps=6, lr=0.3, change=("lr", "decay")))
     assert rates_of(rows)[0] > 0
 
 
 def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
-    """The cooldown of a run refused beside its new decay."""
+    """The cooldown of a run refused beside its new decay; another decay without --change."""
     old = dict(decay="wsd", cooldown=0.1, final_share=0.0, decay_steps=9, steps=9)
 
     def left_out(**given):
@@ -179,6 +183,9 @@ def test_the_command_line_keeps_drops_and_changes_the_decay_of_a_run():
     assert left_out(steps=12) == {name: x for name, x in old.items() if name != "steps"}
     assert left_out(change=("decay",), steps=12) == dict(decay="wsd", cooldown=0.1, final_share=0.0)
     assert left_out(change=("decay",), decay="linear") == dict(steps=9)
+    with pytest.raises(ConfigError, match="--change decay: give --decay or --steps too"):
+        continued.check_change(dict(change=("decay",)), "out", True)
+    continued.check_change(dict(change=("decay",), steps=12), "out", True)
 
 
 # -------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import train
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
-from zigzag.core.options import options
-from zigzag.disk.checkpoint import check_run_folder, run_config, run_record
+from zigzag.core.options import changes, options
+from zigzag.disk.checkpoint import check_run_folder, newest_step, run_config, run_record
 from zigzag.run import continuing
 from zigzag.weights.network import config_of_run, network_of
 
@@ -29,9 +29,7 @@ def continued(given: dict[str, Any]) -> Any:
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
-    if not is_run and (change := given.get("change")):
-        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
-                          f"it out to begin one")
+    check_change(given, out, is_run)
     if not is_run:
         return command_line.config_of_flags(given)
     continuing.check_steps(given, out)
@@ -51,7 +49,25 @@ def continued(given: dict[str, Any]) -> Any:
         check({name: asked[name] for name in continuing.facts_of(old) if name in asked})
         raise
     check({**continuing.facts_of(config), "network": asked.pop("network", network.name)})
+    if "lr" in given.get("change", ()) and not config.epochs and (
+            config.steps <= (at := newest_step(out))):
+        raise ConfigError(f"--change lr: --out {out} has made its {at:,} steps, so nothing would "
+                          f"be learned with this rate; give --steps too")
     return config
+
+
+def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
+    """Refuse a --change that changes nothing."""
+    change, of = given.get("change", ()), changes(train.Config)
+    if change and not is_run:
+        raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
+                          f"it out to begin one")
+    for word in change:
+        # (--data may be the same path with other text.)
+        if word in of.values() and word != "data" and given.keys().isdisjoint(
+                ("epochs", *(name for name in of if of[name] == word))):
+            other = " or --steps" if word == "decay" else ""
+            raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")
 
 
 def of_run(run: str, given: dict[str, Any]) -> Any:

@@ -122,6 +122,8 @@ def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
         return
     old, at = old_config(type(config), config.out), newest_step(config.out)
     check_steps({"steps": config.steps}, config.out)
+    if learning_rate:
+        _check_learns(config, old, at, learning_rate)
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}"
     names = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]
     changed = [f"{name} {getattr(old, name)} -> {getattr(config, name)}"
@@ -133,6 +135,19 @@ def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
         yield (f"schedule {', '.join(changed)}: the learning rate was {before:.1e} at step {at:,} "
                f"and will be {after:.1e} at step {at + 1:,} (--change decay spreads the decay over "
                f"all steps, --lr X --change lr gives it another peak)")
+
+
+def _check_learns(config, old, at, learning_rate):
+    """Refuse more updates than the run `old`, now at step `at`, was to make, if their rate would be
+    0: they would change nothing."""
+    to_come = (at, (at + config.steps) // 2)
+    if config.lr and 0 < at < config.steps > old.steps and not any(
+            float(learning_rate(config, jnp.int32(step))) > 0 for step in to_come):
+        ended = config.decay_steps or old.steps
+        raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
+                          f"{ended} with a rate of 0 (--final_share), so further updates would "
+                          f"change nothing; --change decay spreads the decay over all "
+                          f"{config.steps} steps (--lr X --change lr decay: with another peak)")
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:
