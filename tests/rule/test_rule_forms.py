@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.helpers import mesh_of
 from zigzag.core.mesh import is_spec
 from zigzag.rule import jaxprs
-from zigzag.rule.rule import groups, infer_specs
-from zigzag.rule.trace import why_not_split
+from zigzag.rule.rule import infer_specs, plan_sharding
 
 COLUMN, ROW = P(None, "tensor"), P("tensor")
 
@@ -65,7 +64,7 @@ def attention(p, x, q="btd,dhn->bthn", k="btd,dhn->bthn", o="bthn,hnd->btd"):
 
 def latent_attention(p, x):
     """MLA: queries, and keys with values, through narrow latents; one key of positions for all."""
-    latent, where = jnp.split(x @ p["kva"], [8], -1)
+    latent, where = jnp.split(x @ p["kva"], [24], -1)
     q = split_heads(x @ p["qa"] @ p["qb"])
     k, v = jnp.split(split_heads(latent @ p["kvb"]), 2, -1)
     return x + attend(q * jax.nn.sigmoid(where[:, :, None]), k, v) @ p["o"]
@@ -99,6 +98,12 @@ def every_expert(p, x):
     return x + jnp.einsum("bte,ebtd->btd", g, jnp.einsum("ebtf,efd->ebtd", h, p["w2"]))
 
 
+def summed_experts(p, x):
+    g = jnp.moveaxis(jax.nn.softmax(x @ p["router"]), -1, 0)
+    h = jax.vmap(lambda u, d: jax.nn.gelu(x @ u) @ d)(p["w1"], p["w2"])
+    return x + (g[..., None] * h).sum(0)
+
+
 def ragged_experts(p, x):
     x = x.reshape(-1, 64)
     best = jnp.argmax(x @ p["router"], -1)
@@ -126,6 +131,13 @@ def pyramid(p, x):
     return jax.nn.relu(x.reshape(4, -1) @ p["f1"]) @ p["f2"]
 
 
+def depthwise(p, x):
+    u, z = jnp.split(x @ p["in"], 2, -1)
+    u = jax.lax.conv_general_dilated(u, p["conv"], (1,), [(3, 0)], feature_group_count=128,
+                                     dimension_numbers=("NWC", "WIO", "NWC"))
+    return x + (jax.nn.silu(u) * jnp.exp(-p["a"]) * jax.nn.silu(z)) @ p["out"]
+
+
 def guarded(p, x):
     return jax.lax.cond(x.sum() > 0, lambda x: feed(p, x), lambda x: x, x)
 
@@ -144,6 +156,13 @@ def own_derivative(p, x):
 def mapped(p, x):
     return jax.shard_map(feed, mesh=mesh_of("data=2"), in_specs=(P(), P("data")),
                          out_specs=P("data"))(p, x)
+
+
+def modulated(p, x, t):
+    """DiT: 3 D of scales, shifts and gates from a condition, in one product; they meet the stream,
+    which is not split."""
+    scale, shift, gate = jnp.split(jax.nn.silu(t) @ p["ada"], 3, -1)
+    return x + gate[:, None] * (feed(p["mlp"], x * (1 + scale[:, None]) + shift[:, None]))
 
 
 @jax.tree_util.register_dataclass
@@ -170,6 +189,11 @@ def learned_queries(p, x):
     return attention(p["att"], jnp.broadcast_to(p["ask"], (4, 12, 64))) + x[:, :12]
 
 
+def matrices_by_index(p, x, i):
+    h = jax.nn.gelu(jnp.einsum("bd,bdf->bf", x, p["up"][i]))
+    return x + jnp.einsum("bf,bfd->bd", h, p["down"][i])
+
+
 def a_lookup_of_one(p, i):
     def look(i):
         return jax.lax.dynamic_index_in_dim(p["table"], i, keepdims=False)
@@ -193,6 +217,9 @@ FORMS = {
         lambda p, x: x + jax.nn.gelu(x @ p[0]) @ p[1][0],
         (MLP["up"], [MLP["down"]]), (X,), (COLUMN, [ROW])),
     "a dataclass": (lambda p, x: p(x), Layer(MLP["up"], MLP["down"]), (X,), Layer(COLUMN, ROW)),
+    "a leaf that is a function": (
+        lambda p, x: x + p["act"](x @ p["up"]) @ p["down"],
+        {**MLP, "act": jax.nn.relu}, (X,), {**MLP_SPECS, "act": P()}),
     "(out, in)": (
         lambda p, x: x + jax.nn.relu(x @ p["up"].T) @ p["down"].T,
         {"up": floats(256, 64), "down": floats(64, 256)}, (X,), {"up": ROW, "down": COLUMN}),
@@ -236,6 +263,10 @@ FORMS = {
     "low rank": (low_rank, LOW_RANK, (X,), LOW_RANK_SPECS),
     "low rank, merged": (lambda p, x: low_rank(p, x, True), LOW_RANK, (X,), LOW_RANK_SPECS),
     "every expert": (every_expert, EXPERTS, (X,), EXPERTS_SPECS, "expert=2,tensor=2"),
+    "every odd expert": (
+        summed_experts,
+        {"router": floats(64, 8), "w1": floats(8, 64, 31), "w2": floats(8, 31, 64)}, (X,),
+        {"router": P(), "w1": P("expert"), "w2": P("expert")}, "expert=2,tensor=2"),
     "ragged experts": (ragged_experts, EXPERTS, (X,), EXPERTS_SPECS, "expert=2,tensor=2"),
     "dispatched experts": (dispatched_experts, EXPERTS, (X,), EXPERTS_SPECS, "expert=4,tensor=2"),
     "convolutions": (
@@ -243,15 +274,26 @@ FORMS = {
         {"convs": [floats(3, 3, 3, 64), floats(3, 3, 64, 64), floats(3, 3, 64, 64)],
          "f1": floats(256, 512), "f2": floats(512, 10)}, (IMAGE,),
         {"convs": [P(), P(None, None, None, T), P(None, None, T)], "f1": COLUMN, "f2": ROW}),
+    "a depthwise convolution": (
+        depthwise,
+        {"in": floats(64, 256), "conv": floats(4, 1, 128), "a": floats(128),
+         "out": floats(128, 64)}, (X,),
+        {"in": COLUMN, "conv": P(None, None, T), "a": P(T), "out": ROW}),
     "patches by a product": (
         lambda p, x: feed(p["mlp"], x.reshape(4, 16, 48) @ p["patch"]),
         {"patch": floats(48, 64), "mlp": MLP}, (IMAGE,), {"patch": P(), "mlp": MLP_SPECS}),
+    "modulation": (
+        modulated,
+        {"ada": floats(64, 192), "mlp": MLP}, (X, floats(4, 64)), {"ada": P(), "mlp": MLP_SPECS}),
+    "data that are closed over": (
+        lambda p: feed(p["mlp"], p["table"][np.arange(64).reshape(4, 16)]),
+        TABLE, (), TABLE_SPECS),
     "noise for data": (
         lambda p: feed(p, jax.random.normal(jax.random.key(0), (4, 16, 64))), MLP, (), MLP_SPECS),
     "latent attention": (
         latent_attention,
-        {"qa": floats(64, 8), "qb": floats(8, 128), "kva": floats(64, 24),
-         "kvb": floats(8, 256), "o": floats(128, 64)}, (X,),
+        {"qa": floats(64, 24), "qb": floats(24, 64), "kva": floats(64, 32),
+         "kvb": floats(24, 128), "o": floats(64, 64)}, (X,),
         {"qa": P(), "qb": COLUMN, "kva": P(), "kvb": COLUMN, "o": ROW}),
     "learned queries": (
         learned_queries,
@@ -260,6 +302,9 @@ FORMS = {
         {"ask": P(), "att": {**dict.fromkeys("qkv", P(None, T)), "o": P(T)}}),
     "a mask on the weights": (
         lambda p, x, m: feed({k: p[k] * m[k] for k in p}, x), MLP, (X, MLP), MLP_SPECS),
+    "matrices by index": (
+        matrices_by_index,
+        repeated(MLP, 8), (floats(4, 64), ints(4)), {"up": P(None, None, T), "down": P(None, T)}),
     "a lookup of one": (a_lookup_of_one, TABLE, (ints(16),), TABLE_SPECS),
     "two tables whose rows are added": (
         lambda p, i: feed(p["mlp"], p["table"][i] + p["positions"][i % 128]),
@@ -279,6 +324,9 @@ FORMS = {
         lambda p, i: feed(p["mlp"], p["table"][i]) @ p["table"].T,
         {"table": floats(50257, 64), "mlp": MLP}, (ints(4, 16),),
         {"table": P(), "mlp": MLP_SPECS}),
+    "a lookup by product": (
+        lambda p, i: feed(p["mlp"], jax.nn.one_hot(i, 512) @ p["table"]),
+        TABLE, (ints(4, 16),), TABLE_SPECS),
     "labels": (
         lambda p, x: feed(p["mlp"], x)[:, 0] @ p["head"],
         {"mlp": MLP, "head": floats(64, 8)}, (X,), {"mlp": MLP_SPECS, "head": P()}),
@@ -331,23 +379,21 @@ def test_every_form_computes_the_same_when_it_is_split(form):
 
 def test_the_reductions_that_a_group_costs():
     """A reduction forgotten, or one that gate and up share counted twice: the prices by which the
-    rule chooses."""
+    rule chooses, and the traffic that a run is told to expect."""
     def gated(p, i):
         x = p["table"][i]
         return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
-    def costs(fn, *given):
-        """{the first weight of each group that is split: (reductions, bytes)}"""
-        return {g.members[0][0]: (g.reductions, g.bytes) for g in groups(fn, *given, shards=4)
-                if g.verdict == "split"}
-
     params = {"table": floats(512, 64), "gate": floats(64, 256), "up": floats(64, 256),
               "down": floats(256, 64)}
+    plan = plan_sharding(gated, params, ints(4, 16), mesh=mesh_of("tensor=4"))
     size = 4 * 4 * 16 * 64      # bytes of the stream in float32
-    # The lookup; and of the others, forward the sum of what down makes, and backward that of x's
-    # gradient.
-    assert costs(gated, params, ints(4, 16)) == {"table": (1, size), "down": (2, 2 * size)}
-    assert costs(scanned, repeated(MLP, 3), X) == {"down": (6, 6 * size)}, "in each layer"
+    assert [(c.count, c.bytes) for c in plan["table"].reductions] == [(1, size)]        # the lookup
+    # Forward the sum of what down makes, and backward that of x's gradient.
+    assert [(c.count, c.bytes) for c in plan["down"].reductions] == [(1, size)] * 2
+    assert not plan["gate"].reductions and not plan["up"].reductions, "told once, for the group"
+    plan = plan_sharding(scanned, repeated(MLP, 3), X, mesh=mesh_of("tensor=4"))
+    assert [tuple(c[:2]) for c in plan["down"].reductions] == [(3, 3 * size)] * 2, "in each layer"
 
 
 # -------------------------------------------------------------------------------------------
@@ -380,10 +426,10 @@ def harmless(p, x):
     (harmless, "")])
 def test_what_no_compiler_may_split_is_found(fn, why):
     """A collective inside a branch or loop that depends on data, which waits for ever for devices
-    that do not come. It is found under jit too."""
+    that do not come. It is found under jit and in a ClosedJaxpr too."""
     args = floats(64, 64), floats(8, 64)
-    for f in (fn, jax.jit(fn)):
-        assert why_not_split(jax.make_jaxpr(f)(*args), args[0]) == why
+    assert jaxprs.why_not_split(fn, *args) == jaxprs.why_not_split(jax.jit(fn), *args) == why
+    assert jaxprs.why_not_split(jax.make_jaxpr(fn)(*args), args[0]) == why
 
 
 def test_a_gradient_through_a_mark_is_seen():

@@ -36,6 +36,8 @@ TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions
 
 class Around(NamedTuple):
     """What changes from outside, while a loss is traced, what functions of shard.py do."""
+    tensor: int = 1             # the size that the tensor axis will have: the rule traces a
+                                # function before there is a mesh, and `repeat_kv` must know it
     overlap: bool = False       # --overlap: `columns` and `row` send parts while they multiply
     strip: int = 0              # `layers`, on a TPU: the least tokens of a strip; 0: no strips
     again: tuple[str, ...] = ()     # --remat attention,mlp: the `part`s of a layer that its

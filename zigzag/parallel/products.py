@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.mesh import (
     add_to,
+    around,
     axis_size,
     is_split,
     mark_varying,
@@ -158,11 +159,15 @@ def repeat_kv(w: Any, heads: int) -> Any:
 
 
 def _repeat_kv(w, heads):
-    n = axis_size("tensor")
-    count = math.lcm(w.shape[1], n)
-    if n == 1 or is_split(w) or count == w.shape[1] or heads % count:
+    count = math.lcm(w.shape[1], max(axis_size("tensor"), around().tensor))
+    if is_split(w) or count == w.shape[1] or heads % count:
         return w
-    return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), count // w.shape[1], 1), 1)
+    times = count // w.shape[1]
+    if axis_size("tensor") > 1:
+        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
+    # (For the rule, which traces the block before there is a mesh; tensor will have around().tensor
+    # devices. The rule can trace through an einsum, and not through a repeat.)
+    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
 
 
 # -------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Reading a jaxpr: the list of operations that jax makes of a function by tracing it.
 
 Questions about a user's function that are answered without running it: which of our functions it
-calls (`names_in`), and whether it computes in 16 bits (`computes_in_16_bits`). Each takes the
-function and its arguments, or the ClosedJaxpr from jax.make_jaxpr, so that a caller with several
-questions traces once. How the weights should be split is a larger question: see trace.py and
-rule.py.
+calls (`names_in`), whether it computes in 16 bits (`computes_in_16_bits`), and what in it a
+compiler must not split (`why_not_split`). Each takes the function and its arguments, or the
+ClosedJaxpr from jax.make_jaxpr, so that a caller with several questions traces once. How the
+weights should be split is a larger question: see trace.py and rule.py.
 """
 
 import functools
@@ -129,3 +129,58 @@ def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
     dtypes = {v.aval.dtype for eqn in equations(_traced(fn, *args)) for v in eqn.outvars
               if hasattr(v.aval, "dtype")}
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
+
+
+# -------------------------------------------------------------------------------------------
+# Functions that no compiler may split
+
+def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
+    """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or '' if one
+    may. If a branch or the length of a loop depends on the batch, devices with different rows do
+    not meet in the collectives that the compiler puts inside, and wait for ever. Calls into Python
+    are the other reason."""
+    jaxpr, flow = _traced(fn, params, batch), _BatchFlow()
+    given = len(jax.tree.leaves(params))
+    flow.run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
+    return flow.why
+
+
+class _BatchFlow:
+    """A walk through a jaxpr that tells which values depend on the batch: a bool for each value."""
+
+    def __init__(self):
+        self.why = ""
+
+    def run(self, jaxpr, given):
+        return interpret(jaxpr, given, lambda constant: False, self.equation)
+
+    def equation(self, eqn, ins):
+        name, params = eqn.primitive.name, eqn.params
+        if name == "cond":
+            if ins[0]:
+                self.why = "branches on its data"
+            branches = [self.run(b.jaxpr, ins[1:]) for b in params["branches"]]
+            return [ins[0] or any(results) for results in zip(*branches)]
+        if name == "while":
+            n, m = params["cond_nconsts"], params["body_nconsts"]
+            outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
+            if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
+                self.why = "has a loop whose length depends on its data"
+            return outs
+        if name == "scan":
+            return self.loop(params["jaxpr"].jaxpr, *scan_operands(eqn, ins))
+        if call := inner_call(eqn, ins):
+            return self.run(*call)
+        if "callback" in name or name == "debug_print":
+            self.why = "calls Python"
+        return [any(ins)] * len(eqn.outvars)
+
+    def loop(self, body, fixed, carry, scanned=()):
+        """The bools of a loop's results. Runs the body until no further carry depends on the batch.
+        """
+        while True:
+            outs = self.run(body, [*fixed, *carry, *scanned])
+            new = [a or b for a, b in zip(carry, outs)]
+            if new == carry:
+                return carry + outs[len(carry):]
+            carry = new

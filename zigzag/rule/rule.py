@@ -19,7 +19,8 @@ a residual connection, x + y:
      (contracts it): no weight has made D, so nothing inside the function could have split x along
      it. That is so for every residual stream that begins as data or as rows of a table. Also
      refused: lengths that do not divide by the axis; the inside of an attention head; experts,
-     which have an axis of their own; and small ends of a model (`at_an_end`): a stem, a few labels.
+     which have an axis of their own; and what is not worth a reduction (`not_worth_it`): low
+     ranks, a few labels, a stem.
   3. Prices (`price`) of the groups that are left, the candidates:
 
          (bytes + 256 KiB x reductions) / weight elements
@@ -30,8 +31,11 @@ a residual connection, x + y:
      w_down sums, and one of x's gradient (if x has one: here it is data). With B T = 64, D = 64,
      F = 256 in float32 that is (16 KiB + 256 KiB) / 32,768 = 8.5. D, if it were a candidate, would
      cost a reduction of h and one of h's gradient: (128 KiB + 512 KiB) / 32,768 = 20.
-  4. Choice: from the cheapest candidate up, take each one that shares no weight with a group
-     already taken. Ties go to the group with more weight elements, then to the one used first.
+  4. Choice (`ranked`, `independent`): from the cheapest candidate up, take each one that shares no
+     weight with a group already taken. Ties go to the group with more weight elements, then to the
+     one used first. Afterwards a group of about the same price may replace the groups that exclude
+     it, if it splits 25% more weight elements. Last, `begun` and `arriving` drop groups whose split
+     comes from, or leads to, nothing that is split.
 
 Taking F makes w_up a column and w_down a row. The two alternate by themselves, because tensor
 splits only one dimension of a weight. No names are read.
@@ -47,7 +51,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
@@ -64,11 +68,14 @@ from zigzag.core.mesh import (
     shardings,
     spec_axes,
     trimmed,
+    within,
 )
 from zigzag.rule.trace import trace
 
-# An end of the model is small if it has less than this share of the weights.
-ENDS = 1 / 8
+# Not worth a reduction: a group NARROW times narrower than what its columns read (a low rank, a few
+# labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
+# that only read raw features or only make last outputs, if they are less than ENDS of all weights.
+NARROW, SHORT, ENDS = 4, 16, 1 / 8
 # The bytes that an interconnect carries while one more reduction starts.
 LATENCY = 2**18
 
@@ -103,10 +110,10 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
                 overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096) -> Any:
     """A PartitionSpec for each leaf of `params`, derived from how `fn(params, *args)` uses it.
 
-    `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device.
-    `overrides`, a list of (path regex, PartitionSpec), win over the rule. Leaves of fewer than
-    `fsdp_min` elements are not split over fsdp: gathering them would cost more time than the memory
-    saved is worth."""
+    `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device. Leaves
+    that are not arrays (an Equinox module's functions) get the spec P(). `overrides`, a list of
+    (path regex, PartitionSpec), win over the rule. Leaves of fewer than `fsdp_min` elements are not
+    split over fsdp: gathering them would cost more time than the memory saved is worth."""
     return jax.tree.map(lambda d: d.spec, plan_sharding(
         fn, params, *args, mesh=mesh, overrides=overrides, fsdp_min=fsdp_min))
 
@@ -121,24 +128,37 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     splits that dimension or nothing: nothing if its size does not divide it, or (fsdp) if the leaf
     is small."""
     sizes = _axis_sizes(mesh)
-    paths, leaves, tree = flatten(params)
-    choice = _choice(fn, params, args, sizes["tensor"])
+    _, leaves, tree = flatten(params)
+    choice, places = _choice(fn, params, args, sizes["tensor"])
     rows = choice.rows() if mesh_axes is None else [
         _row_of_table(row) for row in tree.flatten_up_to(mesh_axes)]
-    decisions = {path: _decide(choice.facts, leaf, row, mesh, fsdp_min)
-                 for leaf, (path, row) in enumerate(zip(paths, rows))}
-    shapes = {path: x.shape for path, x in zip(paths, leaves)}
+    decisions = [Decision(P(), "not an array")] * len(leaves)
+    for leaf, (i, row) in enumerate(zip(places.values(), rows)):
+        decisions[i] = _decide(choice.facts, leaf, row, mesh, fsdp_min)
+    shapes = {path: leaves[i].shape for path, i in places.items()}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
-        stored = drop_trivial_axes(spec, mesh)
-        used = _spec_the_loss_gets(stored, decisions[path], mesh_axes is not None)
-        decisions[path] = dataclasses.replace(decisions[path], spec=stored, used_as=used,
-                                              reason=f"override {pattern!r}")
-    return jax.tree.unflatten(tree, list(decisions.values()))
+        i, stored = places[path], drop_trivial_axes(spec, mesh)
+        used = _spec_the_loss_gets(stored, decisions[i], mesh_axes is not None)
+        decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
+                                           reason=f"override {pattern!r}")
+    return jax.tree.unflatten(tree, decisions)
 
 
 def _choice(fn, params, args, shards):
-    closed = jax.make_jaxpr(fn)(params, *args)
-    return _Choice(trace(closed, len(jax.tree.leaves(params)), shards), shards)
+    """(the _Choice for a function, {path: the number of the leaf} of the leaves that are
+    arrays)."""
+    paths, leaves, tree = flatten(params)
+    places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
+
+    def call(values, args):
+        merged = list(leaves)
+        for i, value in zip(places.values(), values):
+            merged[i] = value
+        return fn(jax.tree.unflatten(tree, merged), *args)
+
+    with within(tensor=shards):
+        closed = jax.make_jaxpr(call)([leaves[i] for i in places.values()], args)
+    return _Choice(trace(closed, len(places), shards), shards), places
 
 
 class Group(NamedTuple):
@@ -154,7 +174,8 @@ class Group(NamedTuple):
 def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
     """The groups of a function's dimensions, those that are split first, each kind by price (step 3
     of the rule). For learn/prices.py."""
-    choice, paths, found = _choice(fn, params, args, shards), flatten(params)[0], []
+    (choice, places), found = _choice(fn, params, args, shards), []
+    paths = list(places)
     _, verdicts = choice.split()
     for group, members in choice.members.items():
         costs = choice.facts.costs[group]
@@ -194,11 +215,25 @@ class _Choice:
                 if "stacked" not in facts.roles[leaf][d]:
                     self.members[group].append((leaf, d))
         self.read = facts.groups_with("contracted")
-        self.raw = self.read - facts.groups_with("free", "batch", "entry", "inner")
+        self.raw = self.read - facts.groups_with("free", "batch", "grouped", "entry", "inner")
         # Groups that count experts: a batch dimension of products, and never contracted. (Heads
         # with a weight of their own are a batch dimension too, but the output weight contracts
         # them.)
         self.experts = facts.groups_with("batch") - self.read
+        self.onward = defaultdict(set)      # {group: the only groups that can carry its split on}
+        for a, b, only_way in facts.reshards:
+            if only_way:
+                self.onward[a].add(b)
+        self.forbidden = self.forbid_tables() | facts.forbidden
+        # A group whose split could only go on as one of forbidden groups is forbidden itself.
+        while new := {a: self.forbidden[min(bs)] for a, bs in self.onward.items()
+                      if a not in self.forbidden and bs <= self.forbidden.keys()}:
+            self.forbidden |= new
+        # Weights in groups of one form (the same shapes and dimensions: one for each layer, say)
+        # count together.
+        self.size_by_form = Counter()
+        for group in self.members:
+            self.size_by_form[self.form(group)] += self.size(group)
 
     def size(self, group):
         """The number of elements of all weights with a dimension in the group."""
@@ -210,22 +245,90 @@ class _Choice:
         paid = sum(c.bytes + LATENCY * c.count for c in self.facts.costs[group])
         return paid / self.size(group)
 
+    def form(self, group):
+        return tuple(sorted((self.facts.shapes[leaf], d) for leaf, d in self.members[group]))
+
+    def forbid_tables(self):
+        """{group: reason} of the tables that may not be split because another one is. If the rows
+        of several tables are added (tokens, positions), only one table is split: the one that is
+        also the output head, else the one with the most rows. Splitting the second would cost a
+        second reduction."""
+        facts, forbidden, added = self.facts, {}, {}    # added: {table: all tables of its sum}
+        for tables in facts.added_tables:
+            tables = tables.union(*[added[t] for t in tables if t in added])
+            added.update(dict.fromkeys(tables, tables))
+        why = "its rows are added to those of a larger table, whose reduction would be one more"
+
+        def rank(table):
+            leaf, d = table
+            return "free" in facts.roles[leaf][d], facts.shapes[leaf][d], -facts.first_use[leaf], d
+
+        for tables in added.values():
+            others = tables - {max(tables, key=rank)}
+            forbidden |= {facts.groups[leaf][d]: why for leaf, d in others}
+        return forbidden
+
     def split(self):
         """({leaf: the dimension of it that tensor splits}, {group: "split", or why not})."""
+        refused = {group: why for group in self.members if (why := self.refuse(group))}
+        begun = self.begun(self.independent(self.ranked(refused)), refused)
+        groups = self.arriving(begun, refused)
+        verdicts = dict.fromkeys(self.members, "a cheaper group splits a weight of it") | refused
+        verdicts |= dict.fromkeys(groups, "split")
+        return {leaf: d for group in groups for leaf, d in self.members[group]}, verdicts
+
+    def ranked(self, refused):
+        """All groups that are not refused, cheapest first. Ties go to the group with more weight
+        elements, then to the one that is used first."""
         def rank(group):
             first_use = min((self.facts.first_use.get(leaf, math.inf), d)
                             for leaf, d in self.members[group])
             return self.price(group), -self.size(group), first_use, group
 
-        chosen = {}
-        verdicts = {group: self.refuse(group) for group in self.members}
-        for group in sorted((group for group, why in verdicts.items() if not why), key=rank):
-            leaves = dict(self.members[group])
-            verdicts[group] = "a cheaper group splits a weight of it"
-            if not leaves.keys() & chosen.keys():
-                verdicts[group] = "split"
-                chosen |= leaves
-        return chosen, verdicts
+        return sorted(self.members.keys() - refused.keys(), key=rank)
+
+    def independent(self, ranked):
+        """The chosen groups, no two of which share a weight. The first round takes them greedily,
+        cheapest first. Two more rounds let a group replace the ones that share a weight with it
+        (`out`) if it has over 1.25 times their weight elements, at no more than 1.25 times their
+        average price."""
+        owner = {}     # {leaf: the chosen group that splits it}
+        for again in (False, True, True):
+            for group in ranked:
+                leaves = [leaf for leaf, _ in self.members[group]]
+                out = {owner[leaf] for leaf in leaves if leaf in owner} - {group}
+                lost = sum(self.size(g) for g in out)
+                paid = sum(self.price(g) * self.size(g) for g in out)
+                if not out or (again and self.size(group) > 1.25 * lost
+                               and self.price(group) * lost <= 1.25 * paid):
+                    owner = {leaf: g for leaf, g in owner.items() if g not in out}
+                    owner |= dict.fromkeys(leaves, group)
+        return set(owner.values())
+
+    def begun(self, groups, refused):
+        """The groups, without any that no weight makes and that is not reached by a reshard of
+        one that is: a matrix that reads four neighbouring positions of a residual stream side by
+        side would be split along its input, which nothing before it has split."""
+        reach = groups & self.facts.groups_with("free", "indexed", "batch", "grouped")
+        while new := {b for a, b, _ in self.facts.reshards if a in reach} - reach:
+            reach |= new
+        refused.update(dict.fromkeys(groups - reach, "it reads what comes in whole"))
+        return groups & reach
+
+    def arriving(self, groups, refused):
+        """The groups, without those whose slices would all have to be gathered because no group
+        that they go on to is split. The slices of a fused query, key and value stay split, by
+        heads; the slices of a modulation (scale and shift of an unsplit stream) would not."""
+        while True:
+            reach = set(groups)
+            while new := {a for a, bs in self.onward.items() if bs & reach} - reach:
+                reach |= new
+            lost = {g for g in groups
+                    if self.onward[g] & self.members.keys() and not self.onward[g] & reach}
+            if not lost:
+                return groups
+            refused.update(dict.fromkeys(lost, "its slices would be gathered again"))
+            groups = groups - lost
 
     def rows(self):
         """The rule's _Row for each leaf."""
@@ -248,37 +351,45 @@ class _Choice:
         for leaf, d in members:
             if facts.shapes[leaf][d] % self.shards:
                 return f"{facts.shapes[leaf][d]} does not divide by {self.shards}"
-        if group in facts.forbidden:
-            return facts.forbidden[group]
+        if group in self.forbidden:
+            return self.forbidden[group]
         if len(dict(members)) < len(members):
             return "it is two dimensions of one weight"
-        return self.at_an_end(group)
+        return self.not_worth_it(group)
 
-    def at_an_end(self, group):
-        """Why the group is not worth a reduction, or '': it is a small part of the model, and its
-        columns (the weights that make it) read raw features alone, or its rows (that sum over it)
-        make last outputs, or it is a few last outputs itself. No table is too small."""
-        columns, rows, tables = ([w for w, d in self.members[group]
-                                  if role in self.facts.roles[w][d]]
+    def not_worth_it(self, group):
+        """Why the group is too small to be worth a reduction, or ''. Weights of the group are its
+        columns (which make it), its rows (which sum over it) and its tables (looked up along it).
+        """
+        dim = dict(self.members[group])     # {weight: its dimension in the group}
+        columns, rows, tables = ([w for w, d in dim.items() if role in self.facts.roles[w][d]]
                                  for role in ("free", "contracted", "indexed"))
-        if tables or self.size(group) >= ENDS * sum(self.sizes):
+        makes, reads = ({w: math.prod(self.facts.shapes[w][d] for d in self.facts.dims(w, role))
+                         for w in columns + rows} for role in ("free", "contracted"))
+        if (columns and all(NARROW * makes[w] <= reads[w] for w in columns)
+                and all(NARROW * reads[w] <= makes[w] for w in rows)):
+            return f"{makes[columns[0]]} is too narrow to be worth a reduction"
+        lengths = [self.facts.shapes[w][dim[w]] for w in tables]
+        if tables and not columns and all(
+                SHORT * n <= self.sizes[w] // n for n, w in zip(lengths, tables)):
+            return f"{lengths[0]} rows are not worth a reduction"
+        has, sent = 4 * self.size(group), sum(c.bytes for c in self.facts.costs[group])
+        if tables and not columns and has < LATENCY and sent > SHORT * has:
+            return f"{lengths[0]} rows, each looked up often, are not worth a reduction"
+        if tables or self.size_by_form[self.form(group)] >= ENDS * sum(self.sizes):
             return ""
         if columns and all(self.groups(w, "contracted") <= self.raw for w in columns):
             return "a small part of the model at its input"
-        if not any(self.groups(w, "free") & self.read for w in rows) and (
-                rows or all(self.width(w, "free") < self.width(w, "contracted") for w in columns)):
+        if rows and not any(self.groups(w, "free") & self.read for w in rows):
             return "a small part of the model at its output"
         return ""
 
     def groups(self, leaf, role):
         return {self.facts.groups[leaf][d] for d in self.facts.dims(leaf, role)}
 
-    def width(self, leaf, role):
-        return math.prod(self.facts.shapes[leaf][d] for d in self.facts.dims(leaf, role))
-
     def why_whole(self, leaf, verdicts):
         """The verdict on a dimension of the leaf that a product or a lookup uses."""
-        for role in ("indexed", "free", "contracted"):
+        for role in ("indexed", "free", "grouped", "contracted"):
             for d in self.facts.dims(leaf, role):
                 return verdicts.get(self.facts.groups[leaf][d], "")
         return "it meets nothing that is split" if self.facts.is_matrix(leaf) else (
@@ -483,6 +594,8 @@ def explain(decisions: Any, params: Any, mesh: Any, state: Any = None, is_short:
     gradients = 0                       # bytes, of trained weights
     copied = {axis: 0 for axis in ("tensor", "fsdp", "pipe") if sizes[axis] > 1}    # bytes
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
+        if not hasattr(leaf, "shape"):
+            continue
         d = Decision(d, "") if is_spec(d) else d
         here = math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
             sizes[a] for a in spec_axes(d.spec))

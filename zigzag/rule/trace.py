@@ -17,13 +17,14 @@ network. F is short: it begins in w_up and ends in w_down. On the way the walk n
     made        groups that a weight makes before a weight reads them: F, but not D
     forbidden   groups that cannot be split: the inside of an attention head, the dimension that a
                 convolution slides along
-A group is also made by a *reshard* of one that is: where a split of one can go on as a split of the
-other if the value is sent (slices of a fused weight's output).
+    reshards    pairs of groups (a, b): a split of a can go on as a split of b if the value is sent
+                (slices of a fused weight's output)
 
 The roles of a weight's dimension:
     contracted  summed over in a product with an activation;
     free        left in the result of such a product;
     batch       a batch dimension of such a product: experts;
+    grouped     the channels of a convolution in groups;
     inner       in a product without a weight: of two activations, or of a gradient;
     indexed     looked up by the data;    placed   looked up at the same indices each time;
     entry       copied whole in a lookup; stacked  scanned over: it counts layers.
@@ -37,7 +38,7 @@ import operator
 from collections import defaultdict
 from typing import Any, NamedTuple, Sequence
 
-import jax
+from jax.extend.core import Literal
 
 from zigzag.rule.jaxprs import REDUCTIONS, inner_call, interpret, scan_operands
 
@@ -55,9 +56,9 @@ ALONG_DIMENSIONS = set("""slice dynamic_slice dynamic_update_slice pad rev conca
 sort top_k approx_top_k cumsum cumprod cummax cummin cumlogsumexp fft reduce_window_sum
 reduce_window_max reduce_window_min reduce_window""".split())
 
-# The roles that a dimension of a matrix can have; leaves with none of them are scales and biases.
-MATRIX = {"free", "contracted", "indexed", "placed", "batch", "inner"}
 INSIDE_A_HEAD = "a split would fall inside a head"
+# The roles that a dimension of a matrix can have; leaves with none of them are scales and biases.
+MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"}
 
 
 class Cost(NamedTuple):
@@ -77,6 +78,13 @@ class Facts:
     made: set[int]                          # groups that a weight makes before a weight reads them
     costs: defaultdict[int, list[Cost]]     # {group: its costs}
     forbidden: dict[int, str]               # {group: why it cannot be split}
+    reshards: list[tuple[int, int, bool]]   # (from group, to group, whether it is the only way on)
+    added_tables: list[frozenset]           # (leaf, dimension)s of tables whose rows are added
+
+    def groups_with(self, *roles: str) -> set[int]:
+        """The groups of all dimensions that have one of these roles."""
+        return {self.groups[leaf][d] for leaf, dims in enumerate(self.roles)
+                for d, names in dims.items() if names & set(roles)}
 
     def dims(self, leaf: int, role: str) -> list[int]:
         """The dimensions of the leaf with this role. (One that counts layers has no other.)"""
@@ -86,34 +94,20 @@ class Facts:
     def is_matrix(self, leaf: int) -> bool:
         return any(names & MATRIX for names in self.roles[leaf].values())
 
-    def groups_with(self, *roles: str) -> set[int]:
-        """The groups of all dimensions that have one of these roles."""
-        return {self.groups[leaf][d] for leaf, dims in enumerate(self.roles)
-                for d, names in dims.items() if names & set(roles)}
-
 
 def trace(closed: Any, count: int, shards: int) -> Facts:
     """The facts about the first `count` arguments of a closed jaxpr, the parameters, for a split
-    into `shards`. The other arguments are data, as is everything computed from them."""
-    return _walked(closed, count, shards).facts()
-
-
-def why_not_split(closed: Any, params: Any) -> str:
-    """Why no compiler may split a closed jaxpr of (params, batch) over `tensor`, as a verb phrase,
-    or '' if one may. If a branch or the length of a loop depends on the batch, devices with
-    different rows do not meet in the collectives that the compiler puts inside, and wait for ever.
-    Calls into Python are the other reason."""
-    return _walked(closed, len(jax.tree.leaves(params)), 1).why_not_split
-
-
-def _walked(closed, count, shards):
+    into `shards`. The other arguments are data, as is everything computed from them. If there are
+    no others, the constants that the function closes over and the random numbers that it draws
+    count as its data."""
     params, others = closed.jaxpr.invars[:count], closed.jaxpr.invars[count:]
-    walk = _Walk([v.aval.shape for v in params], shards)
-    walk.leaves = [walk.value(v.aval, from_params=True) for v in params]
-    for i, leaf in enumerate(walk.leaves):
+    walk = _Walk([v.aval.shape for v in params], shards, draws_data=not others)
+    leaves = [walk.value(v.aval, from_params=True) for v in params]
+    for i, leaf in enumerate(leaves):
         leaf.origins = [frozenset([(i, d)]) for d in leaf.dims_without()]
-    walk.run(closed.jaxpr, walk.leaves + [walk.value(v.aval, from_data=True) for v in others])
-    return walk
+    data = [walk.value(v.aval, from_data=True) for v in others]
+    walk.run(closed.jaxpr, leaves + data, from_data=walk.draws_data)
+    return walk.facts(leaves)
 
 
 @dataclasses.dataclass
@@ -126,6 +120,7 @@ class _Value:
     from_data: bool = False
     from_params: bool = False           # computed from parameters: it has a gradient
     is_view: bool = False               # made from a single array
+    is_mask: bool = False               # zeros and ones: a product with it is a lookup
     after_matmul: bool = False
     tables: frozenset = frozenset()     # (leaf, dimension)s whose rows were looked up and added
 
@@ -156,18 +151,18 @@ class _Walk:
     method for each kind of operation: given the equation, its operands and its results, it unites
     groups and notes costs and uses."""
 
-    def __init__(self, shapes, shards):
-        self.shapes, self.shards, self.leaves = shapes, shards, []
+    def __init__(self, shapes, shards, draws_data):
+        self.shapes, self.shards, self.draws_data = shapes, shards, draws_data
         self.parent = []                # the union-find: for each group, its parent
         self.repeat = 1                 # the number of turns of the scans around this equation
         self.uses = []                  # (leaf, dimension, role), in the order of the computation
         self.costs = []                 # (group, key, Cost): costs with one key count once
         self.forbidden = []             # (group, why)
-        self.reshards = []              # (from group, to group)
+        self.reshards = []              # (from group, to group, whether it is the only way on)
         self.heads = []                 # groups that count attention heads
         self.lengths = []               # (group, length) of dimensions in products
         self.outer = []                 # (group, size of the merged dimensions outside of it)
-        self.why_not_split = ""
+        self.added_tables = []
 
     # -- groups
     def value(self, aval, **known):
@@ -191,15 +186,15 @@ class _Walk:
 
     # -- notes
     def cost(self, group, value, key=None):
-        """Note that splitting the group costs a reduction of `value` (or that it is sent), once for
-        each turn of the loops around. Costs of a group with the same key count once."""
+        """Note that splitting the group costs a reduction of `value` (or a reshard), once for each
+        turn of the loops around. Costs of a group with the same key count once."""
         size = math.prod(value.shape) * value.dtype.itemsize
         self.costs.append((group, key or len(self.costs),
                            Cost(self.repeat, float(size * self.repeat))))
 
-    def reshard(self, a, b, value):
+    def reshard(self, a, b, value, only_way=True):
         """Note that a split of group `a` can go on as a split of `b` by sending `value`."""
-        self.reshards.append((a, b))
+        self.reshards.append((a, b, only_way))
         for group in (a, b):
             self.cost(group, value)
 
@@ -225,9 +220,12 @@ class _Walk:
             out.origins[out_dim] |= x.origins[dim]
 
     # -- the walk
-    def run(self, jaxpr, args):
-        """The _Values that a jaxpr returns."""
-        return interpret(jaxpr, args, lambda v: self.value(v.aval), self.equation)
+    def run(self, jaxpr, args, **known):
+        """The _Values that a jaxpr returns. `known` holds for its constants (from_data ...)."""
+        def constant(v):
+            return self.value(v.aval) if isinstance(v, Literal) else self.value(v.aval, **known)
+
+        return interpret(jaxpr, args, constant, self.equation)
 
     def equation(self, eqn, ins):
         """The _Values that one equation returns."""
@@ -236,16 +234,15 @@ class _Walk:
             return _CONTROL_FLOW[name](self, eqn, ins)
         if call := inner_call(eqn, ins):
             return self.run(*call)
-        if "callback" in name or name == "debug_print":
-            self.why_not_split = "calls Python"
         known = {what: any(getattr(x, what) for x in ins)
                  for what in ("from_data", "from_params", "after_matmul")}
+        known["from_data"] |= self.draws_data and name.startswith("random_")
         known["is_view"] = sum(x.rank > 0 for x in ins) == 1
         outs = [self.value(v.aval, **known) for v in eqn.outvars]
         learned = [x for x in ins if x.from_params]
         if len(learned) == 1 and outs:
             outs[0].tables = learned[0].tables      # a lookup that was cast, transposed or scaled
-        method = _METHODS.get(name)
+        method = _METHODS.get("scatter" if name.startswith("scatter") else name)
         (method if method and outs else _Walk.unknown)(self, eqn, ins, outs)
         return outs
 
@@ -265,7 +262,7 @@ class _Walk:
                     self.keep(x, x.dims_without(), o)
         if name in ("add", "add_any", "sub"):
             out.tables = frozenset().union(*[x.tables for x in ins])
-            self.forbid_smaller(out.tables)
+            self.added_tables.append(out.tables)
         # A weight that is updated by its gradient (in an inner training loop) or masked is still
         # that weight.
         for x in ins:
@@ -273,13 +270,8 @@ class _Walk:
                 sizes = [math.prod(self.shapes[leaf]) for origin in x.origins for leaf, _ in origin]
                 if math.prod(out.shape) == max(sizes, default=0):
                     out.origins = x.origins
-
-    def forbid_smaller(self, tables):
-        """Of tables whose rows are added (tokens, positions), only the one with the most rows is
-        split. Splitting another one would cost one more reduction."""
-        largest = max(tables, key=lambda t: (self.shapes[t[0]][t[1]], t), default=None)
-        for leaf, d in tables - {largest}:
-            self.forbid(self.leaves[leaf].groups[d], "its rows are added to a larger table's")
+        if name == "convert_element_type":
+            out.is_mask = ins[0].is_mask or ins[0].dtype == bool
 
     def drop(self, eqn, ins, outs):
         """Reductions, squeeze and unstack, which remove dimensions."""
@@ -325,7 +317,7 @@ class _Walk:
                     self.forbid(x.groups[d], INSIDE_A_HEAD)
             for e in news:
                 if e > k:
-                    self.reshard(x.groups[m], out.groups[e], out)
+                    self.reshard(x.groups[m], out.groups[e], out, only_way=False)
 
     def carrier(self, shape, dims):
         """The one of the dimensions `dims`, which are merged or divided, that bears a split of them
@@ -350,6 +342,9 @@ class _Walk:
             self.role(right, groups, "inner" if left.is_weight else "batch")
             for d in groups:
                 self.forbid(right.groups[d], "it counts groups of rows")
+            for d in ragged.lhs_ragged_dimensions:
+                if d in numbers[0][0]:      # rows summed by group: a gradient, not a layer
+                    self.forbid(left.groups[d], "it is summed in groups of rows")
         (lc, rc), (lb, rb) = numbers
         lfree, rfree = left.dims_without(lc, lb), right.dims_without(rc, rb, groups)
         self.keep(left, [*lb, *lfree], out)
@@ -368,6 +363,9 @@ class _Walk:
         if groups == 1 and eqn.params["batch_group_count"] == 1:
             self.product(out, _Side(image, [feature], [], [batch]),
                          _Side(kernel, [read], [], [made]))
+        elif groups % self.shards == 0 and groups > 1:     # each shard has whole groups
+            self.union(image.groups[feature], kernel.groups[made])
+            self.role(kernel, [made], "grouped")
         else:
             for group in (image.groups[feature], kernel.groups[made]):
                 self.forbid(group, f"a convolution in {groups} groups mixes it")
@@ -390,7 +388,7 @@ class _Walk:
             x = side.value
             self.lengths += zip(x.groups, x.shape)
             if side is weight:
-                self.role(x, side.contracted, "contracted")
+                self.role(x, side.contracted, "indexed" if other.value.is_mask else "contracted")
                 self.role(x, side.batch, "batch")
                 self.role(x, side.free, "free")
                 continue
@@ -444,8 +442,8 @@ class _Walk:
 
     def gather(self, eqn, ins, outs):
         """A lookup. If the rows of the table are split, each device looks up those that it has (and
-        zeros for the others), and one reduction adds them. Dimensions that are copied whole keep
-        their groups."""
+        zeros for the others), and one reduction adds them. Dimensions that are copied whole, and
+        batching dimensions, keep their groups."""
         (table, index), out = ins, outs[0]
         numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
         window = table.dims_without(numbers.collapsed_slice_dims, numbers.operand_batching_dims)
@@ -454,8 +452,14 @@ class _Walk:
             if sizes[d] == table.shape[d]:
                 self.same(table, d, out, o)
                 self.role(table, [d], "entry")
+                if table.is_weight and sum(sizes[w] > 1 for w in window) > 1:
+                    out.origins[o] = table.origins[d]       # a matrix is looked up: still a weight
             elif d not in rows:
                 self.reshard(table.groups[d], out.groups[o], out)
+        for o, group in zip(out.dims_without(numbers.offset_dims), index.groups):
+            self.union(out.groups[o], group)
+        for a, b in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims):
+            self.union(table.groups[a], index.groups[b])
         for d in rows | set(numbers.collapsed_slice_dims):
             self.row(table, d, index, out)
 
@@ -466,6 +470,19 @@ class _Walk:
         self.cost(table.groups[dim], out)
         if index.from_data:
             out.tables |= table.origins[dim]
+
+    def scatter(self, eqn, ins, outs):
+        """Rows written into x: the dimensions that are not indexed keep their groups."""
+        numbers, (x, _, update), out = eqn.params["dimension_numbers"], ins, outs[0]
+        for d, (a, b) in enumerate(zip(x.groups, out.groups)):
+            if d in numbers.scatter_dims_to_operand_dims:
+                self.reshard(a, b, out)
+            else:
+                self.union(a, b)
+        window = out.dims_without(numbers.inserted_window_dims, numbers.operand_batching_dims)
+        for u, d in zip(numbers.update_window_dims, window):
+            if update.shape[u] == out.shape[d]:
+                self.union(update.groups[u], out.groups[d])
 
     # -- loops and branches
     def scan(self, eqn, ins):
@@ -485,10 +502,8 @@ class _Walk:
     def while_loop(self, eqn, ins):
         params = eqn.params
         n, m = params["cond_nconsts"], params["body_nconsts"]
-        outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
-        if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0].from_data:
-            self.why_not_split = "has a loop whose length depends on its data"
-        return outs
+        self.run(params["cond_jaxpr"].jaxpr, ins[:n] + ins[n + m:])
+        return self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
 
     def loop(self, body, fixed, carry, scanned=()):
         """The _Values that a loop returns: walk its body once, and unite what it carries out with
@@ -505,8 +520,6 @@ class _Walk:
         return outs
 
     def cond(self, eqn, ins):
-        if ins[0].from_data:
-            self.why_not_split = "branches on its data"
         branches = [self.run(b.jaxpr, ins[1:]) for b in eqn.params["branches"]]
         outs = []
         for values in zip(*branches):
@@ -520,18 +533,20 @@ class _Walk:
         return outs
 
     # -- facts that are known only at the end
-    def facts(self):
+    def facts(self, leaves):
         """The Facts, with every group named by the root of its union-find tree."""
-        roles = [defaultdict(set) for _ in self.leaves]
-        first_use, is_made, costs = {}, {}, defaultdict(list)
-        groups = [[self.find(group) for group in leaf.groups] for leaf in self.leaves]
+        roles = [defaultdict(set) for _ in leaves]
+        costs = defaultdict(list)
+        first_use, is_made = {}, {}
+        groups = [[self.find(group) for group in leaf.groups] for leaf in leaves]
         for when, (leaf, d, role) in enumerate(self.uses):
             roles[leaf][d].add(role)
             first_use.setdefault(leaf, when)
-            if role in ("free", "indexed", "batch", "contracted"):
+            if role in ("free", "indexed", "batch", "grouped", "contracted"):
                 is_made.setdefault(groups[leaf][d], role != "contracted")
+        reshards = [(self.find(a), self.find(b), only) for a, b, only in self.reshards]
         made = {group for group, first in is_made.items() if first}
-        while new := {self.find(b) for a, b in self.reshards if self.find(a) in made} - made:
+        while new := {b for a, b, _ in reshards if a in made} - made:
             made |= new
         counted_once = {(self.find(group), key): cost for group, key, cost in self.costs}
         for (group, _), cost in counted_once.items():
@@ -539,7 +554,8 @@ class _Walk:
         self.forbid_inside_heads(groups, roles)
         self.forbid_indivisible()
         forbidden = {self.find(group): why for group, why in reversed(self.forbidden)}
-        return Facts(self.shapes, groups, roles, first_use, made, costs, forbidden)
+        return Facts(self.shapes, groups, roles, first_use, made, costs, forbidden, reshards,
+                     self.added_tables)
 
     def forbid_inside_heads(self, groups, roles):
         """Forbid the inside of heads: if a weight makes or reads heads, the last other dimension
@@ -588,4 +604,5 @@ _METHODS = {
     "stack": _Walk.stack,
     "reshape": _Walk.reshape,
     "gather": _Walk.gather,
+    "scatter": _Walk.scatter,
 }

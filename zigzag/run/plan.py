@@ -42,9 +42,8 @@ from zigzag.parallel import strips
 from zigzag.parallel.attention import Calls
 from zigzag.parallel.pipeline import can_skip
 from zigzag.parallel.storage import permute_layers
-from zigzag.rule.jaxprs import DIFFERENTIATED, names_in
+from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
-from zigzag.rule.trace import why_not_split
 from zigzag.run import averages
 from zigzag.run.checks import check_batch, check_overrides, check_rows, check_time
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
@@ -257,7 +256,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if config.lora_rank:
         decisions = lora.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
-    if not trusted and rows < config.batch:
+    if splits_tensor or not trusted and rows < config.batch:
         decisions = see_matrices(decisions, loss, weights, batch)
 
     names = names_in(jaxpr) if typed else set()
@@ -300,7 +299,8 @@ def _whole_over_tensor(decision, why):
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
     """Decisions whose is_matrix comes from a whole batch without a mesh. Which weights are matrices
-    must not depend on the mesh, and so not on the rows of a device."""
+    must not depend on the mesh: not on the rows of a device, nor on kv heads repeated for
+    tensor."""
     seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
     return jax.tree.map(lambda d, s: dataclasses.replace(
         d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)
