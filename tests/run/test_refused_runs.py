@@ -63,7 +63,7 @@ def test_no_command_writes_among_files_that_it_did_not_make(tmp_path, text, caps
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("a text")
     words = *SMALL, "--batch", 8, "--steps", 1, "--data", tokens
-    (run / "tokenizer.part").mkdir(parents=True)        # (of a beginning that was killed)
+    (run / "data.part").mkdir(parents=True)     # (of a beginning that was killed)
     (tmp_path / "new").mkdir()
     for folder in run, tmp_path / "new":
         for name in ".gitignore", ".DS_Store", "log.txt", "slurm-12.out":
