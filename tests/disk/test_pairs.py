@@ -372,7 +372,7 @@ def test_bad_arrays_are_one_line(tmp_path):
 
     good = some()
     says("no arrays", {})
-    says("labels is damaged, or no numbers", {**good, "labels": np.array([{}] * 20)})
+    says("labels is damaged, or not what numpy", {**good, "labels": np.array([{}] * 20)})
     says("array of <U1", {**good, "labels": np.array(["a"] * 20)})
     says("rows: .*'pixels': 20, 'labels': 19", {**good, "labels": good["labels"][1:]})
     says("rows: .*'labels': 0", {**good, "labels": np.array(3)})
@@ -393,7 +393,7 @@ def test_bad_arrays_are_one_line(tmp_path):
     says("read.me: an array of object")
     folder = folder_of(tmp_path / "d", good)
     np.save(folder / "labels.npy", np.array([{}] * 20))
-    with pytest.raises(ConfigError, match="labels.npy is damaged, or no numbers"):
+    with pytest.raises(ConfigError, match="labels.npy is damaged, or not what numpy"):
         Arrays(folder)
     (folder / "labels.npy").write_bytes((folder / "pixels.npy").read_bytes()[:-8])
     with pytest.raises(ConfigError, match="labels.npy is damaged"):

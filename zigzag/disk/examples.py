@@ -145,7 +145,7 @@ def named_array(name: str, where: str, beside: str | Path, shape: tuple[int, ...
                 f"one of its rows, as in pictures.npy:3")
     try:
         x = _open_npy(path, _state(path))
-        x = x[int(row)] if row else x
+        x = x[int(row)] if row.isdecimal() else x
     except (OSError, ConfigError, IndexError, ValueError) as e:
         raise ConfigError(f"{expected} ({one_line(e)})") from None
     if x.shape != shape or row and not row.isdecimal():
@@ -331,7 +331,7 @@ def _numbers(where, read):
     try:
         found = read()
     except Exception as e:      # (numpy, zipfile and zlib have errors of their own)
-        raise ConfigError(f"{where} is damaged, or no numbers of numpy's ({one_line(e)})") from None
+        raise ConfigError(f"{where} is damaged, or not what numpy writes ({one_line(e)})") from None
     if isinstance(found, np.lib.npyio.NpzFile):
         return found
     dtype = getattr(found, "dtype", np.dtype(object))
