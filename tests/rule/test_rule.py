@@ -744,12 +744,11 @@ def test_overrides_that_cannot_be_are_refused():
 
 
 def test_overrides_are_read_from_the_command_line():
-    """An axis with a typo, or no axes at all, read as something else."""
+    """No axes at all, read as something else."""
     assert parse_overrides(["a=b=tensor, -,fsdp", "norm="]) == [
         ("a=b", P("tensor", None, "fsdp")), ("norm", P())]
-    for text, words in [("w_up", "expected REGEX=axis,-,axis"), ("=tensor", "expected REGEX"),
-                        ("w_up=tensr", "'tensr'.*did you mean 'tensor'")]:
-        with pytest.raises(ConfigError, match=words):
+    for text in ("w_up", "=tensor"):
+        with pytest.raises(ConfigError, match="expected REGEX=axis,-,axis"):
             parse_overrides([text])
 
 
@@ -785,24 +784,20 @@ def test_rows_of_a_table_are_obeyed():
     rows, columns, whole = ("tensor", ""), ("", "tensor"), ("", "")
     free = plan(None, None)
     assert plan(columns, rows) == free
-    reductions = free["down"].reductions        # "down" is the group's first leaf, and tells them
-    assert reductions and not free["up"].reductions
     for up, down, name, other in [(whole, rows, "up", "down"), (columns, whole, "down", "up")]:
         found = plan(up, down)
         assert found[name].spec == P() and found[other].spec == free[other].spec
         assert found[name].reason == "whole: as its row says"
-        # The reductions of their group are still paid, and told by the weight that is split.
-        assert found[other].reductions == reductions and found[name].reductions == ()
     assert plan(rows, columns)["up"].spec == P("tensor")        # (which the rule refuses)
-    assert all(d.reductions == () for d in plan(whole, whole).values())
+    assert "256 does not divide by 3" in plan(columns, rows, tensor=3)["up"].reason
     # fsdp splits what its row names, or nothing.
     named = ("fsdp", "tensor")
     split = plan(named, rows, fsdp=2)
     assert split["up"].spec == P("fsdp", "tensor") and split["down"].spec == P("tensor")
     assert plan(named, rows, fsdp=2, fsdp_min=10**6)["up"].spec == COLUMN
     assert plan(named, rows, fsdp=3)["up"].spec == COLUMN
-    # An override may store it differently: then it is gathered before the code sees it.
-    for up, stored, given in [(columns, P("tensor"), P()), (columns, COLUMN, COLUMN),
+    # An override may store it differently: the code sees it as its row says.
+    for up, stored, given in [(columns, P("tensor"), COLUMN), (columns, P(), COLUMN),
                               (whole, COLUMN, P()), (None, P("tensor"), P("tensor"))]:
         decision = plan(up, rows, [("up", stored)])["up"]
         assert decision.spec == stored and decision.used == given, (up, stored)
@@ -869,7 +864,7 @@ def test_the_table_of_one_device_has_no_reasons():
     network, c = net, config_of(vocab_size=257)
     shapes, mesh = network.weight_shapes(c), abstract_mesh({})
     text = explain(network.plan_weights(c, mesh), shapes, mesh)
-    assert "layers.w_up" in text and "whole" not in text and "why" not in text
+    assert "layers.w_up" in text and "whole" not in text
 
 
 def test_the_table_tells_what_a_device_holds_and_why():
@@ -888,14 +883,11 @@ def test_the_table_tells_what_a_device_holds_and_why():
             f"{human_bytes(2 * held)}") in text
     assert (f"of the weights {human_bytes(4 * (50257 * 64 + 64))} (99.75%) are the same on all 4 "
             "devices of tensor") in text
-    assert "12.9 MB in 1: 50257 does not divide by 4" in text
-    assert "256 B in 1: it scales, or is added to, what is whole" in text
+    assert "it scales, or is added to, what is whole" in text
     mesh = mesh_of("data=2,fsdp=2")
-    text = explain(plan_sharding(fn, params, ints(4, 16), mesh=mesh), params, mesh, True)
+    text = explain(plan_sharding(fn, params, ints(4, 16), mesh=mesh), params, mesh)
     held = 4 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 2)
-    # Data can split only the moments of the MLP.
-    moments = 8 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 4)
     assert f"{human_bytes(held)} of weights" in text
-    assert f"{human_bytes(moments)} of AdamW's" in text
-    assert "fsdp: its largest dimension left" in text
-    assert "256 B in 1: fewer than 4,096 elements" in text
+    assert f"{human_bytes(2 * held)} of AdamW's" in text
+    assert "fsdp: gathered where it is used" in text
+    assert "fewer than 4,096 elements" in text

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.helpers import mesh_of
 from zigzag.core.mesh import is_spec
 from zigzag.rule import jaxprs
-from zigzag.rule.rule import infer_specs, plan_sharding
+from zigzag.rule.rule import groups, infer_specs
 
 COLUMN, ROW = P(None, "tensor"), P("tensor")
 
@@ -379,21 +379,23 @@ def test_every_form_computes_the_same_when_it_is_split(form):
 
 def test_the_reductions_that_a_group_costs():
     """A reduction forgotten, or one that gate and up share counted twice: the prices by which the
-    rule chooses, and the traffic that a run is told to expect."""
+    rule chooses."""
     def gated(p, i):
         x = p["table"][i]
         return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
+    def costs(fn, *given):
+        """{the first weight of each group that is split: (reductions, bytes)}"""
+        return {g.members[0][0]: (g.reductions, g.bytes) for g in groups(fn, *given, shards=4)
+                if g.verdict == "split"}
+
     params = {"table": floats(512, 64), "gate": floats(64, 256), "up": floats(64, 256),
               "down": floats(256, 64)}
-    plan = plan_sharding(gated, params, ints(4, 16), mesh=mesh_of("tensor=4"))
     size = 4 * 4 * 16 * 64      # bytes of the stream in float32
-    assert [(c.count, c.bytes) for c in plan["table"].reductions] == [(1, size)]        # the lookup
-    # Forward the sum of what down makes, and backward that of x's gradient.
-    assert [(c.count, c.bytes) for c in plan["down"].reductions] == [(1, size)] * 2
-    assert not plan["gate"].reductions and not plan["up"].reductions, "told once, for the group"
-    plan = plan_sharding(scanned, repeated(MLP, 3), X, mesh=mesh_of("tensor=4"))
-    assert [tuple(c[:2]) for c in plan["down"].reductions] == [(3, 3 * size)] * 2, "in each layer"
+    # The lookup; and of the others, forward the sum of what down makes, and backward that of x's
+    # gradient.
+    assert costs(gated, params, ints(4, 16)) == {"table": (1, size), "down": (2, 2 * size)}
+    assert costs(scanned, repeated(MLP, 3), X) == {"down": (6, 6 * size)}, "in each layer"
 
 
 # -------------------------------------------------------------------------------------------
