@@ -59,8 +59,9 @@ print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=
 # but then the sums would be of h, which is wider.)
 #
 # The cheapest group is taken first, and a weight is split along one dimension only: a group that
-# shares a weight with one already taken stays whole, and so does one whose length the axis does not
-# divide. So `up` becomes a column and `down` a row: that is the alternation.
+# shares a weight with one already taken stays whole (unless it splits a quarter more numbers at
+# about the same price: then it takes the other's place), and so does one whose length the axis does
+# not divide. So `up` becomes a column and `down` a row: that is the alternation.
 
 # %%
 assert (16384 + 2**18) / (2 * 64 * 256) == 8.5
@@ -146,9 +147,9 @@ print(prices.table(fused, zeros(qkv=(64, 192), o=(64, 64)), x, shards=4))
 # %% [markdown]
 # ## When it pays
 #
-# A group is worth its price if its weights are large beside the activations that are summed. Small
-# ends of a model are not worth any price: a stem, or a few labels, with less than an eighth of all
-# weights are refused before prices are compared.
+# A group is worth its price if its weights are large beside the activations that are summed. Some
+# are not worth any price: groups that are four times narrower than what they read (the rank of an
+# adapter, a few labels) are refused before prices are compared.
 #
 # ## Bugs
 #
