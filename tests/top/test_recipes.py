@@ -71,7 +71,7 @@ def test_the_help_of_lm_eval_begins_with_ours(tmp_path):
 def folder(tmp_path, text):
     """A published model with weights large enough to have opinions."""
     pytest.importorskip("lm_eval")
-    config = config_of(layers=1, seq_len=32, vocab_size=300, kernel="off")
+    config = config_of(layers=1, seq_len=32, vocab_size=300, kernel=False)
     params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
     networks.save_hf(tmp_path / "tiny", params, config)
     return published_files(tmp_path / "tiny", text)
@@ -202,7 +202,7 @@ def recipe(monkeypatch, tmp_path, text):
         monkeypatch.setattr(train, "fit", lambda *given, **named: fit(
             *given, **named, mesh=mesh_of(mesh), say=StopAt(stop) if stop else KeepRows(rows, [])))
         if name == "distill":
-            config = config_of(layers=1, seq_len=16, vocab_size=257, kernel="off")
+            config = config_of(layers=1, seq_len=16, vocab_size=257, kernel=False)
             if not (tmp_path / "teacher").exists():
                 # (Not the student's own first weights, with which the gradient is all rounding.)
                 networks.save_hf(tmp_path / "teacher", net.init(config, jax.random.key(1)), config)
@@ -316,7 +316,7 @@ def test_preferences_are_learned_by_the_papers_formula():
 def test_preferences_are_learned_as_trl_learns_them(recipe, tmp_path, text, monkeypatch):
     """Probabilities of the prompt, or none of the end; a reference that moves with the weights."""
     trl, transformers, datasets = map(pytest.importorskip, ("trl", "transformers", "datasets"))
-    config = config_of(layers=2, d_model=32, heads=4, seq_len=32, vocab_size=300, kernel="off")
+    config = config_of(layers=2, d_model=32, heads=4, seq_len=32, vocab_size=300, kernel=False)
     params = jax.tree.map(lambda w: 2 * w, net.init(config, jax.random.key(0)))
     folder = tmp_path / "model"
     networks.save_hf(folder, params, config)
