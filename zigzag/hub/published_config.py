@@ -347,12 +347,14 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         raise wrong("rope_parameters", new, " is of a wrong kind, or beside a rope_scaling: "
                     "transformers 4 and 5 read different ones")
     if model_type == "gemma3_text":
-        local = dict(new["sliding_attention"])
+        new = dict(new)
+        local = dict(new.pop("sliding_attention"))
         moved["rope_local_base_freq"] = local.pop("rope_theta")
-        if local.pop("rope_type", "default") != "default" or local or len(new) > 2:
-            raise wrong("rope_parameters", new, ": of sliding_attention only the rope_type "
+        if local.pop("rope_type", "default") != "default" or local:
+            raise wrong("rope_parameters", local, ": of sliding_attention only the rope_type "
                         "'default' is supported")
-    scaling = dict(new["full_attention"] if moved else new)
+        new |= new.pop("full_attention")        # (what else is there is refused by its name)
+    scaling = dict(new)
     theta, share = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else (
         "rope_theta", "partial_rotary_factor")
     moved[theta] = scaling.pop("rope_theta", None)
