@@ -22,7 +22,7 @@ CASES = [
     slow("tensor=4", dict(accumulate=2, remat="full", layers=4)),
     full("tensor=2", dict(seq_len=19)), full("tensor=2", dict(remat="mlp")),
     full("pipe=2,tensor=2", dict(microbatches=2)),
-    full("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
+    full("pipe=2,tensor=2", dict(microbatches=2, remat="full", layers=4, **ONE_F_ONE_B)),
     # (Without a bias in `out`: in a parallel block its gradient is that of the MLP's last bias, and
     # the compiler sends one for both.)
     full("fsdp=2,tensor=2", dict(parallel_block=True, biases="qkv,mlp", fsdp_min=64))]

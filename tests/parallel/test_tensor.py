@@ -108,7 +108,7 @@ def test_time_that_tensor_does_not_divide(mesh, changes):
 
 
 @pytest.mark.parametrize("mesh, changes", [
-    ("tensor=2", {}), full("tensor=3", dict(heads=6, seq_len=18, d_ff=96)),
+    ("tensor=2", {}), full("tensor=3", dict(heads=6, head_dim=8, seq_len=18, d_ff=96)),
     slow("pipe=2,tensor=2", dict(microbatches=2)), slow("seq=2,tensor=2", {})])
 def test_the_loss_in_chunks(mesh, changes, monkeypatch):
     """Targets of another device's time for the logits of a chunk; a head that is marked as varying
