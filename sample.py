@@ -22,7 +22,6 @@ if __name__ == "__main__":
     begin()
 
 import functools
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
@@ -219,10 +218,7 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     from zigzag.commands import sampling
-    try:
-        sampling.main(argv)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sampling.main(argv)
 
 
 if __name__ == "__main__":

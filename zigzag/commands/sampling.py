@@ -82,7 +82,15 @@ class Model(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do what a command line asks for. The files that it names are read before the model."""
+    """Do what a command line asks for. Ctrl-C ends it without a word."""
+    try:
+        run(argv)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Read the files that a command line names, then the model, and print what is asked for."""
     given, _ = parse_flags(Flags, argv, groups=GROUPS)
     check_shards(given)
     check_given(given)

@@ -128,11 +128,6 @@ def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idl
             f"same backward")
 
 
-def letters(chunk: int) -> str:
-    """The name of a stage's chunk: a to z, then aa, bb and so on."""
-    return chr(ord("a") + chunk % 26) * (chunk // 26 + 1)
-
-
 def check_stages(layers: int, chunks: int, specs: Any) -> None:
     """Refuse layers that do not divide into the stages and their chunks."""
     stages = axis_size("pipe")
