@@ -125,7 +125,7 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
     """The weights as the loss takes them: gathered over fsdp, except those of layers where each
     layer gathers its own. `decisions` has for each weight where it lives. (A weight that
     --override stores in another place is first moved to where the loss expects it.)"""
-    chunks, sum_dtype = plan.config.chunks, plan.config.sum_dtype
+    chunks, sum_dtype = plan.config.network.chunks, plan.config.network.sum_dtype
     return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
 

@@ -151,10 +151,11 @@ def timeline(run: Run) -> str:
                 ["what", "time, at the chip's rates"], rows))
     stages = run.program.mesh.shape["pipe"]
     if stages > 1:
-        turns = passes(stages, c.microbatches, c.schedule, c.chunks, plan.skips_idle)
-        work = c.microbatches * (c.chunks if c.schedule == "interleaved" else 1)
+        n = c.network
+        turns = passes(stages, n.microbatches, n.schedule, n.chunks, plan.skips_idle)
+        work = n.microbatches * (n.chunks if n.schedule == "interleaved" else 1)
         text += (f"<p>A stage of the pipeline works in {work} of {turns} turns: "
-                 f"{c.schedule} is idle for {1 - work / turns:.0%} of the time.</p>")
+                 f"{n.schedule} is idle for {1 - work / turns:.0%} of the time.</p>")
     return text
 
 
@@ -241,9 +242,9 @@ def page(run: Run, of_runs: str = "", name: str = "") -> str:
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{title}</title>'
             f"<style>{STYLE}</style></head><body><header><h1>{title}</h1><p>An update has "
-            f"{c.batch:,} rows of {c.seq_len:,} tokens, in {c.accumulate} part"
-            f"{'s' * (c.accumulate > 1)}; {c.dtype}; --remat "
-            f"{html.escape(c.remat)}; {run.program.mesh.size:,} device"
+            f"{c.batch:,} rows of {c.network.seq_len:,} tokens, in {c.accumulate} part"
+            f"{'s' * (c.accumulate > 1)}; {c.network.dtype}; --remat "
+            f"{html.escape(c.network.remat)}; {run.program.mesh.size:,} device"
             f"{'s' * (run.program.mesh.size > 1)}"
             f"{name and f'; the step of the run {html.escape(name)}'}.</p></header>"
             f'<nav aria-label="sections"><ul>{links}</ul></nav><main>{body}</main></body></html>\n')

@@ -224,8 +224,8 @@ def walk(config: Any, chosen: Sequence[tuple[str, str]]) -> Traced:
 def text(found: Traced, chosen: Sequence[tuple[str, str]]) -> str:
     """What `main` prints for these functions."""
     sent, made, c = found
-    heading = (f"{c.batch} rows of {c.seq_len} tokens, {c.accumulate} parts; {c.dtype}; "
-               f"--mesh {c.mesh}")
+    heading = (f"{c.batch} rows of {c.network.seq_len} tokens, {c.accumulate} parts; "
+               f"{c.network.dtype}; --mesh {c.mesh}")
     return "\n".join([heading, *(annotated(file, name, sent, made) for file, function in chosen
                                  for name in (function, *callees(file, function, sent)))])
 

@@ -84,7 +84,7 @@ def main(argv=None):
                           "--weight_decay", "0", "--dtype", "float32", *own, *argv])
     weights, tokenizer, record = tasks.first_weights(config)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
-    network, length = networks.network_of(config), config.seq_len
+    network, length = networks.network_of(config), config.network.seq_len
     init, _, _ = train.language(config)
 
     def log_probabilities(params, batch):

@@ -49,7 +49,7 @@ def main(argv=None):
     tokenizer = tokenizer or data.tokenizer_at("bytes")
 
     def encoded(is_held_out):
-        for question, answer in asked("-" if c.lora_rank else "+", is_held_out):
+        for question, answer in asked("-" if c.network.lora_rank else "+", is_held_out):
             asked_ids, ids = tokenizer.prompt(question), tokenizer.prompt(question + answer)
             if len(ids) != len(asked_ids) + LENGTH:
                 sys.exit(f"error: {c.init_from}: its tokenizer has no id of its own for each digit")

@@ -37,7 +37,7 @@ def scored(config: Any, network: Any) -> dict[str, Callable]:
     """With --metric, the functions predict and metric of a model with classes."""
     if not config.metric:
         return {}
-    if network.gives(config.network) != "classes" or config.labels < 2:
+    if network.gives(config.network) != "classes" or config.network.labels < 2:
         raise ConfigError(f"--metric {config.metric}: is for a model with classes (--head classes, "
                           f"--labels of at least 2); leave it out")
     if config.metric not in metrics.CLASS_METRICS:
@@ -52,6 +52,6 @@ def scored(config: Any, network: Any) -> dict[str, Callable]:
 
     def metric(outputs, rows):
         return metrics.CLASS_METRICS[config.metric](
-            outputs.tolist(), [int(row["labels"]) for row in rows], config.labels)
+            outputs.tolist(), [int(row["labels"]) for row in rows], config.network.labels)
 
     return dict(predict=predict, metric=metric)

@@ -49,19 +49,20 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
                           f"{', '.join(metrics.TEXT_METRICS)} for pairs of texts")
     network = network_of(config)
     width, *is_array = network.source_shape(config.network)
+    length = config.network.seq_len
     begin, end, pad = _ids_around(network, config, tokenizer)
     to_batch = functools.partial(
         functools.partial(collate_arrays, begin=begin) if is_array else
         functools.partial(collate, source_len=width, start=begin[0]),
-        target_len=config.seq_len, end=end, pad=pad)
-    if config.seq_len <= len(begin):
-        raise ConfigError(f"--seq_len {config.seq_len}: {len(begin)} tokens come before a target")
+        target_len=length, end=end, pad=pad)
+    if length <= len(begin):
+        raise ConfigError(f"--seq_len {length}: {len(begin)} tokens come before a target")
 
     def predict(params, batch):
         source = {name: batch[name] for name in ("source", "source_mask") if name in batch}
         tokens = jnp.broadcast_to(jnp.array(begin), (len(batch["source"]), len(begin)))
         new = sample.generate_ids(params, source | {"tokens": tokens}, config.network,
-                                  config.seq_len - len(begin), GREEDY, 0, (end,), config.beams)
+                                  length - len(begin), GREEDY, 0, (end,), config.beams)
         return {} if is_array else source, new
 
     def text(ids):

@@ -28,7 +28,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     zigzag/disk/corpus.py.)"""
     with opened_sources(
             config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
-            fingerprint, "data" in config.change, config.vocab_size,
+            fingerprint, "data" in config.change, config.network.vocab_size,
             config.weight_field) as sources:
         if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
             raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
@@ -40,7 +40,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
         record = {"fingerprint": sources.fingerprint, "tokenizer": sources.tokenizer.kind,
                   "tokenizer_sha256": sources.record.get("tokenizer_sha256", "")}
         yield Learned(config, lambda: task_of(config, sources, rows), record,
-                      sources.described(config.seq_len),
+                      sources.described(config.network.seq_len),
                       sources.prompt_flags if config.data else '--prompt "def main("')
 
 
@@ -55,14 +55,14 @@ def pack_of(config: Any, sources: Sources) -> str:
 def training_rows(config: Any, sources: Sources) -> Sequence:
     """The rows that a decoder learns from."""
     pack = pack_of(config, sources)
-    return mixed([data.rows_of(corpus, "train", config.seq_len, pack, config.seed)
+    return mixed([data.rows_of(corpus, "train", config.network.seq_len, pack, config.seed)
                   for corpus in sources.corpora], config.weights)
 
 
 def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task:
     """Learning the next token in these rows (None: training_rows); at each evaluation, a held-out
     text is continued."""
-    T, tokenizer, pack = config.seq_len, sources.tokenizer, pack_of(config, sources)
+    T, tokenizer, pack = config.network.seq_len, sources.tokenizer, pack_of(config, sources)
     room = context_of(network_of(config), config.network)
     begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
     # The same rows each time, spread over all of the held-out text.

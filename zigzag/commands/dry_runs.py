@@ -89,7 +89,7 @@ def _resolved(config, mesh):
     """The configuration with the dtype for this mesh, a vocabulary and a number of steps."""
     config = resolve_dtype(config, mesh)
     # (--epochs would follow from the data. The program does not depend on the number of steps.)
-    return change(config, epochs=0.0, vocab_size=config.vocab_size or Bytes.vocab_size)
+    return change(config, epochs=0.0, vocab_size=config.network.vocab_size or Bytes.vocab_size)
 
 
 def dry_run(config: Any, is_short: bool = True) -> None:
@@ -117,16 +117,16 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     if config.topology:
         return dry_run(config, is_short=False)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
-    config = change(config, vocab_size=config.vocab_size or Bytes.vocab_size)
+    config = change(config, vocab_size=config.network.vocab_size or Bytes.vocab_size)
     network = network_of(config)
     network.check(config.network, mesh)
     decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
-    if config.lora_rank:
+    if config.network.lora_rank:
         decisions = lora.mark_frozen(decisions)
-        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.dtype), shapes)
-    of_trained = lora.split if config.lora_rank else lambda tree: (tree, {})
+        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.network.dtype), shapes)
+    of_trained = lora.split if config.network.lora_rank else lambda tree: (tree, {})
     (params, _), (chosen, _) = of_trained(shapes), of_trained(decisions)
     specs = jax.tree.map(lambda d: d.spec, chosen)
     if config.zero:
@@ -159,6 +159,6 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
     for at in range(10):
         next_batch(at)
     took = say.took[WARM:]
-    forecast.bench_report(say, program.mesh, config.dtype, took=took[1::2], reused=took[::2],
-                          tokens=say.tokens, flops=task.flops,
+    forecast.bench_report(say, program.mesh, config.network.dtype, took=took[1::2],
+                          reused=took[::2], tokens=say.tokens, flops=task.flops,
                           loader=(time.perf_counter() - begin) / 10)

@@ -60,8 +60,9 @@ def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
         for line in continuing.first_lines(config, train.learning_rate):
             say.line(line)
         if config.init_from:
-            say.line(f"model    {config.init_from}, fine-tuned on rows of {config.seq_len:,} "
-                     f"tokens (--seq_len) with a learning rate of up to {config.lr:.3g} (--lr)")
+            say.line(f"model    {config.init_from}, fine-tuned on rows of "
+                     f"{config.network.seq_len:,} tokens (--seq_len) with a learning rate of up to "
+                     f"{config.lr:.3g} (--lr)")
         say.line(f"data     {learned.description}")
         yield config, dataclasses.replace(learned.make_task(), record=learned.record,
                                           weights=weights), say

@@ -84,7 +84,7 @@ class Reporter:
             what = f"{count} simulated CPU device{'s' * (count > 1)}, no accelerator was found"
         if config.topology:
             what += " that are not here: compiled, not run"
-        self.line(f"=== zigzag on {what} | {config.dtype} | step by {config.step} ===")
+        self.line(f"=== zigzag on {what} | {config.network.dtype} | step by {config.step} ===")
         if not config.topology:
             for process, name in enumerate(host_names):
                 own = sum(d.process_index == process for d in mesh.devices.flat)

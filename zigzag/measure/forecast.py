@@ -62,7 +62,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
                ) -> Cost:
     """A rough estimate of the Cost of an update of `flops`, for a transformer, by the formulas in
     README's table."""
-    c = config
+    c = config.network
     d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
     # The parameters of a device before the split over fsdp, and how many of these are trained; its
@@ -71,7 +71,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
         sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
             for path, w in by_path(tree).items()) / t
         for tree in (params, lora.split(params)[0] if c.lora_rank else params))
-    layers, tokens = c.layers / p, c.batch * c.seq_len / (d * f * e * s)
+    layers, tokens = c.layers / p, config.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
     turns = 1       # passes of a stage for each microbatch, idle passes included
@@ -81,18 +81,18 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     cost, of_model, of_ff = _of_remat(c.remat)
     work = flops / (d * f * p * s * e * t) * cost * turns
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
-            + (1 - 1 / f) * (2 * own + trained) * itemsize * c.accumulate * turns
+            + (1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns
             + layers * cost * (
                 8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
             + 4 * X * (p > 1))
-    kept = tokens / c.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
+    kept = tokens / config.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
     return Cost(work / chip.flops, sent / chip.links, {
         "weights, gradients, optimizer": (STATE_BYTES * trained + itemsize * (own - trained)) / f,
         "activations kept for the backward pass": kept * itemsize,
         "logits, softmax, their gradients": 3 * 4 * min(LOGITS, tokens * c.vocab_size),
         "two layers' gathered weights and gradients": 4 * own * itemsize / layers,
         "attention's scores, in blocks": 6 * 4 * min(
-            SCORES / 4, tokens / c.accumulate * c.seq_len * c.heads / t)})
+            SCORES / 4, tokens / config.accumulate * c.seq_len * c.heads / t)})
 
 
 def _of_remat(text):
@@ -113,7 +113,7 @@ def auto_mesh(config: Any, devices: Sequence[Any], params: Any, *, check: Callab
     chip, costs = known or CHIPS["TPU v5 lite"], []
     for sizes in all_meshes(len(devices)):
         # (The cost model assumes that tensor splits all heads and the MLP.)
-        undivided = any(n % sizes["tensor"] for n in (config.heads, config.d_ff))
+        undivided = any(n % sizes["tensor"] for n in (config.network.heads, config.network.d_ff))
         if undivided or config.shards not in (0, sizes["tensor"]):
             continue
         mesh = ",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1"
@@ -171,7 +171,7 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
     reporter.line(f"memory   {_gib(memory.argument_size_in_bytes)} of state and batch, "
                   f"{_gib(memory.temp_size_in_bytes)} of temporaries, peak {_gib(peak)} a device"
                   + fits)
-    frozen = "; 4 per frozen weight" if config.lora_rank else ""
+    frozen = "; 4 per frozen weight" if config.network.lora_rank else ""
     reporter.line(f"compute  {_in_units(done, FLOPS, 2)} a device, {done / flops:.3f} times the "
                   f"usual count ({USUAL_COUNT}{frozen})")
     reporter.line(f"links    {_gib(sent)} sent by a device")
@@ -181,7 +181,7 @@ def dry_run(config: Any, mesh: Any, step: jax.stages.Compiled, reporter: Reporte
              "links": sent / chip.links}
     worst = max(takes, key=takes.get)
     least = takes[worst]
-    speed = config.batch * config.seq_len / least
+    speed = config.batch * config.network.seq_len / least
     speed = f"{speed:,.0f}" if speed < 1e6 else f"{speed / 1e6:,.1f} million"
     reporter.line(
         "bound    " + ", ".join(f"{k} {_in_units(v, TIMES)}" for k, v in takes.items())
@@ -229,8 +229,8 @@ def _gib(size):
 def _share_in_groups(config, mesh):
     """The average share of tokens among the rows for which an expert's device has room."""
     devices = mesh.shape["expert"] if config.step == "shard_map" else 1
-    room = min(config.experts_per_token, max(1, config.experts // devices))
-    return config.experts_per_token / devices / room
+    room = min(config.network.experts_per_token, max(1, config.network.experts // devices))
+    return config.network.experts_per_token / devices / room
 
 
 @contextlib.contextmanager

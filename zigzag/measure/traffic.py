@@ -50,8 +50,8 @@ def _sends_more(plan):
     rows, for the gradients of adapters, for weights that are stored otherwise than used, or for a
     part of the layers. (And a TPU multiplies float32 numbers rounded to bfloat16, and may round
     them before it gathers.)"""
-    c = plan.config
-    return (c.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
+    config, c = plan.config, plan.config.network
+    return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
             or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
             or any(d.spec != d.used for d in jax.tree.leaves(plan.decisions))
@@ -73,7 +73,7 @@ def _rows(plan):
         blocks = plan.network.block_traffic(config.network)
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch)]
-        rows += _experts(run) if config.experts else []
+        rows += _experts(run) if config.network.experts else []
     return rows
 
 
@@ -81,19 +81,20 @@ class _Run:
     """The sizes and counts of what a device runs in an update."""
 
     def __init__(self, config, mesh):
-        self.config, self.mesh, c = config, mesh, config
+        self.config, self.model, self.mesh = config, config.network, mesh
+        c = config.network
         self.sizes = mesh.shape
         # Bytes of a number. (Between CPU devices XLA sends 16-bit numbers in 32 bits.)
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
         self.sum_itemsize = 4 if c.sum_dtype else self.itemsize     # for gradients over fsdp
 
         # The pipeline: its microbatches, and for each part of the batch its ticks.
-        S, rows = self.sizes["pipe"], c.batch // row_groups(mesh) // c.accumulate
+        S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
         M = c.microbatches if S > 1 else 1
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
-        self.ticks, self.passes = c.accumulate * count, c.accumulate * count / chunks
+        self.ticks, self.passes = config.accumulate * count, config.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
-        self.overlaps = c.overlap and c.step == "shard_map"
+        self.overlaps = c.overlap and config.step == "shard_map"
         # A microbatch on a device. Between blocks, its time is split over tensor if it divides.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
@@ -102,7 +103,7 @@ class _Run:
         self.X = self.tokens * c.d_model * self.itemsize
         # The strips of its rows that a layer takes in turn.
         self.strips = strips.count(self.rows, self.time, self.sizes, platform(mesh),
-                                   strips.least(c))
+                                   strips.least(config))
         # Whether the head's time, of which each stage has a part, is split over tensor too.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
@@ -110,7 +111,7 @@ class _Run:
         self.layers = round(self.passes * c.layers / S)
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and the head run, and their input: 1F1B runs them in each tick.
-        self.ends = self.ticks if self.is_1f1b else c.accumulate
+        self.ends = self.ticks if self.is_1f1b else config.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
 
     def scatter(self, axis, count, size):
@@ -171,7 +172,7 @@ def _tensor(run, traffic):
     """8 (n-1)/n X for each layer (4 with a parallel block): time is gathered into a block and
     scattered out of it, and in the backward pass the transposes run. If time does not divide, an
     all-reduce replaces both."""
-    c, n, blocks = run.config, run.sizes["tensor"], traffic.pairs
+    c, n, blocks = run.model, run.sizes["tensor"], traffic.pairs
     # If heads do not divide, every device computes all of attention, and nothing is reduced.
     is_whole = c.heads % n > 0
     out = blocks - (is_whole and blocks > 1)
@@ -206,7 +207,7 @@ def _tensor(run, traffic):
 def _vocabulary(run, rows):
     """4 (n-1)/n X for the embedding and the head over tensor, and the reductions of the loss over
     the parts of the logits."""
-    D_bytes, S = run.config.d_model * run.itemsize, run.sizes["pipe"]
+    D_bytes, S = run.model.d_model * run.itemsize, run.sizes["pipe"]
     tokens = run.X_ends // D_bytes          # (a stage's head has a part of these)
     chunks = loss_chunks(tokens // run.time, run.time // S // (
         run.sizes["tensor"] if run.splits_head else 1), rows)
@@ -231,7 +232,7 @@ def _experts(run):
     """4 (n-1) X for each layer: every device has room for every token, on the way to the experts
     and back, forward and backward. The numbers of a token's experts and its routing weights are
     sent too. Over tensor, each device routes its own time and gathers the choices of the others."""
-    c, n = run.config, run.sizes["expert"]
+    c, n = run.model, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
     exchanges = 3 + run.forwards + run.is_1f1b
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
@@ -270,7 +271,8 @@ def _seq(run, segments):
     """4 (n-1) K for each layer: keys and values go once around the ring, and their gradients back.
     What decides which of them a query sees goes with them: their slots, and the documents of a
     microbatch. No layer changes these, so most programs send them once for all layers."""
-    c, n, hops = run.config, run.sizes["tensor"], run.sizes["seq"] - 1
+    c, n, hops = run.model, run.sizes["tensor"], run.sizes["seq"] - 1
     K = run.tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * run.itemsize
     yield "collective-permute", "seq", 2 * hops * run.layers * (run.forwards + 1), K
-    yield "collective-permute", "seq", hops * (c.accumulate + run.ticks * segments), run.tokens * 4
+    times = hops * (run.config.accumulate + run.ticks * segments)
+    yield "collective-permute", "seq", times, run.tokens * 4

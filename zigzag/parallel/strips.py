@@ -31,8 +31,8 @@ MOST = 8        # strips: each is a copy of the layer in the program
 def least(config: Any) -> int:
     """The least tokens of a strip in a run of one of our networks; 0: no strips. (--overlap has its
     own way to send while it multiplies.)"""
-    has_none = config.overlap or config.step == "jit" or getattr(config, "experts", 0)
-    return 0 if has_none else LEAST
+    c = config.network
+    return 0 if c.overlap or config.step == "jit" or getattr(c, "experts", 0) else LEAST
 
 
 def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:

@@ -103,9 +103,9 @@ def first_example(task: Task) -> dict[str, str]:
 def has_own_weights(program: Program) -> bool:
     """Whether the weights are a custom task's, not those of the configuration's network."""
     plan, config = program.plan, program.config
-    if plan.trusted or config.lora_rank:
+    if plan.trusted or config.network.lora_rank:
         return False
-    return not config.vocab_size or shapes_hash(plan.params) != shapes_hash(
+    return not config.network.vocab_size or shapes_hash(plan.params) != shapes_hash(
         network_of(config).weight_shapes(config.network))
 
 

@@ -67,16 +67,17 @@ def check_config(c: Any) -> None:
     if c.edited and (not c.init_from or c.init_from != c.model):
         raise ConfigError("--edited is for the weights of a published model: give --model FOLDER")
     for name in ("sum_dtype", "overlap"):
-        if c.step == "jit" and (value := getattr(c, name)):
+        if c.step == "jit" and (value := getattr(c.network, name)):
             raise ConfigError(f"--{name} {value}: with --step jit the compiler chooses; give "
                               f"--step shard_map")
     if "://" in c.out:
         folder = c.out.split("://")[1].split("/")[-1] or "out"
         raise ConfigError(f"--out {c.out}: object stores are not supported yet; give a folder that "
                           f"every process sees, {folder} for example")
-    if (c.chunks > 1) != (c.schedule == "interleaved"):
-        raise ConfigError(f"--schedule {c.schedule} --chunks {c.chunks}: interleaved has at least "
-                          f"2 --chunks, and no other schedule has more than 1")
+    schedule, chunks = c.network.schedule, c.network.chunks
+    if (chunks > 1) != (schedule == "interleaved"):
+        raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved has at least 2 "
+                          f"--chunks, and no other schedule has more than 1")
     for best in c.best:
         if not re.fullmatch(r"(smallest|largest):\S+", best):
             raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, with the "
@@ -93,7 +94,7 @@ def check_network(config: Any, network: Any, mesh: Any) -> None:
     check_batch(config, mesh)
     check_rows(config, network)
     # (The data may have yet to decide vocab_size. Until then, use a multiple of every axis.)
-    some = change(config, vocab_size=config.vocab_size or 128 * mesh.size)
+    some = change(config, vocab_size=config.network.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
 
@@ -119,11 +120,11 @@ def check_batch(c: Any, mesh: Any) -> None:
         raise ConfigError(f"mesh axis {' and '.join(idle)}: with --step jit the compiler splits no "
                           f"work over it, and every device would do all of it; give its devices "
                           f"to data, fsdp, expert or tensor")
-    rows = c.batch // parts
-    if rows % c.microbatches:
-        raise ConfigError(f"--microbatches {c.microbatches} does not divide the {rows} rows that a "
+    rows, microbatches = c.batch // parts, c.network.microbatches
+    if rows % microbatches:
+        raise ConfigError(f"--microbatches {microbatches} does not divide the {rows} rows that a "
                           f"device has at a time; the nearest that does is --microbatches "
-                          f"{nearest_divisor(rows, c.microbatches)}")
+                          f"{nearest_divisor(rows, microbatches)}")
 
 
 def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
@@ -162,14 +163,15 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
 
 def check_vocabulary(config: Any, ids: int) -> Any:
     """The configuration with a vocab_size: its own, which must be at least `ids`, or `ids`."""
-    if config.vocab_size and config.vocab_size < ids:
-        raise ConfigError(f"--vocab_size {config.vocab_size}: the data has {ids} ids")
-    return change(config, vocab_size=config.vocab_size or ids)
+    if config.network.vocab_size and config.network.vocab_size < ids:
+        raise ConfigError(f"--vocab_size {config.network.vocab_size}: the data has {ids} ids")
+    return change(config, vocab_size=config.network.vocab_size or ids)
 
 
 def check_corpus(config: Any, sources: Any) -> Any:
     """The configuration with the corpora's vocabulary, after refusing one that is too short."""
     config = check_vocabulary(config, sources.tokenizer.vocab_size)
+    length = config.network.seq_len
     if any(corpus and corpus.record.get("form") == "preference"
            for corpus in (*sources.corpora, sources.held_out)):
         raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
@@ -180,14 +182,14 @@ def check_corpus(config: Any, sources: Any) -> Any:
         count, weights = len(corpus.train), corpus.weights["train"]
         if corpus.is_learned_in_part:
             documents = corpus.documents("train")
-            if documents.unlearned(config.seq_len) == len(documents):
+            if documents.unlearned(length) == len(documents):
                 begins = int(np.argmax(documents.weights > 0))
-                raise ConfigError(f"--seq_len {config.seq_len}: no answer of {corpus.folder} comes "
+                raise ConfigError(f"--seq_len {length}: no answer of {corpus.folder} comes "
                                   f"within so many tokens, so there is nothing to learn; the first "
                                   f"one comes after {begins:,} tokens")
-        elif count <= config.seq_len:
+        elif count <= length:
             skipped = "".join(f"; {text}" for text in what_was_skipped(corpus.record) if text)
-            raise ConfigError(f"--seq_len {config.seq_len}: {what} has only {count} tokens to "
+            raise ConfigError(f"--seq_len {length}: {what} has only {count} tokens to "
                               f"train on; give more data or a --seq_len below {count}{skipped}")
         elif weights is not None and weights.min() == weights.max() == 0:
             raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")

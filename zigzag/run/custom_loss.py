@@ -186,7 +186,7 @@ def _rows_to_compare(plan):
     config, cut = plan.config, plan.accumulate * row_groups(plan.mesh)
     numbers = sum(x.size for x in jax.tree.leaves(plan.batch))
     each = config.batch // cut
-    return cut * (each if numbers <= SMALL else min(each, 2 * config.microbatches))
+    return cut * (each if numbers <= SMALL else min(each, 2 * config.network.microbatches))
 
 
 def _find_difference(plan, make_batch, compute):
@@ -258,7 +258,7 @@ def _named(sums, gradient, held):
 
 def _on_mesh(plan, gradients, evaluate, params, batch):
     places = shardings(plan.stored, plan.mesh)
-    chunks = 1 if plan.mode == JIT else plan.config.chunks
+    chunks = 1 if plan.mode == JIT else plan.config.network.chunks
     staged = permute_layers(params, places, chunks)
     trained, frozen = plan.in_two(staged)
     grad, sums = gradients(trained, batch, frozen)
@@ -355,8 +355,8 @@ def _differs(plan, differ):
     """The refusal of a loss that differs on the mesh: what differs, and what to use instead."""
     config, axes = plan.config, [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
     splits = [f"--mesh {','.join(axes)}"] if axes else []
-    splits += [f"--{name} {getattr(config, name)}" for name in ("accumulate", "microbatches")
-               if getattr(config, name) > 1]
+    cut = {"accumulate": config.accumulate, "microbatches": config.network.microbatches}
+    splits += [f"--{name} {n}" for name, n in cut.items() if n > 1]
     return ConfigError(
         f"{' '.join(splits)}: this loss has other values than on one device: {differ}; a loss must "
         f"be a sum over rows (where rows are compared, get them by shard.all_rows, with "

@@ -82,7 +82,7 @@ SHOWN_TEXT = 8 * NEW_IDS
 def tokens_to_evaluate(config: Any) -> int:
     """The number of held-out tokens in an evaluation for which all evaluations of a run take at
     most a fifth of its time, but at least a batch. (A forward pass takes a third of a step.)"""
-    c, batch = config, config.batch * config.seq_len
+    c, batch = config, config.batch * config.network.seq_len
     count = -(-c.steps // (c.eval_every or c.steps)) + c.eval_first
     return min(MOST_TOKENS, max(batch, 3 * c.steps * batch // 4 // count - SHOWN_TEXT))
 

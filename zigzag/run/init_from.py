@@ -25,7 +25,7 @@ def first_weights(config: Any, network: Network, reads_text: bool
         whole = dataclasses.replace(config.network, lora_rank=0)
         check_hf(network, source, whole, config.edited)
         return (functools.partial(read_hf, network, source, whole), published_tokenizer(
-            source, config.vocab_size) if reads_text else None, {})
+            source, config.network.vocab_size) if reads_text else None, {})
     record = read_run(source, network.config, "--init_from")
     if "tokenizer" not in record and reads_text:
         raise ConfigError(f"--init_from {source}: a run of another task, without a tokenizer for "

@@ -103,7 +103,7 @@ def first_state(program: Program, weights: Callable | None = None) -> Any:
     shapes have shardings."""
     config, given = program.config, None
     if weights:
-        places = program.state["frozen" if config.lora_rank else "params"]
+        places = program.state["frozen" if config.network.lora_rank else "params"]
         given = weights(jax.tree.map(lambda x: x.update(dtype="float32"), places))
     with jax.set_mesh(program.mesh):
         return program.start(jax.random.key(config.seed), given)
@@ -112,7 +112,7 @@ def first_state(program: Program, weights: Callable | None = None) -> Any:
 def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any, dict[str, str]]:
     """The first state of a run with frozen weights, which no checkpoint holds, and their
     fingerprint. (None, {}) for other runs."""
-    if not (program.config.lora_rank and program.config.out):
+    if not (program.config.network.lora_rank and program.config.out):
         return None, {}
     state = first_state(program, weights)
     with jax.set_mesh(program.mesh):
@@ -269,7 +269,7 @@ def report_header(program: Program, say: Reporter, is_short: bool = True) -> Non
     weights = f"{total:,} parameters"
     if visited < total:
         weights += f", of which a token visits {visited:,}"
-    if config.lora_rank:
+    if config.network.lora_rank:
         trained = sum(w.size for w in jax.tree.leaves(program.state["params"]))
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
@@ -277,8 +277,8 @@ def report_header(program: Program, say: Reporter, is_short: bool = True) -> Non
     table = explain(plan.decisions, plan.params, program.mesh, program.state["opt"], is_short)
     schedule = ""
     if stages > 1 and config.step == "shard_map":
-        schedule = timeline(stages, config.microbatches, config.schedule, config.chunks,
-                            plan.skips_idle)
+        schedule = timeline(stages, config.network.microbatches, config.network.schedule,
+                            config.network.chunks, plan.skips_idle)
     say.header(config, program.mesh, process_allgather(socket.gethostname()), [
         *describe_model(plan), describe_training(plan),
         config.ema and f"average  evaluations and checkpoints have the average of the weights over "
@@ -291,9 +291,9 @@ def describe_model(plan: Any) -> list[str]:
     """Lines with the network and its sizes; none for a custom loss."""
     if plan.network is None:
         return []
-    sizes = [f"{name} {getattr(plan.config, name):,}" for name in (
+    sizes = [f"{name} {getattr(plan.config.network, name):,}" for name in (
         "layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "experts", "vocab_size",
-        "seq_len") if getattr(plan.config, name, 0)]
+        "seq_len") if getattr(plan.config.network, name, 0)]
     return [f"network  {describe_network(plan.config)}", f"sizes    {', '.join(sizes)}"]
 
 
@@ -316,7 +316,7 @@ def describe_attention(plan: Any) -> str:
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)
         elif sizes["pipe"] > 1:
-            rows //= config.microbatches
+            rows //= config.network.microbatches
         if plan.mode == BY_HAND and heads % sizes["tensor"] == 0:
             heads //= sizes["tensor"]
         how = describe(call._replace(rows=rows, heads=heads), plan.mesh, plan.manual)

@@ -130,15 +130,10 @@ class MoreOptions:
         best = self.best.split() if isinstance(self.best, str) else self.best
         object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))
         checks.check_config(self)
-        derive(self, lr=(0.05 if self.init_from and not self.lora_rank else 0.5) / self.d_model)
+        all_of_it = self.init_from and not self.network.lora_rank
+        derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)
         schedules.fill_in(self)
         if not self.epochs:         # (with epochs, the steps are known when the data is)
             fifth = max(1, self.steps // 5)
             derive(self, save_every=fifth, eval_every=fifth)
             derive(self, eval_tokens=tokens_to_evaluate(self))
-
-    def __getattr__(self, name: str) -> Any:
-        """Read the network's fields: config.layers is config.network.layers."""
-        if name.startswith("__") or name == "network":
-            raise AttributeError(name)
-        return getattr(self.network, name)

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError, did_you_mean, naming
-from zigzag.core.flags import change
+from zigzag.core.flags import change, flat
 from zigzag.core.mesh import batch_spec, by_path, cast, row_groups, untyped
 from zigzag.rule.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
@@ -328,7 +328,7 @@ def _check_config(c, mesh):
     for name, usual, why in (
             ("lora_rank", 0, "has no adapters"), ("chunks", 1, "sees layers in their own order"),
             ("ema", 0, "keeps its own average, as a tree of init's that the step updates")):
-        if (value := getattr(c, name)) != usual:
+        if (value := flat(c)[name]) != usual:
             raise ConfigError(f"--{name} {value:g}: a step of one's own {why}; leave it out")
 
 

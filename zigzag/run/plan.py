@@ -154,7 +154,7 @@ class Plan:
     @property
     def skips_idle(self) -> bool:
         """Whether a stage of the pipeline may skip a tick in which it has no work."""
-        return can_skip(self.sizes, self.config.overlap and "tensor" in self.manual)
+        return can_skip(self.sizes, self.config.network.overlap and "tensor" in self.manual)
 
     @property
     def needs(self) -> list[str]:
@@ -203,7 +203,7 @@ class Plan:
         if self.learned is not None:
             own = {name: x for name, x in tree.items() if name == self.learned}
             return own, {name: x for name, x in tree.items() if name not in own}
-        return lora.split(tree) if self.config.lora_rank else (tree, {})
+        return lora.split(tree) if self.config.network.lora_rank else (tree, {})
 
     @property
     def parts(self) -> int:
@@ -232,8 +232,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         check_rows(config, network)
     if schedule:
         check_given(schedule)
-    if config.lora_rank:
-        init = _with_frozen(init, config.dtype)
+    if config.network.lora_rank:
+        init = _with_frozen(init, config.network.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
     _check_floats(params if learned is None else {k: x for k, x in params.items() if k == learned})
     loss, takes_specs = with_checked_sums(loss)
@@ -241,11 +241,11 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     # The rule looks at what a device computes: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-    weights = jax.eval_shape(lambda p: cast(p, config.dtype), params)
+    weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
     calls = Calls()
     with calls.noted():
         jaxpr, sums = _traced(loss, weights, few, batch)
-    if getattr(config, "accuracy", False) and "accuracy" not in sums[2]:
+    if config.network.accuracy and "accuracy" not in sums[2]:
         raise ConfigError("--accuracy true: this loss returns no sum of the name accuracy (return "
                           "the second result of shard.token_loss in its third); leave it out")
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
@@ -253,7 +253,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                               mesh_axes=network.mesh_axes(config.network) if network else None)
     if network:
         check_tensor(config.network, mesh, jax.tree.map(lambda d: d.spec, decisions))
-    if config.lora_rank:
+    if config.network.lora_rank:
         decisions = lora.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
     if splits_tensor or not trusted and rows < config.batch:
@@ -266,7 +266,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.dtype, config.accumulate, names, tuple(calls), schedule,
+                config.network.dtype, config.accumulate, names, tuple(calls), schedule,
                 tuple(timed.items()), strips.least(config) if trusted else 0, learned)
     _check_axes(plan, names, why)
     return plan
@@ -348,7 +348,7 @@ def check_names(given: Any, what: str, known: Any) -> None:
 
 def resolve_dtype(config: Any, mesh: Any) -> Any:
     """The configuration with the compute precision that the mesh's devices are best at."""
-    return change(config, dtype=config.dtype or best_dtype(mesh))
+    return change(config, dtype=config.network.dtype or best_dtype(mesh))
 
 
 def _check_floats(params):
@@ -402,7 +402,7 @@ class Program:
     def permute(self, tree: Any, back: bool = False) -> Any:
         """A state, the part of it that is saved, or weights, with the layers in the order of the
         pipeline's stages, or (`back`) in their own order, in which they are saved."""
-        chunks = 1 if self.plan.mode == JIT else self.config.chunks
+        chunks = 1 if self.plan.mode == JIT else self.config.network.chunks
         known = (self.state, self.saved(self.state), self.state["params"], self.weights(self.state))
         like = next(x for x in known if jax.tree.structure(x) == jax.tree.structure(tree))
         return permute_layers(tree, jax.tree.map(lambda x: x.sharding, like), chunks, back)
@@ -430,7 +430,8 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
         """The first state of a run, with these weights (apart from adapters) or with init's."""
         trained, frozen = plan.in_two(plan.init(key))
         if weights is not None:
-            trained, frozen = (trained, cast(weights, c.dtype)) if c.lora_rank else (weights, {})
+            trained, frozen = ((trained, cast(weights, c.network.dtype)) if c.network.lora_rank
+                               else (weights, {}))
         average = {"average": trained} if c.ema else {}
         return {"params": trained, "frozen": frozen, "opt": optimizer.init(trained),
                 "step": jnp.zeros((), jnp.int32), **average}

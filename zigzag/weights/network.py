@@ -378,4 +378,4 @@ def own_loss(config: Any, loss: Callable) -> Network | None:
 
 def flops_of_update(config: Any) -> float:
     """FLOPs of an update of a run with this configuration."""
-    return network_of(config).training_flops(config.network, config.batch * config.seq_len)
+    return network_of(config).training_flops(config.network, config.batch * config.network.seq_len)
