@@ -8,7 +8,7 @@ layers are stacked along a leading dimension.
 
 Only `weights` names axes of a mesh. Where a collective may be needed this file calls shard.py:
 `columns` is the product into attention or an MLP, `row` the product out of it, and so on. On one
-device these are plain matrix products. Published networks that differ are in networks/.
+device these are plain matrix products. Published networks that differ are in published/.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
@@ -25,11 +25,10 @@ import shard
 from zigzag.core.errors import fill_in
 from zigzag.core.mesh import cast, check_ids
 from zigzag.core.options import flag
+from zigzag.core.parts import part
 from zigzag.generate import cache as kv_cache
-from zigzag.hub import folders
-from zigzag.hub.llama import PLAIN, as_llama
-from zigzag.weights import lora
-from zigzag.weights.network import (
+from zigzag.parallel import lora
+from zigzag.parallel.network import (
     Computed,
     Layer,
     Network,
@@ -38,8 +37,8 @@ from zigzag.weights.network import (
     check_decoder,
     with_hits,
 )
-from zigzag.weights.positions import rotary_rates, rotate
-from zigzag.weights.table import Table, padded
+from zigzag.parallel.rotary import rotary_rates, rotate
+from zigzag.parallel.table import Table, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,15 +272,16 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
     return shard.whole_time(x), new
 
 
-NETWORK = Network("decoder", Config, weights, loss, batch_shapes, forward, PLAIN, extend=extend,
+NETWORK = Network("decoder", Config, weights, loss, batch_shapes, forward, extend=extend,
                   head_logits=head_logits, cache_layer=cache_layer,
-                  block_traffic=lambda config: Traffic(), as_published=as_llama)
+                  block_traffic=lambda config: Traffic())
 init, weight_specs = NETWORK.init, NETWORK.weight_specs
-load_run, load_hf, save_hf = (functools.partial(f, NETWORK) for f in (
-    folders.load_run, folders.load_hf, folders.save_hf))
+
+
+def main() -> None:
+    """python model.py --run RUN --export DIR: a run as a published folder."""
+    part("published.folders", "python model.py --export").export()
 
 
 if __name__ == "__main__":
-    import networks
-
-    shard.run_main(functools.partial(folders.export, networks.network_of_record))
+    shard.run_main(main)

@@ -11,7 +11,7 @@ The network is the one that was trained; its pass with a cache is called `extend
 pass (zigzag/generate/passes.py) is one shard_map. A token has no time to split, so its `shard.row`
 is an all-reduce. The caches are [B, K, S, N]: tensor splits the heads K or, if it does not split
 their weights, the slots S; data, fsdp and expert split the B rows, which are padded on the left.
-Prompts that wait take the rows of answers that have ended (zigzag/generate/turns.py).
+Prompts that wait take the rows of answers that have ended (zigzag/generate/batching.py).
 
     python sample.py --run out --prompt "def main("
 """
@@ -31,24 +31,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import networks
+import model as model         # (its network is then known)
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import mesh_of_flags
+from zigzag.core.parts import has_part, part
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
-from zigzag.generate import decoding, scores, search, turns
+from zigzag.generate import batching, decoding, passes
 from zigzag.generate.answers import Answer
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.engine import Engine, mesh_of_weights
-from zigzag.generate.prompts import Flags, needed_tokenizer, step_of, whole_context
+from zigzag.generate.prompts import Flags, needed_tokenizer, step_of
 from zigzag.generate.rows import check_writes, seeds_of
+from zigzag.parallel.network import config_of_run, network_of
+from zigzag.parallel.saved import load_run
 
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
     """The ids that `generate` adds to this prompt, found without a cache, if they all fit."""
-    forward = jax.jit(functools.partial(networks.network_of(config).forward, config=config))
+    forward = jax.jit(functools.partial(network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
     row = np.zeros((1, len(prompt) + tokens), np.int32)
@@ -63,7 +66,7 @@ def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
     """The ids that `generate` adds to this prompt, found by a loop with a cache: the network reads
     the prompt, and then each new id. (For a decoder, on one device.)"""
-    network, sampling = networks.network_of(config), Sampling(temperature)
+    network, sampling = network_of(config), Sampling(temperature)
     params, start = for_decoding(params, config), np.zeros(1, int)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": start}, seed)
     cache = engine_of(config).empty_cache(1, len(prompt) + tokens, params["embed"].dtype)
@@ -103,7 +106,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
 
 def engine_of(config: Any) -> Engine:
     """The model as passes take it."""
-    return Engine(networks.network_of(config), config)
+    return Engine(network_of(config), config)
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
@@ -137,7 +140,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
                     temperature, top_k, top_p, min_p, repetition_penalty
         seed        one number, or one for each prompt
         source      ids, a picture or sound for each prompt, if the model reads them; prompts of
-                    an encoder-decoder are [[zigzag.hub.llama.start_id(config)]]
+                    an encoder-decoder are [[published.start_id(config)]]
         ended       ended(a prompt's number) ends its answer; it is asked after each piece
         batch       the most prompts answered at once; others wait, and have None in a piece
 
@@ -146,8 +149,8 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
     a prompt is longer, only its last tokens are read. `say` reports both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
-    rows = turns.Rows(engine, params, prompts, tokens, sampling, ends, source, seed, batch, piece,
-                      stop_at_context, say)
+    rows = batching.Rows(engine, params, prompts, tokens, sampling, ends, source, seed, batch,
+                         piece, stop_at_context, say)
     for new in rows.written(draw, ended):
         yield new if logprobs else [pair and pair[0] for pair in new]
 
@@ -158,8 +161,11 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
     """New ids [B, tokens], for use inside a compiled function; with beams, the best beam's. rows
     are arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder. Ids
     after the first one in `ends` mean nothing."""
-    return search.ids_of_rows(engine_of(config), params, rows, tokens,
-                              decoding.sampling_of(sampling, {}), seed, ends, draw, beams)
+    if beams:
+        return part("tools.beams", "beams").ids_of_rows(
+            engine_of(config), params, rows, tokens, ends, beams)
+    return passes.ids_of_rows(engine_of(config), params, rows, tokens,
+                              decoding.sampling_of(sampling, {}), seed, ends, draw)
 
 
 def for_decoding(params: Any, config: Any) -> Any:
@@ -173,16 +179,17 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
                 length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
     """The best continuations of each prompt, best first: pairs (ids, score). A score is a sum of
-    log-probabilities, divided by length ** length_penalty. (search.py says when a search ends.)"""
-    return search.best_beams(engine_of(config), params, prompts, beams, tokens, eos, source,
-                              length_penalty, early_stop)
+    log-probabilities, divided by length ** length_penalty. (tools/beams.py: when a search ends.)"""
+    return part("tools.beams", "sample.beam_search").best_beams(
+        engine_of(config), params, prompts, beams, tokens, eos, source, length_penalty, early_stop)
 
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
     """For each row, the sum of its ids' log-probabilities and the number of these ids: all but the
     first, or the first given[row]. With likeliest, also how many were the model's first choice."""
-    found = scores.logprobs_of(engine_of(config), params, rows, sources, batch, given)
+    found = part("tools.scores", "sample.score").logprobs_of(
+        engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
 
 
@@ -195,22 +202,25 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
     newest, or of a published model (`edited`: also where the network's code was edited and may
     compute another). The weights are float32, split over the mesh if one is given."""
     if "model_type" in read_record(Path(folder) / "config.json"):
-        params, config = networks.load_hf(folder, mesh, edited)
+        params, config = part("published", f"{folder}").load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
-    params, config = networks.load_run(folder, mesh, checkpoint)
-    families = networks.network_of(config).families
-    return params, whole_context(config, families), tokenizer_of_run(folder)
+    params, config = load_run(folder, mesh, checkpoint)
+    if config.published and has_part("published"):      # (its context, not that of its rows)
+        config = part("published", "").whole_context(config)
+    return params, config, tokenizer_of_run(folder)
 
 
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     """Like `load`, for the model that the flags name, with its weights as decoding uses them."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
-    c = networks.hf_config(flags.model) if flags.model else networks.config_of_run(flags.run)
-    what = f"--model {flags.model}" if flags.model else f"--run {flags.run}"
-    check_writes(networks.network_of(c), c, what, mesh)
     if flags.model:
+        published = part("published", f"--model {flags.model}")
+        c = published.hf_config(flags.model)
+        check_writes(network_of(c), c, f"--model {flags.model}", mesh)
         tokenizer = published_tokenizer(flags.model, c.vocab_size)
-        return *networks.load_for_decoding(flags.model, mesh, flags.edited), tokenizer
+        return *published.load_for_decoding(flags.model, mesh, flags.edited), tokenizer
+    c = config_of_run(flags.run)
+    check_writes(network_of(c), c, f"--run {flags.run}", mesh)
     tokenizer = needed_tokenizer(flags.run)
     params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
     return for_decoding(params, c), c, tokenizer

@@ -4,9 +4,9 @@ Column, row, column, row: the first weight of a block is split by columns, so th
 its own part of the hidden layer and sends nothing; the last is split by rows, and one reduction
 adds up the devices' partial sums (README has the picture). A network's table of weights says which
 dimension each axis splits; for any other function `infer_specs` finds that alternation by itself
-(zigzag/rule/rule.py). The functions below are the collectives for weights that are split so. Each
-parallelism is one section, which can be read alone: data, fsdp, tensor (and the vocabulary), seq,
-expert, pipe. Without a mesh, each function that a model calls is the plain computation.
+(zigzag/parallel/rule.py). The functions below are the collectives for weights that are split so.
+Each parallelism is one section, which can be read alone: data, fsdp, tensor (and the vocabulary),
+seq, expert, pipe. Without a mesh, each function that a model calls is the plain computation.
 
 B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
 E experts.
@@ -88,11 +88,13 @@ from zigzag.core.mesh import (
     within,
 )
 from zigzag.core.mesh import make_mesh as make_mesh
-from zigzag.measure.hlo import collectives as collectives  # re-exported
-from zigzag.parallel import attention, overlap, pipeline, ring_kernel, strips
+from zigzag.parallel import attention, overlap, pipeline, ring_kernel
 from zigzag.parallel import experts as dispatch
+from zigzag.parallel import layer_strips as strips
 from zigzag.parallel.attention import join, look
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
+from zigzag.parallel.hlo import collectives as collectives  # re-exported
+from zigzag.parallel.jaxprs import labelled, named  # labels: `attend` explains them
 from zigzag.parallel.order import shard_time as shard_time
 from zigzag.parallel.order import zigzag_order
 from zigzag.parallel.pipeline import Options as Options
@@ -110,10 +112,9 @@ from zigzag.parallel.products import (
 from zigzag.parallel.products import repeat_kv as repeat_kv
 from zigzag.parallel.remat import part as part
 from zigzag.parallel.remat import policy_of, recomputed, scan_layers
-from zigzag.rule.jaxprs import labelled, named  # labels: `attend` explains them
-from zigzag.rule.rule import explain as explain
-from zigzag.rule.rule import infer_specs as infer_specs
-from zigzag.rule.rule import plan_sharding as plan_sharding
+from zigzag.parallel.rule import explain as explain
+from zigzag.parallel.rule import infer_specs as infer_specs
+from zigzag.parallel.rule import plan_sharding as plan_sharding
 
 # -------------------------------------------------------------------------------------------
 # data
@@ -830,6 +831,6 @@ def _head_of_stage(head, all_time):
 
 
 if __name__ == "__main__":
-    from zigzag.commands import dry_runs
+    from zigzag.commands import programs
 
-    run_main(dry_runs.show_sharding)
+    run_main(programs.show_sharding)

@@ -12,9 +12,9 @@ batch into (sum, count), which are divided once, after both were summed over par
 """
 
 if __name__ == "__main__":
-    from zigzag.run.plots import draw_or_begin
+    from zigzag.core.parts import begin
 
-    draw_or_begin()
+    begin()
 
 import dataclasses
 import functools
@@ -37,18 +37,18 @@ from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.shuffle import mix
+from zigzag.parallel.network import own_loss
 from zigzag.parallel.storage import stored_to_used
 from zigzag.run import continuing, modes, optimizers, schedules
-from zigzag.run.begin import check_start, machine, running
 from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import evaluate
 from zigzag.run.loop import Fit, flush_metrics, is_due, profile, save
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
+from zigzag.run.running import check_start, machine, running
 from zigzag.run.task import Task, with_sequence
 from zigzag.run.task import language as language
-from zigzag.weights.network import own_loss
 
 # {name for --optimizer: function of (config, decisions)}: optax transformations without a rate.
 OPTIMIZERS = {"adamw": optimizers.adam, "muon": optimizers.muon}
@@ -374,9 +374,9 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 
 def compile_step(config: Config) -> jax.stages.Compiled:
     """The command line's step, compiled for this machine or --topology; writes nothing."""
-    from zigzag.commands import dry_runs
+    from zigzag.commands import programs
 
-    return dry_runs.ready_to_run(config)[1]
+    return programs.ready_to_run(config)[1]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

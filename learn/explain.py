@@ -21,15 +21,17 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 import jax
 
-import networks
 import shard
 import train
+from forecast import estimate
+from forecast.traffic import expected_traffic
 from learn import walk
-from zigzag.commands import command_line, continued, dry_runs
-from zigzag.measure import chips, forecast, hlo
-from zigzag.measure.traffic import expected_traffic
+from zigzag.commands import command_line, continued, programs
+from zigzag.core import chips
+from zigzag.core.errors import human_bytes
+from zigzag.parallel import hlo
+from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.parallel.pipeline import passes
-from zigzag.weights.network import flops_of_update
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -68,14 +70,14 @@ class Run(NamedTuple):
 
 def compiled(config: Any) -> Run:
     """The configuration's step, compiled, and what can be read off it."""
-    program, step = dry_runs.ready_to_run(config)
+    program, step = programs.ready_to_run(config)
     device = program.mesh.devices.flat[0]
     chip = chips.chip_of(device)
     about = (f"{device.device_kind}, as published" if chip else
              f"those of a {USUAL_CHIP}, as this device's ({device.device_kind}) are not known")
     c, mesh = program.config, program.mesh
     expected = expected_traffic(program.plan)
-    sent, flops, note = forecast.work_of(
+    sent, flops, note = estimate.work_of(
         c, mesh, step, expected=expected,
         flops=flops_of_update(c) / mesh.size)
     return Run(program, step, chip or chips.CHIPS[USUAL_CHIP], about, sent, expected, flops, note)
@@ -116,8 +118,8 @@ def memory(run: Run) -> str:
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                    for x in jax.tree.leaves(tree))
 
-    network = networks.network_of(c.network)
-    cost = forecast.cost_model(c, network.weight_shapes(c.network), dict(program.mesh.shape),
+    network = network_of(c.network)
+    cost = estimate.cost_model(c, network.weight_shapes(c.network), dict(program.mesh.shape),
                                run.chip, flops=0)
     stats = run.compiled.memory_analysis()
     names = {"params": "trained weights", "frozen": "frozen weights", "opt": "optimizer"}
@@ -182,7 +184,7 @@ def roofline(run: Run) -> str:
         sizes[f"what is sent over {one.axis}"] += one.bytes
     rates = dict.fromkeys(sizes, run.chip.links)
     name = "memory, if temporary memory is used once"
-    sizes[name], rates[name] = forecast.bytes_moved(run.compiled), run.chip.bandwidth
+    sizes[name], rates[name] = estimate.bytes_moved(run.compiled), run.chip.bandwidth
     rows = []
     for name, size in sizes.items():
         if size:
@@ -287,7 +289,7 @@ def _seconds(x):
 
 
 def _bytes(size):
-    return forecast.human_bytes(size)
+    return human_bytes(size)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -320,7 +322,7 @@ def main(argv: list[str] | None = None) -> None:
         out.write_text(text)
     except OSError as e:
         raise shard.ConfigError(f"{out}: {e.strerror}") from None
-    print(f"{out}: {forecast.human_bytes(len(text))}")
+    print(f"{out}: {human_bytes(len(text))}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path += [".", ".."]      # (the repository, from here or from learn/)
 import train
 from learn import lesson
 from learn.lesson import check
-from zigzag.commands import dry_runs
+from zigzag.commands import programs
 
 lesson.begin(8)
 
@@ -161,7 +161,7 @@ def predicted(c, n, weights):
 
 
 def compare(*flags):
-    program = dry_runs.program_of(train.parse([
+    program = programs.program_of(train.parse([
         "--layers", "32", "--d_model", "128", "--heads", "8", "--seq_len", "64", "--batch", "32",
         "--vocab_size", "257", *flags]))
     compiled = program.step.lower(program.state, program.batch).compile()
@@ -200,7 +200,7 @@ for flags in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2"):
 # %%
 def program_on(mesh):
     flags = ["--mesh", mesh, "--layers", "6", "--vocab_size", "257"]
-    return dry_runs.program_of(train.parse(flags))
+    return programs.program_of(train.parse(flags))
 
 
 for mesh in ("tensor=3", "pipe=4,data=2", "fsdp=8,tensor=2", "tensr=2"):

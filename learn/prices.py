@@ -5,19 +5,19 @@
 
 The first is for a function of your own, loss(params, *args). Beside it, mine.py has a function
 example() that returns (params, *args): arrays or jax.ShapeDtypeStructs. The second is for the loss
-of the network that the flags describe. Nothing is computed. zigzag/rule/rule.py explains the steps.
+of the network that the flags describe. Nothing is computed. zigzag/parallel/rule.py explains the steps.
 """
 
 import runpy
 import sys
 from typing import Any, Callable
 
-import networks
 import shard
 import train
+from zigzag.core.errors import human_bytes
 from zigzag.core.mesh import mesh_sizes
-from zigzag.measure import forecast
-from zigzag.rule.rule import Group, groups
+from zigzag.parallel.network import network_of
+from zigzag.parallel.rule import Group, groups
 
 
 def table(fn: Callable, params: Any, *args: Any, shards: int) -> str:
@@ -29,7 +29,7 @@ def table(fn: Callable, params: Any, *args: Any, shards: int) -> str:
 def _text(group: Group) -> str:
     members = [f"    {path}, dimension {d}{f': {roles}' if roles else ''}"
                for path, d, roles in group.members]
-    priced = (f"({forecast.human_bytes(group.bytes)} + 256 KiB x {group.reductions}) / "
+    priced = (f"({human_bytes(group.bytes)} + 256 KiB x {group.reductions}) / "
               f"{group.elements:,} elements = {group.price:.3g}")
     return "\n".join([f"{group.verdict.upper()}, {priced}" if group.verdict == "split" else
                       f"not split: {group.verdict}; {priced}", *members])
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     if where:
         fn, given = of_file(where)
     else:
-        network, c = networks.network_of(config.network), config.network
+        network, c = network_of(config.network), config.network
         given = network.weight_shapes(c), network.batch_shapes(c, config.batch)
 
         def fn(params, batch):

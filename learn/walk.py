@@ -1,7 +1,7 @@
 """What a device holds and sends at each line of a block, from the trace of the real training step.
 
     python -m learn.walk --mesh data=2,tensor=2
-    python -m learn.walk networks/transformer.py:block --model transformer --mesh tensor=4
+    python -m learn.walk published/transformer.py:block --model transformer --mesh tensor=4
     python -m learn.walk model.py:norm --mesh fsdp=2,seq=2,tensor=2 --experts 4
 
 prints the lines of model.py's block (or of the functions given), and of the functions in the same
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple, Sequence
 
 import jax
 
-import networks
 import shard
 import train
-from zigzag.commands import dry_runs
-from zigzag.measure import forecast, hlo
-from zigzag.rule.jaxprs import equations_below
+from zigzag.commands import programs
+from zigzag.core.errors import human_bytes
+from zigzag.parallel import hlo
+from zigzag.parallel.jaxprs import equations_below
+from zigzag.parallel.network import network_of
 
 # {the name that jax gives a collective: ours}
 COLLECTIVES = {
@@ -69,8 +70,8 @@ class Traced(NamedTuple):
 
 def trace(config: Any, watched: set[str]) -> Traced:
     """What the step of a configuration sends, and makes in functions of the files `watched`."""
-    config, _ = dry_runs.choose_mesh(config)
-    program = dry_runs.program_of(config)
+    config, _ = programs.choose_mesh(config)
+    program = programs.program_of(config)
     made: dict[tuple[str, str, int], dict] = {}
     entered = set()
 
@@ -131,7 +132,7 @@ def _text_and_bytes(eqn, sizes):
     shapes = dict.fromkeys((_shape(eqn.invars[0].aval), _shape(eqn.outvars[0].aval)))
     name = f"{kind} (max)" if eqn.primitive.name == "pmax" else kind
     text = f"{name} over {', '.join(axes)}: {' -> '.join(shapes)}"
-    return f"{text}, sends {forecast.human_bytes(found.bytes)}", found.bytes
+    return f"{text}, sends {human_bytes(found.bytes)}", found.bytes
 
 
 def _shape(x):
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def block_of(config: Any) -> tuple[str, str]:
     """The file and the name of a network's block."""
-    return inspect.getsourcefile(networks.network_of(config.network).loss), "block"
+    return inspect.getsourcefile(network_of(config.network).loss), "block"
 
 
 def walk(config: Any, chosen: Sequence[tuple[str, str]]) -> Traced:

@@ -12,8 +12,8 @@ import sys
 import numpy as np
 from sklearn.datasets import load_digits
 
-import networks
 import train
+from zigzag.parallel.network import network_of
 
 VIT = ["--model", "transformer", "--stem", "patches", "--image_size", "8", "--patch_size", "2",
        "--channels", "1", "--causal", "false", "--positions", "learned", "--head", "classes",
@@ -36,7 +36,7 @@ def collate(examples):
 def main(argv=None):
     config = train.parse(["--out", "classify", "--steps", "1500", "--batch", "64", "--lr", "0.002",
                           *VIT, *(sys.argv[1:] if argv is None else argv)])
-    network = networks.network_of(config)
+    network = network_of(config)
     init, loss, _ = train.language(config)
 
     def predict(params, batch):

@@ -15,10 +15,10 @@ import sys
 import jax
 import jax.numpy as jnp
 
-import networks
 import sample
 import train
 from zigzag.commands.training import opened
+from zigzag.parallel.network import network_of
 
 
 def main(argv=None):
@@ -38,7 +38,7 @@ def main(argv=None):
             return {"student": task.init(key), "teacher": jax.tree.map(jnp.asarray, teacher)}
 
         def log_probabilities(weights, c, batch):
-            return jax.nn.log_softmax(networks.network_of(c).forward(weights, batch["tokens"], c))
+            return jax.nn.log_softmax(network_of(c).forward(weights, batch["tokens"], c))
 
         def of_student(trees, batch):
             return task.loss(trees["student"], batch)[:2]

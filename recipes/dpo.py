@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import data
-import networks
 import sample
-import tasks
 import train
+from zigzag.parallel.network import network_of
+from zigzag.run import source
 
 BETA = 0.1
 
@@ -82,9 +82,9 @@ def main(argv=None):
     # (In float32, so that the reference is computed as the loss is, on any device.)
     config = train.parse(["--out", "dpo", "--steps", "600", "--batch", "32", "--seq_len", "32",
                           "--weight_decay", "0", "--dtype", "float32", *own, *argv])
-    weights, tokenizer, record = tasks.first_weights(config)
+    weights, tokenizer, record = source.first_weights(config)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
-    network, length = networks.network_of(config), config.network.seq_len
+    network, length = network_of(config), config.network.seq_len
     init, _, _ = train.language(config)
 
     def log_probabilities(params, batch):

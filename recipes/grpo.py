@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import data
-import networks
 import sample
-import tasks
 import train
+from zigzag.parallel.network import network_of
+from zigzag.run import source
 
 GROUP, LENGTH = 8, 3        # answers to a sum; ids in an answer, each of which is a digit
 CLIP, ENTROPY = 0.2, 0.07   # how far the ratio counts beyond 1; weight of the entropy
@@ -71,9 +71,9 @@ def main(argv=None):
     # (In float32, so that answers are drawn as they are learned, on any device.)
     c = train.parse(["--out", "grpo", "--steps", "1500", "--batch", "512", "--seq_len", "16",
                      "--weight_decay", "0", "--dtype", "float32", *own, *argv])
-    weights, tokenizer, record = tasks.first_weights(c)
+    weights, tokenizer, record = source.first_weights(c)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
-    network, choices = networks.network_of(c), pairs(held_out=False)
+    network, choices = network_of(c), pairs(held_out=False)
 
     def ids(a, b):
         """(the question, the right answer)"""

@@ -15,8 +15,8 @@ import numpy as np
 
 import data
 import sample
-import tasks
 import train
+from zigzag.run import source
 
 LENGTH = 3          # ids in an answer
 
@@ -45,7 +45,7 @@ def main(argv=None):
         "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4"]
     c = train.parse(["--out", "lora", "--steps", "1000", "--batch", "256", "--lr", "0.003",
                      "--seq_len", "16", *own, *argv])
-    weights, tokenizer, record = tasks.first_weights(c)
+    weights, tokenizer, record = source.first_weights(c)
     tokenizer = tokenizer or data.tokenizer_at("bytes")
 
     def encoded(is_held_out):

@@ -5,12 +5,13 @@ import contextlib
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+from tasks import metrics
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.run import metrics, schedules
+from zigzag.parallel.network import flops_of_update, network_of
+from zigzag.run import schedules
 from zigzag.run.task import Learned, Task, language
-from zigzag.weights.network import flops_of_update, network_of
 
 
 @contextlib.contextmanager

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import sample
+from tasks import metrics
 from zigzag.core.errors import ConfigError
 from zigzag.disk import examples
 from zigzag.disk.tokenizers import Bytes, Tokenizer, tokenizer_record
 from zigzag.generate.decoding import GREEDY
+from zigzag.generate.prompts import special_ids
 from zigzag.generate.rows import cut_at_end
-from zigzag.hub.llama import special_ids
-from zigzag.run import checks, metrics, schedules
+from zigzag.parallel.network import flops_of_update, network_of
+from zigzag.run import checks, schedules
 from zigzag.run.task import Learned, Task, language
-from zigzag.weights.network import flops_of_update, network_of
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import pytest
 
 import data
 import model
-import networks
 import sample
 import train
 from tests.common import command

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import data
-import networks
 import train
 from tests.common import SMALL, continued, ends, go, hosts, opened, refused, started
 from tests.helpers import StopAt, learn, make

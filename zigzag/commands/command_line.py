@@ -5,7 +5,8 @@
     groups_of      the groups of --help: the headings above the options in the source
     make_config    the configuration with given values of its fields and its network's
     asked_of_run   what flags ask of a run that they continue
-    check_command  refuse flags that have no effect on --bench or --topology
+    chosen         the network that --model or --init_from names, and its fields
+    check_command  refuse flags that have no effect on a command of a part, --bench for example
     check_used     refuse flags that have no effect on the kind of data that is learned
 """
 
@@ -13,18 +14,21 @@ import dataclasses
 import sys
 from typing import Any, Sequence
 
-import networks
 import train
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
 from zigzag.core.options import comments, options
-from zigzag.run import plots
-from zigzag.weights.network import Network
+from zigzag.core.parts import commands, has_part, part
+from zigzag.parallel.network import (
+    COMPUTED,
+    NETWORKS,
+    PRESETS,
+    Network,
+    config_of_run,
+    network_of,
+    resized,
+)
 
-# What these commands do not use: groups of options, and single ones. (Beside them may stand what
-# says how to train, and --out: one asks how a training command would run.)
-NOT_USED = {"bench": (("saving", "evaluation"), ("check", "profile", "topology")),
-            "topology": (("saving", "evaluation"), ("check", "profile", "max_skipped", "bench"))}
 IN_A_SCRIPT = ("All flags of train.py change this script's run, too: python train.py --help lists "
                "them")
 LAST = ("python train.py --help all shows every flag; --model NAME --help adds those of the "
@@ -45,8 +49,54 @@ def parse(argv: Sequence[str] | None, script: str | None) -> Any:
 def config_of_flags(given: dict[str, Any]) -> Any:
     """The configuration of a new run. --model and --init_from choose the network and its fields;
     the other flags change them."""
-    network, fields, source = networks.chosen(given)
+    network, fields, source = chosen(given)
     return make_config(network, fields | given | source, given)
+
+
+def chosen(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
+    """(the network that the flags `given` choose, its fields by --model or --init_from, and the
+    values of these two flags that a run records)."""
+    name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
+    if run and "model" in given:
+        raise ConfigError(f"--model {name} --init_from {run}: both choose the model; give one of "
+                          f"them")
+    if run:
+        config, source = config_of_run(run, "--init_from"), {"model": "", "init_from": run}
+    elif name in PRESETS:
+        return train.model.NETWORK, resized(PRESETS[name], given), {"model": name, "init_from": ""}
+    else:
+        published = part("published", f"--model {name}")
+        if not published.is_folder(name):
+            return *published.preset(name, given), {"model": name, "init_from": ""}
+        config, folder = published.hf_config(name), name.rstrip("/")
+        source = {"model": folder, "init_from": folder}
+    network = network_of(config)
+    return network, fields_of_weights(given, network, config), source
+
+
+# The longest rows with which a published model is fine-tuned, unless --seq_len is given.
+FINE_TUNING_LENGTH = 512
+
+
+def fields_of_weights(given: dict[str, Any], network: Network, config: Any) -> dict[str, Any]:
+    """The fields of a model that already has weights (a published one's, or a run's). The flags
+    `given` may change only how it is trained. `config` is the model's own configuration."""
+    source, base = given.get("init_from") or given["model"], dataclasses.asdict(config)
+    shape = network.source_shape(config)
+    source_len = ["source_len"] if shape and len(shape) == 1 else []
+    if given.get("init_from"):
+        base = {k: v for k, v in base.items() if k not in ("dtype", "lora_rank", *COMPUTED)}
+    else:
+        base |= {name: min(base[name], FINE_TUNING_LENGTH) for name in ["seq_len", *source_len]}
+    base["remat"] = "full"      # (published models tend to fill the memory)
+    may = [*network.trained, "dtype", "lora_rank", *COMPUTED]
+    may = [name for name in may if name != "source_len" or source_len]
+    for name, value in given.items():
+        if name in base and name not in may and value != base[name]:
+            raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
+                              f"weights need that; only options of training may change "
+                              f"(--{', --'.join(may)})")
+    return base
 
 
 def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[str, Any]:
@@ -60,28 +110,35 @@ def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[st
         at = words.index(asks_help)
         is_all = words[at + 1:at + 2] == ["all"]
         del words[at:at + 1 + is_all]
-    classes = *dict.fromkeys(network.config for network in networks.NETWORKS.values()), train.Config
-    given, _ = parse_flags(classes, words)
+    given, _ = parse_flags(tuple(classes_for(words, is_all)), words)
     check_shards(given)
     if asks_help:
         _show_help(given, is_all, script)
-    if given.get("plot"):
-        _refuse([name for name in given if name not in ("plot", "save")], given, "with --plot")
-        plots.draw(given["plot"], given.get("save", ""))
-        sys.exit(0)
-    for command in NOT_USED:
-        if given.get(command):
-            check_command(given, command, f"with --{command}")
+    for flag, command in commands().items():
+        if given.get(flag):
+            check_command(given, flag, f"with --{flag}")
+            if command.beside:
+                part(command.module, f"--{flag}").run(**given)
+                sys.exit(0)
     return given
+
+
+def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
+    """The configurations whose fields are flags: the plain decoder's, a run's and, if another flag
+    or a model is named, those of published networks."""
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
+    known = names_of(train.model.Config) | names_of(train.Config)
+    if has_part("published") and (is_all or "model" in names or names - known):
+        part("published", "")
+    return [*dict.fromkeys(network.config for network in NETWORKS.values()), train.Config]
 
 
 def _show_help(given, is_all, script):
     """Print the flags with the values that they would have beside those that were given."""
-    network, fields, source = networks.chosen(given)
+    network, fields, source = chosen(given)
     values = dataclasses.asdict(network.config(**fields)) | source if given else {}
     values |= {name: as_given(value) for name, value in given.items()} | {"published": ""}
-    every = [*networks.NETWORKS.values()]
-    plain, others = every[0].config, every if is_all else [network]
+    plain, others = train.model.Config, [*NETWORKS.values()] if is_all else [network]
     groups, last = groups_of(plain, train.Config, others, is_all), LAST
     if script and not is_all:
         groups, last = {"its own defaults": list(given)}, IN_A_SCRIPT
@@ -109,11 +166,14 @@ def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: 
     return groups
 
 
-def check_command(given: dict[str, Any], command: str, where: str) -> None:
-    """Refuse flags that a command, bench or topology, does not use; `where` names it."""
-    groups, names = NOT_USED[command]
-    _refuse([name for name in given if name in names
-             or name != "out" and _group(name) in groups], given, where)
+def check_command(given: dict[str, Any], flag: str, where: str) -> None:
+    """Refuse flags that a command of a part does not use; `where` names it. (--out may stand beside
+    it: one asks how a training command would run.)"""
+    _, unused, beside = commands()[flag]
+    if unused is None:
+        return _refuse([name for name in given if name not in (flag, *beside)], given, where)
+    _refuse([name for name in given if name in unused.names
+             or name != "out" and _group(name) in unused.groups], given, where)
 
 
 def _group(name):
@@ -146,7 +206,7 @@ def make_config(network: Network, values: dict[str, Any], given: dict[str, Any])
                           f"them; the other follows")
     for name in given:
         if name not in own | of_run:
-            has = [n.name for n in networks.NETWORKS.values() if name in names_of(n.config)]
+            has = [n.name for n in NETWORKS.values() if name in names_of(n.config)]
             raise ConfigError(f"--{name} {given[name]}: the network {network.name} has no such "
                               f"option; --model {has[0]} has it, or add it to the Config that you "
                               f"train")
@@ -160,7 +220,7 @@ def asked_of_run(given: dict[str, Any], old: Any) -> dict[str, Any]:
     with this model, other flags may have changed the fields since.)"""
     if given.keys().isdisjoint(("model", "init_from")):
         return dict(given)
-    network, fields, source = networks.chosen(given)
+    network, fields, source = chosen(given)
     if source == {"model": old.model, "init_from": old.init_from}:
         return given | source
     return {"network": network.name} | fields | given | source

@@ -10,22 +10,22 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import tasks
 import train
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
 from zigzag.core.options import changes, options
+from zigzag.core.parts import commands
 from zigzag.disk.checkpoint import check_run_folder, newest_step, run_config, run_record
-from zigzag.run import continuing
-from zigzag.weights.network import config_of_run, network_of
+from zigzag.parallel.network import config_of_run, network_of
+from zigzag.run import continuing, source
 
 
 def continued(given: dict[str, Any]) -> Any:
     """The configuration for these flags, where --out may hold a run. If it does, flags that were
     left out have the run's values, and a flag that decides the run's numbers is refused if its
-    value is not the run's. (--bench and --topology look at no run.)"""
-    if given.get("bench") or given.get("topology"):
+    value is not the run's. (The commands of parts, --bench for example, look at no run.)"""
+    if any(map(given.get, commands())):
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
     is_run = bool(out) and (Path(out) / "config.json").exists()
@@ -40,7 +40,7 @@ def continued(given: dict[str, Any]) -> Any:
 
     def check(facts):
         check_run_folder(out, facts, functools.partial(continuing.read_old, train.Config),
-                         continuing.may_change(train.Config), tasks.needs(old),
+                         continuing.may_change(train.Config), source.needs(old),
                          given.get("change", ()))
 
     try:

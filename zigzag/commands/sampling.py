@@ -1,8 +1,6 @@
-"""The command of sample.py: answer prompts, hold a conversation, score texts and choices."""
+"""The command of sample.py: answers to prompts. (tools/ adds a conversation, scores, beams.)"""
 
 import collections
-import contextlib
-import importlib
 import itertools
 import json
 import math
@@ -13,31 +11,30 @@ from typing import Any, Iterable, NamedTuple, Sequence
 import jax
 import numpy as np
 
-import networks
 import sample
-from zigzag.commands import choices, generation_speed
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, note, printable
 from zigzag.core.flags import check_shards, parse_flags
 from zigzag.core.mesh import keep_compiled, mesh_sizes, simulate_devices
+from zigzag.core.parts import added, has_part, part
 from zigzag.disk.chats import has_template
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.answers import Answer
-from zigzag.generate.chat import fitting_ids, user
 from zigzag.generate.prompts import (
     GROUPS,
     Flags,
-    Input,
     Prompt,
     check_given,
     make_prompts,
     read_input,
+    special_ids,
 )
 from zigzag.generate.rows import context_of
-from zigzag.hub.llama import special_ids
-from zigzag.weights.network import Network
+from zigzag.parallel.network import Network, network_of
 
-INPUTS = ("prompt", "prompts", "source", "score", "choices", "bench")
+INPUTS = ("prompt", "prompts", "source")
+# {flag of a part: the module that does what it asks for, instead of answering prompts}
+COMMANDS = {name: module for table in added("flags", "SAMPLING") for name, module in table.items()}
 
 
 class Model(NamedTuple):
@@ -49,7 +46,7 @@ class Model(NamedTuple):
 
     @property
     def network(self) -> Network:
-        return networks.network_of(self.c)
+        return network_of(self.c)
 
     @property
     def has_source(self) -> bool:
@@ -94,33 +91,29 @@ def run(argv: Sequence[str] | None) -> None:
     given, _ = parse_flags(Flags, argv, groups=GROUPS)
     check_shards(given)
     check_given(given)
-    flags, has_input = Flags(**given), any(name in given for name in INPUTS)
-    is_chat = is_conversation() and not (has_input or flags.json or flags.beams)
-    if flags.system and not (is_chat or flags.chat):
+    flags, has_input = Flags(**given), any(name in given for name in (*INPUTS, *COMMANDS))
+    is_chat = has_part("tools") and is_conversation() and not (
+        has_input or flags.json or flags.beams)
+    if has_part("tools") and flags.system and not (is_chat or flags.chat):
         raise ConfigError("--system is for a conversation: on a terminal with no prompt, or with "
                           "--chat")
-    file = None
-    for name in ("score", "choices", "prompts"):
-        if path := getattr(flags, name):
-            file = read_input(path, f"--{name}")
+    command = next((name for name in COMMANDS if given.get(name)), "")
+    named = next((name for name in (command, "prompts") if isinstance(given.get(name), str)), "")
+    file = read_input(given[named], f"--{named}") if named else None
     if flags.coordinator or flags.distributed:
         _join_processes(flags, has_input)
     keep_compiled(least=0)
     model = Model(flags, *sample.load_model(flags))
-    if (flags.chat or flags.system) and not model.has_template:
+    if has_part("tools") and (flags.chat or flags.system) and not model.has_template:
         raise ConfigError("--chat and --system need a chat template, which this model does not "
                           "have")
-    if model.has_source and (flags.bench or flags.score or flags.choices):
-        raise ConfigError("--bench, --score and --choices: expected a decoder; this model has an "
-                          "encoder (sample.score takes its sources)")
-    if flags.bench:
-        generation_speed.bench(model.params, model.c)
-    elif flags.score:
-        score_texts(model, file)
-    elif flags.choices:
-        score_choices(model, file)
+    if model.has_source and command:
+        raise ConfigError(f"--{command}: expected a decoder; this model has an encoder "
+                          f"(sample.score takes its sources)")
+    if command:
+        part(COMMANDS[command], f"--{command}").run(model, file)
     elif is_chat:
-        converse(model)
+        part("tools.chat", "a conversation").converse(model)
     elif file or has_input:
         write(model, file.texts("prompt") if file else [flags.prompt])
     else:
@@ -137,7 +130,7 @@ def _join_processes(flags, has_input):
     """Join the other processes. All of them compute; process 0 prints."""
     if not has_input:
         raise ConfigError("several processes do not share one standard input: give --prompt, "
-                          "--prompts FILE, --source, --score or --choices")
+                          "--prompts FILE or --source")
     count, rest = divmod(math.prod(mesh_sizes(flags.mesh, flags.shards).values()),
                          max(1, flags.processes))
     if not flags.distributed and rest == 0:
@@ -157,18 +150,12 @@ def _join_processes(flags, has_input):
 def write(model: Model, texts: Sequence[str]) -> None:
     """Print an answer for each of these prompts."""
     flags = model.flags
-    if flags.chat:      # (each is the one message of a conversation)
-        prompts = [message(model, [*system(model), user(text)]) for text in texts]
+    if has_part("tools") and flags.chat:
+        prompts = part("tools.chat", "--chat").messages_of(model, texts)
     else:
         prompts = make_prompts(model.network, model.c, model.tokenizer, texts, flags.source)
-    if flags.beams:     # (so that no answer is cut because another prompt is long)
-        def room(prompt):
-            return min(flags.tokens, model.room(prompt))
-
-        for tokens, group in itertools.groupby(prompts, room):
-            while some := list(itertools.islice(group, flags.batch)):
-                write_beams(model, some, tokens)
-        return
+    if has_part("tools") and flags.beams:
+        return part("tools.beams", "--beams").write(model, prompts, flags.tokens)
     seeds, size = seeds_of(prompts, flags.seed), 16 * flags.batch
     for at in range(0, len(prompts), size):
         some = prompts[at:at + size]
@@ -197,20 +184,6 @@ def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Ans
         stop_at_context=flags.stop_at_context, say=note, batch=flags.batch,
         ended=lambda n: answers[n].reason)
     show(pieces, prompts, answers, flags)
-
-
-def write_beams(model: Model, prompts: Sequence[Prompt], tokens: int) -> None:
-    """Print the best beams of each prompt, with their scores."""
-    flags = model.flags
-    if tokens < flags.tokens:
-        note(f"--tokens {flags.tokens}: a beam search ends with the context, after {tokens}")
-    best = sample.beam_search(
-        model.params, [prompt.ids for prompt in prompts], model.c, flags.beams, tokens, model.ends,
-        model.sources(prompts), flags.length_penalty)
-    for prompt, of_prompt in zip(prompts, best):
-        for ids, score in of_prompt:
-            beam = prompt._replace(begin=f"{score:9.3f}  {prompt.begin}", score=score)
-            show([[(ids, ids)]], [beam], [model.answer(prompt, tokens)], flags)
 
 
 def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequence[Answer],
@@ -243,89 +216,3 @@ def record(prompt: Prompt, answer: Answer, flags: Flags) -> dict[str, Any]:
         found |= {"ids": answer.ids, "logprobs": answer.logprobs,
                   "logprob": math.fsum(answer.logprobs)}
     return found if prompt.score is None else found | {"score": prompt.score}
-
-
-# -------------------------------------------------------------------------------------------
-# A conversation
-
-def system(model: Model) -> list[dict[str, str]]:
-    """The messages with which a conversation begins."""
-    return [{"role": "system", "content": model.flags.system}] if model.flags.system else []
-
-
-def message(model: Model, messages: list[dict[str, str]]) -> Prompt:
-    """The Prompt whose continuation is the model's answer to the last of these messages. (The
-    oldest are dropped from them if they do not fit.)"""
-    ids = fitting_ids(model.tokenizer, messages, context_of(model.network, model.c), note)
-    return Prompt(messages[-1]["content"], ids)
-
-
-def converse(model: Model) -> None:
-    """Answer the lines that a person types: by the model's chat template, as a conversation, or
-    else by continuing each."""
-    with contextlib.suppress(ImportError):      # (not every Python has readline)
-        importlib.import_module("readline")     # makes lines editable
-    greeting = "Talk to the model" if model.has_template else "Each line is continued"
-    print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
-    said, tokens = system(model), model.flags.tokens
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            return print()
-        if not line.strip():
-            continue
-        if model.has_template:
-            said.append(user(line))
-            prompt = message(model, said)
-        else:
-            prompt, = make_prompts(model.network, model.c, model.tokenizer, [line])
-        answer = model.answer(prompt, tokens)
-        try:
-            write_answers(model, [prompt], [answer], [model.flags.seed], piece=1)
-            if answer.reason != "stop":
-                note(f"--tokens {tokens} or the end of the context ended this answer")
-        except KeyboardInterrupt:
-            print()
-        said.append({"role": "assistant", "content": answer.text})
-
-
-# -------------------------------------------------------------------------------------------
-# Scores
-
-def score_texts(model: Model, file: Input) -> None:
-    """Print the log-probability, the number of scored tokens and the perplexity of each text of the
-    file --score, and of all texts together."""
-    flags, texts = model.flags, [file.text]     # (running text is one document)
-    if flags.by == "line" or file.has_objects:
-        texts = file.texts("text")
-    # (The first id is not scored: it is the tokenizer's start id or, without one, the text's.)
-    rows, found = [model.tokenizer.prompt(text) for text in texts], []
-    if not flags.json:
-        print("log-probability    tokens  perplexity  text")
-    for at in range(0, len(rows), flags.batch):
-        part = slice(at, at + flags.batch)
-        for text, pair in zip(texts[part], sample.score(
-                model.params, rows[part], model.c, batch=flags.batch)):
-            found.append(pair)
-            print(score_line(flags, "text", text, *pair), flush=True)
-    logprobs, counts = zip(*found)
-    if flags.json or len(texts) > 1:
-        total = len(texts) if flags.json else f"all {len(texts):,} texts"
-        print(score_line(flags, "texts", total, math.fsum(logprobs), sum(counts)))
-
-
-def score_line(flags: Flags, name: str, text: Any, logprob: float, tokens: int) -> str:
-    """A line of the table of scores."""
-    perplexity = math.exp(min(-logprob / tokens, 700)) if tokens else None
-    if flags.json:
-        return json.dumps({name: text, "logprob": logprob, "tokens": tokens,
-                           "perplexity": perplexity})
-    text = printable(" ".join(text.split()))
-    return f"{logprob:15.3f}  {tokens:8,}  {perplexity or math.nan:10,.3f}  {text:.57}"
-
-
-def score_choices(model: Model, file: Input) -> None:
-    """Print how many questions of the file --choices the model answers right."""
-    items = choices.read_items(file.lines)
-    choices.answer(model.params, model.c, model.tokenizer, items, model.flags)

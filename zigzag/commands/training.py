@@ -8,46 +8,41 @@ import contextlib
 import dataclasses
 import functools
 import shlex
-import tempfile
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 
-import tasks
 import train
-from zigzag.commands import command_line, dry_runs
+from zigzag.commands import command_line, programs, text
 from zigzag.commands.continued import continued
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
+from zigzag.core.parts import commands, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import check_run_folder, newest_step
 from zigzag.disk.corpus import tokenizer_of
-from zigzag.run import continuing, loggers
+from zigzag.run import continuing, loggers, source
 from zigzag.run.task import Learned, Task
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, or what --bench or --topology asks for."""
+    """Train, or do what a flag of a part asks for."""
     with hosts.exit_together():
         given = command_line.read_flags(argv)
         config = continued(given)
-        command_line.check_used(given, config, tasks.kind_of(config))
-        if config.topology:             # (programs for absent hardware are not cached)
-            return dry_runs.dry_run(config)
-        config, mesh = dry_runs.on_machine(config)
-        if config.bench:
-            return bench(config, mesh)
+        command_line.check_used(given, config, source.kind_of(config))
+        for flag, command in commands().items():
+            if getattr(config, flag):
+                return part(command.module, f"--{flag}").run(config)
+        config, mesh = programs.on_machine(config)
         with opened(config) as (config, task, say):
             train.fit(config, task, mesh=mesh, say=say)
 
 
-def bench(config: Any, mesh: Any) -> None:
-    """--bench, with --data in a folder that is removed again."""
-    _, tokenizer, _ = tasks.first_weights(config)
-    with tempfile.TemporaryDirectory() as folder, tasks.KINDS[tasks.kind_of(config)].opened(
-            config, tokenizer, Path(folder) / "run") as learned:
-        dry_runs.bench(learned.config, mesh, learned.make_task())
+def opener(kind: str) -> Callable:
+    """The context manager that opens --data of this kind: text, or one of tasks/."""
+    return text.opened if kind == "text" else part(f"tasks.{kind}", f"--data of {kind}").opened
 
 
 @contextlib.contextmanager
@@ -81,19 +76,19 @@ def _opened_in_turn(config: Any) -> Iterator[tuple[Learned, Any]]:
     read = functools.partial(continuing.read_old, train.Config)
     check = functools.partial(check_run_folder, config.out, read_old=read,
                               may=continuing.may_change(train.Config), change=config.change)
-    weights, tokenizer, noted = tasks.first_weights(config)
-    loggers.check(config.log, config.out)
-    check(continuing.facts_of(config), needs=tasks.needs(config))
+    weights, tokenizer, noted = source.first_weights(config)
+    loggers.check(config)
+    check(continuing.facts_of(config), needs=source.needs(config))
     fingerprint = ""            # of the run's data, if it continues
     if (run / "config.json").exists():
         old = read(config.out)
         fingerprint = str(old.get("fingerprint", ""))
-        if "data" in config.change and tasks.needs(config):
+        if "data" in config.change and source.needs(config):
             tokenizer = tokenizer_of(run, old)
     if not is_process_0:
         fingerprint = hosts.process_allgather("")[0]
     seconds = 0 if is_process_0 else min(60, config.patience)
-    with tasks.KINDS[tasks.kind_of(config)].opened(
+    with opener(source.kind_of(config))(
             config, tokenizer, run, seconds, fingerprint) as learned:
         learned = learned._replace(record=learned.record | noted)
         check(learned.record)

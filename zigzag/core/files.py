@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import IO, Any, Callable, Iterator
 
+import numpy as np
+
 from zigzag.core.errors import ConfigError
 
 try:
@@ -203,3 +205,17 @@ def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:
             with contextlib.suppress(OSError):
                 os.listdir(place)
         time.sleep(0.25)
+
+
+def numbers_of(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers in a line of metrics.jsonl, without its step. A list, such as the load of each
+    expert, has its smallest and its largest number."""
+    found = {}
+    for name, x in row.items():
+        if isinstance(x, list) and np.size(x):
+            numbers = np.array(x, float)
+            found[f"{name}/smallest"] = float(numbers.min())
+            found[f"{name}/largest"] = float(numbers.max())
+        elif isinstance(x, (int, float)) and name != "step":
+            found[name] = float(x)
+    return found

@@ -16,9 +16,9 @@ import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
-from zigzag.core.familiar import meaning
 from zigzag.core.options import comments, options
 from zigzag.core.start import has_begun
+from zigzag.core.synonyms import meaning
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 

@@ -82,10 +82,11 @@ class Reporter:
         what = f"{count} x {device.device_kind}"
         if device.platform == "cpu":
             what = f"{count} simulated CPU device{'s' * (count > 1)}, no accelerator was found"
-        if config.topology:
+        is_here = not getattr(config, "topology", "")      # (an option of forecast/)
+        if not is_here:
             what += " that are not here: compiled, not run"
         self.line(f"=== zigzag on {what} | {config.network.dtype} | step by {config.step} ===")
-        if not config.topology:
+        if is_here:
             for process, name in enumerate(host_names):
                 own = sum(d.process_index == process for d in mesh.devices.flat)
                 self.line(f"devices  process {process} on {name}: {own} x {device.device_kind}")
@@ -171,22 +172,3 @@ def options_text(config: Any, hidden: set[str]) -> str:
     return "\n".join(textwrap.wrap("options  " + " ".join(words), 100, subsequent_indent=" " * 9,
                                    break_long_words=False, break_on_hyphens=False)
                      ) if words else ""
-
-
-class BenchReporter(Reporter):
-    """Keeps how long each step took, and prints that on a terminal alone."""
-
-    def __init__(self, steps: int):
-        super().__init__(steps)
-        self.begin, self.took, self.first_step = time.perf_counter(), [], 0.0
-        self.tokens = 0.0       # computed in a step
-
-    def step(self, row: dict, took: float, memory: int, computed: float = 0, *_: Any) -> None:
-        self.tokens = computed
-        self.first_step = self.first_step or time.perf_counter() - self.begin
-        self.took.append(took)
-        if self.is_terminal:
-            self.line(f"step {len(self.took)}/{self.steps}  {took:.3f} s", live=True)
-
-    def end(self, *_: Any) -> None:
-        pass

@@ -12,5 +12,5 @@
     batches         from examples to arrays, placed on the mesh
     checkpoint      the folder of a run: what is saved, and how it is restored
 
-Imports: core. Imported by: weights, hub, generate, measure, run, and top-level files.
+Imports: core. Imported by: everything above.
 """

@@ -4,15 +4,12 @@
     engine      Engine: a model that generates; which device has which part of it
     passes      the compiled passes: prompts into a cache, and a loop that adds ids
     decoding    Sampling; how an id is chosen
-    search      beam search
-    scores      log-probabilities of given ids
-    turns       prompts through the rows of a cache; a row that is free takes the next prompt
+    batching    prompts through the rows of a cache; a row that is free takes the next prompt
     rows        prompts as padded rows; seeds; the context
     prompts     sample.py's flags; prompts from files and standard input, as ids
     answers     the text of an answer while its ids arrive, up to a stop text
-    chat        chat templates
 
-sample.py's command is in the wing above it, zigzag/commands/.
+sample.py's command is in the wing above it, zigzag/commands/; tools/ has beams, scores and chat.
 
-Imports: every wing from core to hub. Imported by: run, and top-level files.
+Imports: core, disk, parallel. Imported by: run, and top-level files.
 """

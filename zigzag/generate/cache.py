@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import ambient, batch_spec, mark_varying, platform_in_use
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
-from zigzag.weights.network import Layer
+from zigzag.parallel.network import Layer
 
 # The number of tokens in a chunk of a prompt: prompts are prefilled in chunks.
 CHUNK = 256

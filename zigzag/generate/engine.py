@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import axis_size, batch_spec, cast, mesh_of, shardings, without_axis
 from zigzag.generate.cache import layer_specs, new_layer
+from zigzag.parallel import lora
 from zigzag.parallel.collectives import all_gather
-from zigzag.weights import lora
-from zigzag.weights.network import Network
-from zigzag.weights.table import layer_counts
+from zigzag.parallel.network import Network
+from zigzag.parallel.table import layer_counts
 
 REPLICATED = {"slot", "ends", "limit", "written"}     # in a state: the same for all rows
 

@@ -4,7 +4,7 @@
     read_chunk      some tokens of each row, into the cache
     prefill         all of them, chunk by chunk, into a new cache
     decode          a compiled loop: read each row's newest id, choose the next
-    write_ids       all of it, which may be a part of a compiled function
+    ids_of_rows     all of it, which may be a part of a compiled function
 
 Each takes an Engine first: a model. On a mesh a pass is one shard_map (Engine.on_mesh), in which
 a device has its rows, all layers, and its part of each weight and of the cache. A pass also takes
@@ -31,7 +31,7 @@ from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.engine import Engine
-from zigzag.generate.rows import padded_length, seeds_of
+from zigzag.generate.rows import pad_rows, padded_length, seeds_of
 
 
 @jax.jit(static_argnames=("engine", "slots"))
@@ -135,10 +135,24 @@ def decode(engine: Engine, params: Any, cache: Any, state: dict[str, Any], limit
                           ("cache", "ids", "logprobs", "written"))
 
 
-def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-              sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
+def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
+                sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
     """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing. It may
     be a part of a compiled function."""
+    return of_padded(engine, params, rows, lambda params, rows: write_ids(
+        engine, params, rows, tokens, sampling, seed, ends, draw))
+
+
+def of_padded(engine: Engine, params: Any, rows: dict[str, Array], write: Callable) -> Array:
+    """What write(params, rows) gives for these rows, with others added until they divide over the
+    mesh, and with the weights as decoding uses them."""
+    start = jnp.zeros(len(rows["tokens"]), jnp.int32)
+    rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
+    return write(engine.for_decoding(params), rows)[:len(start)]
+
+
+def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
+              sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
     slots, length = room_for(engine, rows, tokens)
     state = prefill(engine, params, rows, slots, length)
     state |= decoding.before_ids(seeds_of(rows, seed, jnp), ends)

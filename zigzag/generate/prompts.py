@@ -9,28 +9,25 @@ The file name - stands for standard input.
 """
 
 import dataclasses
-import json
-import math
 import sys
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, one_line
-from zigzag.core.flags import change
 from zigzag.core.options import check_values, comments, flag
+from zigzag.core.parts import Unused, added, part
 from zigzag.disk.checkpoint import best_step, tokenizer_of_run
 from zigzag.disk.examples import texts_of
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
-from zigzag.hub.llama import FAMILIES, fields_of, special_ids
-from zigzag.weights.network import Network
+from zigzag.parallel.network import Network
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags:
+class Flags(*added("flags", "OfSampling")):
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
@@ -49,15 +46,6 @@ class Flags:
                                 # a document
     prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
     source: str = ""            # or a .npy file with pictures or sound, for a model that reads them
-    chat: bool = False          # answer each prompt as a message, by the model's chat template
-    system: str = ""            # system message of a conversation
-    score: str = ""             # print the log-probability of the text of this file, or of each
-                                # text in a file of objects with "text"
-    by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
-                                                # by itself
-    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
-                                # log-probabilities of its choices, and print the accuracy
-    bench: bool = False         # measure how fast the model generates here
     # which ids
     tokens: int = flag(256, least=1)    # number of new ids
     temperature: float = 0.8    # 0: greedy
@@ -69,9 +57,6 @@ class Flags:
     stop: tuple = ()            # end an answer before any of these texts
     stop_at_context: bool = False       # end when the context is full; else continue from its last
                                         # half
-    beams: int = 0              # print this many continuations, by beam search (no temperature)
-    length_penalty: float = flag(1.0, least=-math.inf)
-                                        # beam search divides scores by length to this power
     seed: int = 0               # random seed
     # output
     json: bool = False          # print a JSON object for each text
@@ -101,22 +86,20 @@ class Flags:
 GROUPS: dict[str, list[str]] = {}
 for name, comment in comments(Flags).items():
     GROUPS.setdefault(comment.group, []).append(name)
-# {flag: the flags that have no effect beside it}
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-OF_ANSWERS = (*GROUPS["which ids"], "prompt", "prompts", "chat", "logprobs")
-NOT_USED = {"bench": (*OF_ANSWERS, "score", "choices", "source", "system", "json", "batch"),
-            "score": (*OF_ANSWERS, "choices"), "choices": OF_ANSWERS,
-            "beams": (*DRAWN, "logprobs"), "prompts": ("prompt",), "chat": ("source",),
-            "model": ("checkpoint",)}
+# {flag: the groups of flags, and single ones, that have no effect beside it}
+NOT_USED = {"prompts": Unused((), ("prompt",)), "model": Unused((), ("checkpoint",))}
 # {flag: what it needs beside it}
-NEEDS = {"by": "score FILE", "length_penalty": "beams", "logprobs": "json",
-         "edited": "model FOLDER"}
+NEEDS = {"logprobs": "json", "edited": "model FOLDER"}
+for table in added("flags", "NOT_USED"):
+    NOT_USED |= table
+for table in added("flags", "NEEDS"):
+    NEEDS |= table
 
 
 def check_given(given: dict[str, Any]) -> None:
     """Refuse flags of a command line that have no effect beside the others."""
-    for one, names in NOT_USED.items():
-        for name in names:
+    for one, (groups, names) in NOT_USED.items():
+        for name in (*(name for group in groups for name in GROUPS[group]), *names):
             if given.get(one) and given.get(name):
                 raise ConfigError(f"--{name}: no effect with --{one}; leave it out")
     for name, needed in NEEDS.items():
@@ -227,6 +210,13 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
     return [Prompt(text, start, one) for text, one in zip(texts, sources)]
 
 
+def special_ids(c: Any, tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """(the id that begins a text of an encoder-decoder, the id that ends it, the id of padding)."""
+    if not c.published:
+        return tokenizer.ends[0], tokenizer.ends[0], 0
+    return part("published.llama", "the ids of a published model").special_ids(c, tokenizer)
+
+
 def reads_text(network: Network, c: Any) -> bool:
     """Whether a model reads text: it has no encoder, or one that reads text."""
     shape = network.source_shape(c)
@@ -246,10 +236,3 @@ def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
                           f"{list(shape)}, or several ({one_line(e)})") from None
     return found
 
-
-def whole_context(c: Any, families: Mapping[str, Any] = FAMILIES) -> Any:
-    """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
-    been trained on shorter rows."""
-    record = json.loads(c.published or "{}")
-    context = fields_of(record, families)["seq_len"] if record else 0
-    return change(c, seq_len=max(c.seq_len, context))

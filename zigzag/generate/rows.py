@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate.cache import CHUNK
-from zigzag.weights.network import Network, check_tensor
-from zigzag.weights.positions import scaled_length
+from zigzag.parallel.network import Network, check_tensor
+from zigzag.parallel.rotary import scaled_length
 
 
 def padded_length(length: int) -> int:

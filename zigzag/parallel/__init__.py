@@ -1,16 +1,26 @@
-"""The code behind the sections of shard.py. Read it to learn how each parallelism is made fast.
+"""The code behind the sections of shard.py. Read it to learn how each parallelism is made fast, how
+the rule finds the split of each weight, and what follows from a table of weights.
 
     collectives     collectives that a platform needs in another form than jax's own
     products        products with weights, split or not, and losses summed over chunks
     overlap         products in parts, beside what sends them (--overlap)
     order           the order in which seq holds the time of a row
     remat           what to recompute in the backward pass
-    strips          a layer's rows in turn, so that one is sent while another is multiplied
+    layer_strips    a layer's rows in turn, so that one is sent while another is multiplied
     attention       attention in blocks and by a device's kernel
     ring_kernel     the kernel of TPUs, in a ring over seq
     experts         sorting tokens by expert, and grouped products
     pipeline        the schedules beside gpipe (interleaved and 1f1b), and all timetables
     storage         weights that are stored differently from how a loss uses them
+    hlo             what a compiled program sends and computes, read from its text
 
-Imports: core. Imported by: weights, hub, generate, measure, run, and top-level files.
+    rule            how the split of each weight is found: the policy
+    trace           the facts about a loss on which it decides; jaxprs, reading them
+    table           a table of weights: first values, counts, FLOPs
+    network         Network: a kind of model as the machinery sees it
+    rotary          rotary positions
+    lora            adapters
+    saved           reading the weights of a run
+
+Imports: core, disk. Imported by: generate, run, and top-level files.
 """

@@ -34,7 +34,7 @@ from zigzag.core.mesh import (
 from zigzag.core.options import changes, check_values
 from zigzag.disk.encoding import what_was_skipped
 from zigzag.disk.mixture import rounded
-from zigzag.rule.rule import apply_overrides, parse_overrides
+from zigzag.parallel.rule import apply_overrides, parse_overrides
 from zigzag.run import averages, schedules
 
 
@@ -43,16 +43,11 @@ def check_config(c: Any) -> None:
     check_values(c)
     schedules.check(c)
     averages.check(c)
-    if c.save and not c.plot:
-        raise ConfigError(f"--save {c.save}: names the picture of --plot RUN, which was not given")
     known = dict.fromkeys(changes(type(c)).values())
     for name in c.change:
         if name not in known:
             raise ConfigError(f"--change {name}: expected some of {', '.join(known)}"
                               + did_you_mean(name, known))
-    if len(c.fields) != 2:
-        raise ConfigError(f"--fields {' '.join(c.fields)}: expected two names, of the source and "
-                          f"of the target")
     if c.weights and len(c.weights) != len(c.data):
         raise ConfigError(f"--weights {' '.join(c.weights)}: {len(c.weights)} for {len(c.data)} "
                           f"paths of --data; expected one for each")

@@ -25,8 +25,8 @@ from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
 from zigzag.core.options import changes, options
 from zigzag.disk.checkpoint import FORMAT, OF_DATA, newest_step, run_config, run_record
+from zigzag.parallel.network import config_of_run, facts_of_network, network_of
 from zigzag.run import schedules
-from zigzag.weights.network import config_of_run, facts_of_network, network_of
 
 
 def record_of(config: Any) -> dict[str, Any]:

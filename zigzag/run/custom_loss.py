@@ -16,7 +16,7 @@ weights by rounding errors.
 One device has nothing to be compared with: there the loss is only traced, twice.
 
 A network's own loss is compared with --check, and where its code has changed since test_all.py
-passed (zigzag/core/tested.py), which compares it with one device on every axis.
+passed (zigzag/core/edited.py), which compares it with one device on every axis.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core import tested
+from zigzag.core import edited as tested
 from zigzag.core.compiler import LOOP_BESIDE_GATHERS
 from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, cast, platform, row_groups, shardings, untyped
+from zigzag.parallel.jaxprs import computes_in_16_bits
 from zigzag.parallel.storage import permute_layers
-from zigzag.rule.jaxprs import computes_in_16_bits
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.plan import Plan, Program, in_one
 

@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, as_given, did_you_mean
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
+from zigzag.core.parts import part
 from zigzag.disk.batches import batch_arrays, place_batch
 from zigzag.disk.checkpoint import best_of
 from zigzag.generate.rows import cut_at_end
-from zigzag.run import averages, loggers, metrics
+from zigzag.run import averages, loggers
 from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
 from zigzag.run.plan import LOGGED, Program, check_names
 from zigzag.run.task import Task
@@ -34,25 +35,27 @@ NEW_IDS = 160
 
 def check_task(config: Any, program: Program, task: Task) -> None:
     """Refuse flags that do not fit this task, and a --best that names none of its numbers."""
-    loggers.check(config.log, config.out)
+    loggers.check(config)
+    metric = getattr(config, "metric", "")      # (an option of tasks/)
     if not len(task.held_out):
-        given = {f"--{flag} {as_given(value)}": value for flag in ("best", "eval_first", "metric")
-                 if (value := getattr(config, flag))} | {"fit's metric": task.metric}
+        given = {f"--{flag} {as_given(value)}": value for flag, value in (
+            ("best", config.best), ("eval_first", config.eval_first), ("metric", metric))
+            if value} | {"fit's metric": task.metric}
         for name, value in given.items():
             if value:
                 raise ConfigError(f"{name}: there are no held-out examples to evaluate")
     if task.metric and not task.predict:
         raise ConfigError("metric compares the outputs of predict: give fit a predict")
-    if config.metric and not task.metric:
-        raise ConfigError(f"--metric {config.metric}: the command line has metrics for pairs of "
+    if metric and not task.metric:
+        raise ConfigError(f"--metric {metric}: the command line has metrics for pairs of "
                           f"texts (a model with an encoder) and for classes; give fit a metric of "
                           f"your own")
     check_names(program.plan.sums[2], "the loss gave one of its other sums",
                 {f"loss_{name}" for name in task.sources})
     # (Now, because a metric may need a package that is missing.)
-    of_metric = metrics.names(config.metric) if config.metric else []
+    of_metric = part("tasks.metrics", f"--metric {metric}").names(metric) if metric else []
     # (The names that a metric of your own returns are known only after it has run.)
-    if config.best and (config.metric or not task.metric):
+    if config.best and (metric or not task.metric):
         plan = program.plan
         batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
         _, _, others = jax.eval_shape(plan.loss, plan.params, batch)

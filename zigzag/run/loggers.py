@@ -1,81 +1,33 @@
-"""--log: the numbers of a run for TensorBoard, Weights & Biases or trackio, beside metrics.jsonl.
-
-A logger is a function log(step, numbers). To add one, write a function that opens it, like
-`_tensorboard`, and name it in LOGGERS; or give fit a log of your own. Only process 0 logs. A logger
-that fails is switched off, and never stops a run.
+"""What is given a run's numbers besides metrics.jsonl: fit's own `log`, and the loggers of --log
+(tools/loggers.py). Only process 0 logs. A logger that fails is switched off, and never stops a run.
 """
 
 import contextlib
 import json
-import os
 import secrets
-import time
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import jax
 
-from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
-from zigzag.core.files import write_json
-from zigzag.run.plots import numbers_of
-
-# What opens a logger is given: the run's folder; the id under which loggers know the run, the same
-# when it continues; the updates made by earlier starts; and config.json. It returns two functions:
-# log(step, {name: number}) and close().
+from zigzag.core.errors import one_line
+from zigzag.core.files import numbers_of, write_json
+from zigzag.core.parts import part
 
 
-def _tensorboard(out, own_id, began, config):
-    """Event files in OUT/tensorboard. The package `tensorboard` is enough to write them."""
-    writers, event_pb2, summary_pb2 = (
-        optional_package(f"tensorboard.{module}", "--log tensorboard")
-        for module in ("summary.writer.event_file_writer", "compat.proto.event_pb2",
-                       "compat.proto.summary_pb2"))
-    writer = writers.EventFileWriter(str(out / "tensorboard"))
-
-    def add(step, **what):
-        writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **what))
-
-    if began:           # TensorBoard drops what an earlier start logged from this step on
-        add(began + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
-
-    def log(step, numbers):
-        add(step, summary=summary_pb2.Summary(value=[
-            summary_pb2.Summary.Value(tag=name, simple_value=x) for name, x in numbers.items()]))
-
-    return log, writer.close
+def names_of(config: Any) -> Sequence[str]:
+    """Those of --log, an option of tools/."""
+    return getattr(config, "log", ())
 
 
-def _wandb(out, own_id, began, config):
-    """A run of Weights & Biases, in the project zigzag or WANDB_PROJECT. WANDB_MODE=offline keeps
-    it in OUT/wandb, for `wandb sync`."""
-    opened = optional_package("wandb", "--log wandb").init(
-        project=os.environ.get("WANDB_PROJECT", "zigzag"), dir=str(out),
-        name=os.environ.get("WANDB_NAME", out.name), config=config, id=own_id, resume="allow")
-    return lambda step, numbers: opened.log(numbers, step=step), opened.finish
+def check(config: Any) -> None:
+    """Refuse loggers that cannot be opened."""
+    if names := names_of(config):
+        part("tools.loggers", f"--log {' '.join(names)}").check(names, config.out)
 
 
-def _trackio(out, own_id, began, config):
-    """A run of trackio, in the project zigzag or TRACKIO_PROJECT. (trackio knows runs by name.)"""
-    opened = optional_package("trackio", "--log trackio").init(
-        project=os.environ.get("TRACKIO_PROJECT", "zigzag"), name=f"{out.name}-{own_id}",
-        config=config, resume="allow")
-    return lambda step, numbers: opened.log(numbers, step=step), opened.finish
-
-
-LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
-
-
-def check(names: Sequence[str], out: str) -> None:
-    """Refuse loggers that do not exist, that have no folder, or whose package is not installed
-    (process 0 alone needs it)."""
-    for name in names:
-        if name not in (*LOGGERS, "none"):
-            raise ConfigError(f"--log {name}: expected some of {', '.join(LOGGERS)}, or none"
-                              + did_you_mean(name, LOGGERS))
-        if name in LOGGERS and not out:
-            raise ConfigError(f"--log {name}: a run without a folder keeps nothing; give --out")
-        if name in LOGGERS and jax.process_index() == 0:
-            optional_package(name, f"--log {name}")
+def _openers():
+    return part("tools.loggers", "--log").LOGGERS
 
 
 class Loggers(contextlib.AbstractContextManager):
@@ -91,9 +43,9 @@ class Loggers(contextlib.AbstractContextManager):
         if log:
             self.opened["fit's log"] = log, lambda: None
         for name in dict.fromkeys(names):
-            if name in LOGGERS:
-                self._try(name, lambda: self.opened.update({name: LOGGERS[name](
-                    Path(out), _own_id(Path(out)), began, config)}))
+            if name != "none":
+                self._try(f"--log {name}", lambda: self.opened.update({f"--log {name}": _openers()[
+                    name](Path(out), _own_id(Path(out)), began, config)}))
 
     def write(self, row: dict[str, Any]) -> None:
         """Log a line of metrics.jsonl."""
@@ -110,8 +62,8 @@ class Loggers(contextlib.AbstractContextManager):
             do()
         except (Exception, SystemExit) as e:
             self.opened.pop(name, None)
-            self.say(f"warning  {'--log ' * (name in LOGGERS)}{name} failed and is off from here "
-                     f"on: {type(e).__name__}: {one_line(e)}")
+            self.say(f"warning  {name} failed and is off from here on: {type(e).__name__}: "
+                     f"{one_line(e)}")
 
 
 def _own_id(out):

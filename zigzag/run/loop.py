@@ -21,23 +21,23 @@ from typing import Any, Callable, NamedTuple
 import jax
 import numpy as np
 
+from zigzag.core import chips
 from zigzag.core.errors import RunError, human_bytes
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
-from zigzag.measure import chips
+from zigzag.parallel import lora
 from zigzag.parallel.attention import describe
+from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
-from zigzag.rule.rule import explain
+from zigzag.parallel.rule import explain
 from zigzag.run.continuing import hidden
-from zigzag.run.loggers import Loggers
+from zigzag.run.loggers import Loggers, names_of
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
 from zigzag.run.plan import LOGGED, Program, compiled
 from zigzag.run.task import Task
-from zigzag.weights import lora
-from zigzag.weights.network import describe as describe_network
 
 # How many examples' outputs an evaluation shows.
 SHOWN = 4
@@ -77,7 +77,8 @@ class Loop:
     def loggers(self) -> Loggers:
         """Of --log, and fit's own. They open when training begins."""
         config, record = self.program.config, self.folder.record if self.folder else {}
-        return Loggers(config.log, config.out, self.began, record, self.log, self.reporter.line)
+        return Loggers(names_of(config), config.out, self.began, record, self.log,
+                       self.reporter.line)
 
     @property
     def is_new(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Callable
 import jax
 
 from zigzag.core.mesh import AXES, WITHOUT_TENSOR, untyped, within, without_axis
-from zigzag.rule.jaxprs import DIFFERENTIATED
+from zigzag.parallel.jaxprs import DIFFERENTIATED
 
 BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
     "by hand", "typed", "untyped", "untyped, tensor whole", "jit")

@@ -1,18 +1,22 @@
 """Further options of a run. (The first ones to know stand in train.Config.)"""
 
 import dataclasses
-from typing import Any
 
 from zigzag.core.errors import derive
 from zigzag.core.options import flag
-from zigzag.run import checks, metrics, schedules
+from zigzag.core.parts import added
+from zigzag.run import checks, schedules
 from zigzag.run.evaluation import tokens_to_evaluate
+
+# What the parts of this copy add: dataclasses of options.
+OF_PARTS = added("flags", "OfTraining")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreOptions:
-    """Options of a run, by the groups in which --help shows them. The rare ones are shown by --help
-    all alone."""
+class MoreOptions(*OF_PARTS):
+    """Options of a run that no edit of train.py concerns, and those that the parts of this copy add
+    (a file flags.py in each). The headings are the groups of --help; the rare ones are shown by
+    --help all alone."""
     # training
     epochs: float = flag(0.0, recorded=False)   # in place of steps: passes over all examples
 
@@ -29,20 +33,11 @@ class MoreOptions:
                                     # what to change on purpose when a run continues: lr, decay,
                                     # weight_decay, clip, data
     keep: int = flag(3, least=1)    # number of newest checkpoints to keep
-    log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
 
     # evaluation
     best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, once or more: keep the
                                     # checkpoint where this number, which evaluations log, was best;
                                     # none: stop that
-
-    # measuring
-    bench: bool = flag(False, recorded=False)
-                                    # measure how fast it trains here; keeps nothing on disk
-    topology: str = flag("", recorded=False)
-                                    # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
-    plot: tuple[str, ...] = flag((), recorded=False)
-                                    # draw loss, rate and speed of these runs as text, and exit
 
     # data (rare)
     weights: tuple[str, ...] = flag((), same=True, of=("text",))
@@ -53,8 +48,6 @@ class MoreOptions:
     weight_field: str = flag("", same=True, change="data", of=("text",))
                                     # weights in lines of JSON: a number for a line, or a list with
                                     # one for each token
-    fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",))
-                                    # names of the two texts in a file of pairs
 
     # model (rare)
     edited: bool = False            # load a published model into an edited model.py, although that
@@ -102,18 +95,11 @@ class MoreOptions:
     eval_tokens: int | None = flag(None, least=1, of=("text",))
                                     # held-out tokens of running text per evaluation; not given: as
                                     # many as keep evaluations to a fifth of the run's time
-    metric: str = flag("", one_of=("", *metrics.TEXT_METRICS, "accuracy"), of=("pairs", "arrays"))
-                                    # score answers to held-out pairs of texts by exact, f1, rouge
-                                    # or rouge_stemmed (which needs the package nltk), and predicted
-                                    # classes by accuracy or f1
-    beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
     sample_temperature: float = flag(0.8, of=("text",))
                                     # temperature of the text that an evaluation shows; 0: greedy
 
     # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile
-    save: str = flag("", recorded=False)
-                                    # with --plot: a picture to write instead (.png, .pdf, .svg)
 
     # many hosts (rare)
     coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
@@ -130,6 +116,8 @@ class MoreOptions:
         best = self.best.split() if isinstance(self.best, str) else self.best
         object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))
         checks.check_config(self)
+        for added_by_part in OF_PARTS:
+            added_by_part.refuse(self)
         all_of_it = self.init_from and not self.network.lora_rank
         derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)
         schedules.fill_in(self)

@@ -11,7 +11,7 @@ from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.flags import is_derived
 from zigzag.core.mesh import flatten
 from zigzag.core.options import changes
-from zigzag.rule.rule import matrices_of_layers
+from zigzag.parallel.rule import matrices_of_layers
 
 
 def adam(config: Any, decisions: Any) -> optax.GradientTransformation:

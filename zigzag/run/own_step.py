@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, did_you_mean, naming
 from zigzag.core.flags import change, flat
 from zigzag.core.mesh import batch_spec, by_path, cast, row_groups, untyped
-from zigzag.rule.rule import plan_sharding
+from zigzag.parallel.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
 from zigzag.run.custom_loss import check_loss, sums_and_gradient
 from zigzag.run.plan import (

@@ -38,19 +38,19 @@ from zigzag.core.mesh import (
     spec_axes,
     without_axis,
 )
-from zigzag.parallel import strips
+from zigzag.parallel import layer_strips as strips
+from zigzag.parallel import lora
 from zigzag.parallel.attention import Calls
+from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
+from zigzag.parallel.network import check_tensor
 from zigzag.parallel.pipeline import can_skip
+from zigzag.parallel.rule import plan_sharding, state_specs, zero1_specs
 from zigzag.parallel.storage import permute_layers
-from zigzag.rule.jaxprs import DIFFERENTIATED, names_in, why_not_split
-from zigzag.rule.rule import plan_sharding, state_specs, zero1_specs
+from zigzag.parallel.table import count
 from zigzag.run import averages
 from zigzag.run.checks import check_batch, check_overrides, check_rows, check_time
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
-from zigzag.weights import lora
-from zigzag.weights.network import check_tensor
-from zigzag.weights.table import count
 
 # The names in a step's line of metrics.jsonl.
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",

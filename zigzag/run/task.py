@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.disk.batches import batch_arrays
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.weights.network import network_of
+from zigzag.parallel.network import network_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,278 @@
+"""The bytes that an update should send, by formulas: one function for each parallelism.
+
+    n  devices of the axis            G  a device's gradients, in float32
+    X  a microbatch's residual        W  the weights that a device gathers over fsdp
+       stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
+
+X, W and K are bytes on one device in the dtype of the computation. hlo.add_up knows which share of
+its bytes a collective sends. So each function below only yields the collectives, as rows: the kind,
+the axes joined by +, how often it runs, and the bytes of its result on a device (for a
+reduce-scatter, of its operand).
+"""
+
+import collections
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zigzag.core.mesh import WITHOUT_TENSOR, platform, row_groups, spec_axes
+from zigzag.parallel import layer_strips as strips
+from zigzag.parallel.collectives import scattering
+from zigzag.parallel.hlo import Collective, add_up
+from zigzag.parallel.pipeline import ticks
+from zigzag.parallel.products import loss_chunks
+from zigzag.parallel.remat import POLICIES
+from zigzag.parallel.rule import zero1_specs
+
+
+def expected_traffic(plan: Any) -> list[Collective]:
+    """The collectives that an update of a plan.Plan should run, in the form of `hlo.collectives`:
+    those of the weights and, if the loss is one of our decoders', those of the activations (between
+    blocks and stages, around the ring, to experts). [] if something else is sent too."""
+    sizes = plan.mesh.shape
+    rows = []
+    for kind, axes, count, size in () if _sends_more(plan) else _rows(plan):
+        names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
+        if names and count * size:
+            rows.append((kind, "+".join(names), math.prod(sizes[a] for a in names), count, size))
+    return add_up(rows)
+
+
+def is_complete(plan: Any) -> bool:
+    """Whether expected_traffic knows all that an update sends."""
+    return not _sends_more(plan) and _knows_activations(plan)
+
+
+def _sends_more(plan):
+    """Whether an update sends what there is no formula for: to make matrices orthogonal, to compare
+    rows, for the gradients of adapters, for weights that are stored otherwise than used, or for a
+    part of the layers. (And a TPU multiplies float32 numbers rounded to bfloat16, and may round
+    them before it gathers.)"""
+    config, c = plan.config, plan.config.network
+    return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
+            or c.remat not in POLICIES
+            or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
+            or any(d.spec != d.used for d in jax.tree.leaves(plan.decisions))
+            or platform(plan.mesh) == "tpu" and jnp.dtype(c.dtype).itemsize == 4)
+
+
+def _knows_activations(plan):
+    if not plan.network:
+        return plan.sizes["tensor"] == 1
+    return plan.config.step == "shard_map" and (
+        plan.network.block_traffic(plan.config.network) is not None)
+
+
+def _rows(plan):
+    config, run = plan.config, _Run(plan.config, plan.mesh)
+    weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
+    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs)]
+    if plan.network and _knows_activations(plan):
+        blocks = plan.network.block_traffic(config.network)
+        rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
+                 *_seq(run, "segments" in plan.batch)]
+        rows += _experts(run) if config.network.experts else []
+    return rows
+
+
+class _Run:
+    """The sizes and counts of what a device runs in an update."""
+
+    def __init__(self, config, mesh):
+        self.config, self.model, self.mesh = config, config.network, mesh
+        c = config.network
+        self.sizes = mesh.shape
+        # Bytes of a number. (Between CPU devices XLA sends 16-bit numbers in 32 bits.)
+        self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
+        self.sum_itemsize = 4 if c.sum_dtype else self.itemsize     # for gradients over fsdp
+
+        # The pipeline: its microbatches, and for each part of the batch its ticks.
+        S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
+        M = c.microbatches if S > 1 else 1
+        count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
+        self.ticks, self.passes = config.accumulate * count, config.accumulate * count / chunks
+        self.is_1f1b = S > 1 and c.schedule == "1f1b"
+        self.overlaps = c.overlap and config.step == "shard_map"
+        # A microbatch on a device. Between blocks, its time is split over tensor if it divides.
+        self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
+        self.tokens = self.rows * self.time
+        self.splits_time = self.time % self.sizes["tensor"] == 0
+        self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
+        self.X = self.tokens * c.d_model * self.itemsize
+        # The strips of its rows that a layer takes in turn.
+        self.strips = strips.count(self.rows, self.time, self.sizes, platform(mesh),
+                                   strips.least(config))
+        # Whether the head's time, of which each stage has a part, is split over tensor too.
+        self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
+
+        # How often a layer runs, and how often each run computes it forward: twice in 1F1B.
+        self.layers = round(self.passes * c.layers / S)
+        self.forwards = 1 + self.is_1f1b + (c.remat != "none")
+        # How often the embedding and the head run, and their input: 1F1B runs them in each tick.
+        self.ends = self.ticks if self.is_1f1b else config.accumulate
+        self.X_ends = self.X if self.is_1f1b else self.X * M
+
+    def scatter(self, axis, count, size):
+        """A reduce-scatter, which on a TPU is several exchanges."""
+        kind, stages = scattering(self.sizes[axis], self.mesh)
+        return kind, axis, count * stages, size / stages
+
+    def in_parts(self, count, size):
+        """What --overlap sends in place of a gather or a scatter over tensor."""
+        n = self.sizes["tensor"]
+        return "collective-permute", "tensor", count * (n - 1), size / n
+
+
+# -------------------------------------------------------------------------------------------
+# Weights, of any function
+
+def _data(weights, run):
+    """2 (n-1)/n G: the gradients of a device's weights are summed over all other axes, once in an
+    update. With --zero 1 they are scattered over data, and the new weights are gathered."""
+    reduced = collections.Counter()
+    for leaf, decision in weights:
+        split = spec_axes(decision.spec)
+        axes = [a for a in WITHOUT_TENSOR if a not in split]
+        G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
+        if run.config.zero and "data" in axes and "data" in spec_axes(
+                zero1_specs(leaf, decision.spec, run.mesh, run.config.fsdp_min)):
+            yield run.scatter("data", 1, G)
+            yield "all-gather", "data", 1, G
+            axes.remove("data")
+            G /= run.sizes["data"]
+        reduced["+".join(axes)] += G        # (the compiler joins the reductions of all weights)
+    for axes, G in reduced.items():
+        yield "all-reduce", axes, 1, G
+
+
+def _fsdp(weights, run, gathers_by_layer):
+    """3 (n-1)/n W: a layer's weights are gathered where it uses them, forward and backward, and
+    their gradients are scattered, in each part of the batch and each pass through a stage's
+    layers. Weights outside of layers are gathered once for all parts."""
+    for leaf, decision in weights:
+        split = spec_axes(decision.spec)
+        if "fsdp" not in split:
+            continue
+        W = leaf.size / math.prod(run.sizes[a] for a in split - {"fsdp"})
+        layers, passes, gathers = 1, run.config.accumulate, 1
+        if decision.stacked and gathers_by_layer:
+            layers = leaf.shape[0] // run.sizes["pipe"]
+            passes = run.passes
+            gathers = passes * (2 + run.is_1f1b)
+        yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
+        yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
+
+
+# -------------------------------------------------------------------------------------------
+# Activations, of the transformer
+
+def _tensor(run, traffic):
+    """8 (n-1)/n X for each layer (4 with a parallel block): time is gathered into a block and
+    scattered out of it, and in the backward pass the transposes run. If time does not divide, an
+    all-reduce replaces both."""
+    c, n, blocks = run.model, run.sizes["tensor"], traffic.pairs
+    # If heads do not divide, every device computes all of attention, and nothing is reduced.
+    is_whole = c.heads % n > 0
+    out = blocks - (is_whole and blocks > 1)
+    into = blocks if run.splits_time else out
+    # Out of a block forward, and into it backward. (The reduced result is saved for the backward
+    # pass, so recomputing does not reduce it again.)
+    reductions = out * (1 + run.is_1f1b) + into
+    if traffic.beside:
+        reductions += 1     # experts and the branch beside them share the gather, except backward
+    gathers = (blocks * run.forwards + out) * run.splits_time
+    if run.overlaps and run.splits_time:    # (experts, and a block that is whole, do not)
+        inner = blocks - is_whole - bool(c.experts)
+        scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
+        gathers -= own
+        reductions -= scatters + traffic.beside
+        yield run.in_parts(run.layers * (
+            scatters + own + traffic.beside * (1 + run.forwards)), run.X)
+    times, X = run.layers * run.strips, run.X // run.strips
+    yield run.reduce, "tensor", times * reductions, X
+    yield "all-gather", "tensor", times * gathers, X
+    if run.splits_time:
+        # A norm's scale is not split, and each device has its gradient for a part of the time.
+        yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
+    if run.splits_time or not is_whole:
+        # The gradients of wq and wo, and of wk and wv, if their heads do not divide.
+        heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
+        yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
+    if traffic.head_norms and not is_whole:     # two means of each token, and their gradients
+        yield "all-reduce", "tensor", run.layers * (run.forwards + 1), 2 * run.tokens * 4
+
+
+def _vocabulary(run, rows):
+    """4 (n-1)/n X for the embedding and the head over tensor, and the reductions of the loss over
+    the parts of the logits."""
+    D_bytes, S = run.model.d_model * run.itemsize, run.sizes["pipe"]
+    tokens = run.X_ends // D_bytes          # (a stage's head has a part of these)
+    chunks = loss_chunks(tokens // run.time, run.time // S // (
+        run.sizes["tensor"] if run.splits_head else 1), rows)
+    heads, X_head = run.ends * chunks, run.X_ends // S // chunks
+    yield run.reduce, "tensor", run.ends, run.X_ends                            # the embedding
+    yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends        # its gradient
+    if run.splits_head:
+        if run.overlaps:
+            yield run.in_parts(2 * heads, X_head)
+        else:
+            yield "all-gather", "tensor", heads, X_head
+            yield "reduce-scatter", "tensor", heads, X_head
+        yield "all-reduce", "tensor", run.ends, D_bytes     # the last norm's scale
+    else:       # time is gathered before the stages share it
+        yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
+        yield "all-reduce", "tensor", heads, X_head
+    # The loss of each token: the largest logit, the sum of exponentials, the target's logit.
+    yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
+
+
+def _experts(run):
+    """4 (n-1) X for each layer: every device has room for every token, on the way to the experts
+    and back, forward and backward. The numbers of a token's experts and its routing weights are
+    sent too. Over tensor, each device routes its own time and gathers the choices of the others."""
+    c, n = run.model, run.sizes["expert"]
+    on_tpu = platform(run.mesh) == "tpu"
+    exchanges = 3 + run.forwards + run.is_1f1b
+    yield "all-to-all", "expert", run.layers * exchanges, n * run.X
+    choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
+    for itemsize in (4, run.itemsize):      # the numbers of the experts, and their weights
+        yield "all-gather", "expert", routings, n * choices * itemsize
+        yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
+    # The gradients of the routing weights. (They are too few to fill a tile of a TPU. If they do
+    # not come from expert, its compiler sums them everywhere and slices.)
+    yield run.scatter("expert", run.layers, n * choices * run.itemsize)
+    scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
+    yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
+    if run.splits_time:
+        # The router is not split. (A TPU's compiler rounds its gradient before the sum.)
+        yield ("all-reduce", "tensor", run.layers,
+               c.d_model * c.experts * (run.itemsize if on_tpu else 4))
+    if run.splits_time:
+        yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
+    # Sums over all of the time: the load of each expert in a row, and (outside of layers) the row's
+    # weight.
+    axes = "seq+tensor" if run.splits_time else "seq"
+    yield "all-reduce", axes, routings, run.rows * c.experts * 4
+    yield "all-reduce", axes, run.ticks, run.rows * 4
+
+
+def _pipe(run):
+    """2 X in each tick, to the next stage and, backward, to the previous one; 2 (n-1)/n X at the
+    end, when each stage receives its part of the time of the last stage's output for the head."""
+    n = run.sizes["tensor"]
+    yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
+    for kind in ("reduce-scatter", "all-gather"):
+        yield kind, "pipe", run.ends, run.X_ends // (n if run.splits_head else 1)
+
+
+def _seq(run, segments):
+    """4 (n-1) K for each layer: keys and values go once around the ring, and their gradients back.
+    What decides which of them a query sees goes with them: their slots, and the documents of a
+    microbatch. No layer changes these, so most programs send them once for all layers."""
+    c, n, hops = run.model, run.sizes["tensor"], run.sizes["seq"] - 1
+    K = run.tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * run.itemsize
+    yield "collective-permute", "seq", 2 * hops * run.layers * (run.forwards + 1), K
+    times = hops * (run.config.accumulate + run.ticks * segments)
+    yield "collective-permute", "seq", times, run.tokens * 4

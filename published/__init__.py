@@ -1,0 +1,129 @@
+"""Published models: networks, folders in and out, presets. (A part: delete it if you train model.py's
+decoder alone.)
+
+    transformer   decoders, encoders and encoder-decoders of all families: options in general.py,
+                  weights in tables.py, more in positions.py and stems.py
+    clip  swin  sam  blip2      models of pictures, made of its parts (towers.py, windows.py)
+    llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
+    record  arrays_of_folder  folders           reading and writing a folder
+    reference   whether an edited network still computes the published model
+    presets     shapes by name
+
+Needed by recipes that train or read published models, and by tasks/pairs.py for theirs. Read
+transformer.py when a published model is not the plain decoder, or to add a family (llama.py). A
+network of your own is a file here that this one imports: a Config, a table of weights, a loss, the
+shapes of a batch, and the other functions of zigzag/parallel/network.py that it needs. These files
+import shard.py, one another, and zigzag/; only this one imports model.py, to choose between it and
+the others.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import model
+from published import blip2, clip, folders, llama, sam, swin, transformer
+from published.arrays_of_folder import read_config
+from published.general import lacking
+from published.llama import family_of
+from published.llama import start_id as start_id
+from published.presets import PRESETS as FIELDS
+from published.presets import fields_of_preset
+from zigzag.core.mesh import best_dtype
+from zigzag.generate.engine import Engine
+from zigzag.parallel.network import Network, Params, model_type
+from zigzag.parallel.network import network_of as network_of
+
+# (model.py knows nothing of published models: this says which ones it computes.)
+model.NETWORK.families.update(llama.PLAIN)
+# {model_type of a published config.json: network}. All others are model.py's or transformer.py's.
+KINDS: dict[str, Network] = {kind: network for network in (
+    blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK) for kind in network.families}
+
+
+# -------------------------------------------------------------------------------------------
+# Which network
+
+def network_of_fields(fields: dict[str, Any]) -> Network:
+    """The network that has these options: the plain decoder, if it has all of them."""
+    kind = model_type(fields.get("published", ""))
+    if kind in KINDS:
+        return KINDS[kind]
+    is_plain = kind in ("", *model.NETWORK.families) and not lacking(fields)
+    return model.NETWORK if is_plain else transformer.NETWORK
+
+
+def network_of_folder(folder: str | Path) -> Network:
+    """The network of a published model."""
+    record = read_config(folder)
+    if record["model_type"] in KINDS:
+        return KINDS[record["model_type"]]
+    family_of(record, others=KINDS)     # (refuses unknown families)
+    return network_of_fields(dataclasses.asdict(folders.hf_config(transformer.NETWORK, folder)))
+
+
+def config_of(fields: dict[str, Any]) -> Any:
+    """The configuration, from fields of a transformer.Config, of the network that has these
+    options."""
+    network = network_of_fields(fields)
+    own = {f.name for f in dataclasses.fields(network.config)}
+    return network.config(**{name: value for name, value in fields.items() if name in own})
+
+
+PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}
+
+
+def is_folder(name: str) -> bool:
+    """Whether --model NAME means a folder: gpt2 is a preset, gpt2/ is a folder."""
+    return name not in PRESETS and Path(name).is_dir()
+
+
+def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
+    """The network of --model NAME and its fields, beside the flags `given`."""
+    fields = fields_of_preset(name, given)
+    is_general = name == transformer.NETWORK.name
+    return transformer.NETWORK if is_general else network_of_fields(fields), fields
+
+
+# -------------------------------------------------------------------------------------------
+# Weights
+
+def hf_config(folder: str | Path, **fields: Any) -> Any:
+    """The configuration of a published model, with these fields changed."""
+    return folders.hf_config(network_of_folder(folder), folder, **fields)
+
+
+def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields: Any
+            ) -> tuple[Params, Any]:
+    """(weights, configuration) of a published model (a Hugging Face folder). The weights go
+    straight into their shards on the mesh (None: onto one device). `fields` of the configuration
+    may say how to train it. `edited`: also if the network's code computes something else."""
+    return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
+
+
+def load_for_decoding(folder: str | Path, mesh: Mesh, edited: bool = False) -> tuple[Params, Any]:
+    """As load_hf, but on a mesh, and with the weights as decoding uses them: in the precision that
+    the devices are best at, with a list of layers (the stacks for training are never made)."""
+    network = network_of_folder(folder)
+    config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
+    if network.decoder_of:      # (a decoder among other towers: its layers are stacked here)
+        network.check(config, mesh)
+        params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))
+        with jax.set_mesh(mesh):
+            return Engine(network, config).for_decoding(params), config
+    folders.check_hf(network, folder, config, edited)
+    places = Engine(network, config).places(mesh)
+    return folders.read_hf(network, folder, config, places), config
+
+
+def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float32") -> None:
+    """Write a Hugging Face folder, which transformers reads."""
+    folders.save_hf(network_of(config), folder, params, getattr(config, "network", config), dtype)
+
+
+def whole_context(config: Any) -> Any:
+    """The configuration of a fine-tuned run, with the context of its published model."""
+    return llama.whole_context(config, network_of(config).families)

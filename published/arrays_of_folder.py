@@ -1,0 +1,502 @@
+"""Published models: from a Hugging Face folder to weights in their shards, and back.
+
+    config.json          the family and its sizes                 (llama.py translates them)
+    *.safetensors        arrays by name                           (llama.py has the names)
+
+A family has a table of names: a published module or array, and the weights of ours in it.
+
+    "self_attn.q_proj": "wq"                    a module: q_proj.weight, and q_proj.bias if our
+                                                table of weights has a wq_bias
+    "mlp.gate_up_proj": "w_gate w_up"           two weights, one after the other
+    "lm_head": "head = embed"                   in a tied model, a copy of another array
+    "lambda_1": "-> attn_out_scale"             an array
+    "attn.c_proj.weight": "(H M) D -> wo"       an array with a layout of its own
+    "query_key_value.weight": "(K [g N | N | M]) D -> wq wk wv"     three in every group of heads
+    "encoder.embed.weight": "== embed"          a copy of another array
+    "lm_head.bias": "~ head_bias"               a copy that is ignored
+
+What the network's table of weights lacks is left out. The layout of a matrix is otherwise torch's,
+outputs before inputs. The letters of a layout are those of the table; g is the number of query
+heads for each key head. Brackets ( ) merge axes into one. A | B is the concatenation of A and B.
+K [A | B] repeats the content of the brackets K times: for each key head, its query heads, its key
+and its value. A 1 is an axis of length 1, which our weight may lack. An array with == is not
+written, and may be missing; if it is there, it must have the same numbers. One with ~ is written,
+but read only if the other is missing.
+
+A Layout says which part of an array a weight is, as a view: a device reads its own range of that
+view of the file, and writing assigns to the view of a new array.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any, Iterator, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zigzag.core.errors import ConfigError, one_line, optional_package
+from zigzag.core.files import check_others, read_json, write_json
+from zigzag.core.hosts import process_allgather
+from zigzag.core.mesh import by_path, flatten
+from zigzag.parallel.table import layer_counts
+
+# {dtype of what is written: its name in a file}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+# -------------------------------------------------------------------------------------------
+# The layout of an array
+
+class Layout(NamedTuple):
+    """Which part of a published array is one of our weights, which has the axes `own`."""
+    own: tuple[str, ...]
+    sizes: dict[str, int]
+    letters: list[str]      # this weight's letters, in the order of the published array
+    apart: list[int]        # the array's shape, each axis as repeats and the length of one
+    at: tuple[slice, ...]   # the part of this weight in that shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the published array."""
+        return tuple(map(math.prod, zip(self.apart[::2], self.apart[1::2])))
+
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """This weight in a published array, its axes in our order. (The query heads of groups are
+        two axes, K and g.)"""
+        part = array.reshape(self.apart)[(*self.at, ...)]       # (..., for a single number)
+        part = part.reshape([self.sizes[x] for x in self.letters])
+        own = " ".join(self.own)
+        own = own.replace("H", "K g") if "g" in self.letters else own
+        return part.transpose([self.letters.index(x) for x in own.split()])
+
+    def read(self, array: np.ndarray, ranges: Sequence[slice], order: np.ndarray | None = None
+             ) -> np.ndarray:
+        """The part of this weight in these ranges, from a published array, whose last axis may have
+        another order. (What is beyond the end of an axis is left out: padding.)"""
+        at = []
+        for letter, r in zip(self.own, ranges):
+            in_groups = letter == "H" and "g" in self.letters
+            at += np.divmod(np.arange(r.start, r.stop), self.sizes["g"]) if in_groups else [r]
+        if order is not None:
+            at[-1] = order[at[-1]]
+        return self.view(array)[tuple(at)]
+
+    def write(self, array: np.ndarray, weight: np.ndarray) -> None:
+        """Write all of this weight into its part of a published array."""
+        part = self.view(array)
+        part[...] = weight.reshape(part.shape)
+
+
+def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
+            ) -> dict[str, Layout]:
+    """{weight: its Layout} of a pattern, for weights with these axes (`own`) in this order."""
+    found, sizes = {}, {"1": 1, **sizes}
+
+    def count(letters):
+        return math.prod(sizes[x] for x in letters)
+
+    for i, (name, axes) in enumerate(own.items()):
+        letters, apart, at = [], [], []
+        for word in re.findall(r"\([^)]*\)|\S+", pattern):
+            repeats, _, blocks = word.strip("()").rpartition("[")
+            blocks = [block.split() for block in blocks.strip("] ").split("|")]
+            mine = i if len(blocks) > 1 else 0
+            begin = sum(map(count, blocks[:mine]))
+            apart += [count(repeats.split()), sum(map(count, blocks))]
+            at += [slice(None), slice(begin, begin + count(blocks[mine]))]
+            letters += [*repeats.split(), *blocks[mine]]
+        letters = [x for x in letters if x != "1" or x in axes]
+        found[name] = Layout(axes, sizes, letters, apart, tuple(at))
+    return found
+
+
+# -------------------------------------------------------------------------------------------
+# The folder
+
+def _listed(names):
+    """The first ten of these names as text, shortened if they are long."""
+    first = [n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)[:10]]
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(first) + more
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The content of a folder's config.json."""
+    config = read_json(Path(path) / "config.json")
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
+                          f"config.json of a published model (a run is given as --run, or to "
+                          f"train.py as --init_from)")
+    return config
+
+
+class Folder:
+    """The arrays of a folder by name, memory-mapped: only the parts that are used are read."""
+
+    def __init__(self, path: str | Path):
+        self.path, self.arrays = Path(path), {}
+        self.config = read_config(path)
+        index, files = self._index(), {}
+        for file in sorted({*index.values()}) or ["model.safetensors"]:
+            arrays = _mapped(self.path / file)
+            self.arrays |= arrays
+            files |= dict.fromkeys(arrays, file)
+        if index and index != files:
+            wrong = {name for name, _ in index.items() ^ files.items()}
+            raise ConfigError(f"{self.path}: {_listed(wrong)} not in the file that the index says")
+
+    def _index(self):
+        """{array: its file} as the index lists them; {}: there is no index."""
+        if (self.path / "model.safetensors").is_file():
+            return {}
+        index = self.path / "model.safetensors.index.json"
+        if not index.exists():
+            raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
+                              f"(weights in other formats are not read)")
+        record = read_json(index)
+        files = record.get("weight_map") if isinstance(record, dict) else None
+        if not isinstance(files, dict) or not files:
+            raise ConfigError(f"{index}: no weight_map in it")
+        there = os.listdir(self.path)
+        for name, file in files.items():
+            if file not in there:
+                raise ConfigError(f"{index}: it lists {_listed([name])} in {file!r:.80}, which is "
+                                  f"not a file of this folder")
+        return files
+
+
+# {a dtype in a file: numpy's}. (Whole numbers are only constants, which are compared.)
+KINDS = {kind: jnp.dtype(name) for kind, name in dict(
+    F32="float32", F16="float16", BF16="bfloat16", I64="int64", U8="uint8", BOOL="bool").items()}
+
+
+def _mapped(path):
+    """{name: array} of a file, memory-mapped."""
+    package = optional_package("safetensors", "a published model")
+    try:
+        with package.safe_open(path, framework="numpy"):        # (checks the whole header)
+            raw = np.asarray(np.memmap(path, np.uint8, "r"))
+    except (OSError, package.SafetensorError) as e:
+        raise ConfigError(f"{path} cannot be read: {one_line(e)}") from None
+    begin = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    header, arrays = json.loads(raw[8:begin].tobytes()), {}
+    header.pop("__metadata__", None)
+    for name, about in header.items():
+        if (kind := about["dtype"]) not in KINDS:
+            raise ConfigError(f"{path}: {name} has numbers of the kind {kind}; expected F32, F16 "
+                              f"or BF16")
+        first, last = about["data_offsets"]
+        arrays[name] = raw[begin + first:begin + last].view(KINDS[kind]).reshape(about["shape"])
+    return arrays
+
+
+def _numbers(folder, name, part):
+    """A part of an array of a folder as float32; its numbers must be finite."""
+    part = np.asarray(part, np.float32)
+    if not np.isfinite(part).all():
+        raise ConfigError(f"{folder.path}: {name} has numbers that are not finite")
+    return part
+
+
+# -------------------------------------------------------------------------------------------
+# The arrays of a family, and reading weights
+
+# An array that is read, a copy that must be equal, one that is ignored.
+SIGNS = ("->", "==", "~")
+
+
+class Part(NamedTuple):
+    """One of our weights in a published array."""
+    path: str
+    layer: int | None       # the layer and the expert that it belongs to; None: it has none
+    expert: int | None
+    layout: Layout
+    sign: str               # one of SIGNS
+
+
+def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
+    """What a letter in a name numbers: stacks of layers, and the numbers of their layers there.
+
+    {l} any layer, {d} one of dense_layers, {m} one of the others, {s} one of the encoder (of the
+    source)."""
+    counts = layer_counts(table)
+    dense = counts.get("dense_layers", 0)
+    first = ("dense_layers", range(dense))
+    others = ("layers", range(dense, dense + counts.get("layers", 0)))
+    encoder = layer_counts(table.get("encoder", {})).get("layers", 0)
+    return {"l": [first, others], "d": [first], "m": [others],
+            "s": [("encoder.layers", range(encoder))]}
+
+
+def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
+                     ) -> dict[str, list[Part]]:
+    """{name: its Parts} of every array that a model of this configuration has."""
+    return dict(_each_array(family, config, table, is_fused))
+
+
+def _each_array(family, config, table, is_fused) -> Iterator[tuple[str, list[Part]]]:
+    """(name, its Parts) of every array. In names {e} is the number of an expert, and any other
+    letter the number of a layer (see stacks_of). `is_fused`: one array has all experts."""
+    names, own = family.arrays, by_path(table)
+    names = names(config) if callable(names) else names
+    stacks = family.stacks(config) if family.stacks else stacks_of(table)
+    if is_fused:
+        names = {name: ours for name, ours in names.items() if "{e}" not in name} | family.fused
+    for template, ours in names.items():
+        letter = next((x for x in re.findall(r"{(\w)}", template) if x != "e"), "")
+        experts = range(config.experts) if "{e}" in template else [None]
+        for stack, numbers in stacks[letter] if letter else [("", [None])]:
+            for end, pattern, sign, paths in _rows(ours, stack and f"{stack}.", own):
+                weights = {path: own[path] for path in paths}
+                parts = _layouts_of(pattern, weights, config, "{e}" in template)
+                for at, number in enumerate(numbers):
+                    for e in experts:
+                        name = f"{template}{end}".format(**{letter or "l": number, "e": e})
+                        yield name, [Part(path, at if stack else None, e, layout, sign)
+                                     for path, layout in parts.items()]
+
+
+def _rows(ours, prefix, own):
+    """The arrays of a row of a table of names whose weights there are: [(the end of the name, the
+    layout ("": torch's), the sign, the paths of the weights)]."""
+    if sign := re.search("|".join(SIGNS), ours):
+        rows = [("", ours[:sign.start()].strip(), sign[0], ours[sign.end():].split())]
+    else:
+        names, _, copied = (part.split() for part in ours.partition("="))
+        rows = [(".weight", "", "->", names), (".bias", "", "->", [f"{x}_bias" for x in names])]
+        if not all(prefix + name in own for name in names):
+            rows[0] = (".weight", "", "==", copied)
+    rows = [(*row, [prefix + name for name in names]) for *row, names in rows]
+    return [row for row in rows if row[-1] and all(path in own for path in row[-1])]
+
+
+def _layouts_of(pattern, weights, config, has_expert):
+    """{path: Layout} of these weights in an array, without the axes that are stacked."""
+    pattern = pattern or _layout_there(weights.values(), has_expert)
+    stacked = {"L", *"E" * has_expert, *("" if "1" in pattern.split() else "1")}
+    sizes = {a: size for w in weights.values() for a, size in zip(w.axes, w.shape)}
+    sizes = {"K": config.kv_heads, "g": config.heads // config.kv_heads, **sizes}
+    if "V" in sizes:
+        sizes["V"] = config.vocab_size
+    return layouts(pattern, {path: tuple(a for a in w.axes if a not in stacked)
+                             for path, w in weights.items()}, sizes)
+
+
+def _layout_there(rows, has_expert):
+    """The layout of an array with these weights, one after the other, as torch has it: outputs
+    before inputs; all axes of a vector merged into one; those of a table apart."""
+    outputs, others = [], ""
+    for w in rows:
+        letters = [x for x in w.axes if x not in ("L", "1")]
+        experts = w.is_of_experts and not has_expert
+        letters = letters[1:] if w.is_of_experts else letters
+        if w.is_table or not letters:
+            return " ".join(letters)
+        if "1" in w.axes or len(letters) == 1:      # a vector
+            cut = 0
+        else:       # a row matrix, of which tensor splits the first dimension, or a column matrix
+            cut = -1 if w.tensor >= 0 and w.axes[w.tensor] == letters[0] else 1
+        outputs.append(" ".join(letters[cut:]))
+        others = f" ({' '.join(letters[:cut])})" if cut else ""
+    return "E " * experts + f"({' | '.join(outputs)})" + others
+
+
+# The ends of names of arrays with all experts, in folders of transformers 5.
+FUSED = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def check_arrays(folder: Folder, family: Any, config: Any, table: Any
+                 ) -> dict[str, list[Part]]:
+    """{name: its Parts} of the arrays of this folder. Refuses a folder in which an array is missing
+    or unknown, or has another shape or a dtype that we do not read."""
+    spare = _ignored(folder, family, config)
+    there = folder.arrays.keys()
+    is_fused = bool(family.fused) and any(name.endswith(FUSED) for name in there)
+    # (The folder of a bare model, without a head, has names without the prefix.)
+    bare = family.prefix and not any(name.startswith(family.prefix) for name in there - spare)
+    expected = {}
+    for name, parts in _each_array(family, config, table, is_fused):
+        if len(expected) > 2 * len(there) + 99:     # (before a wrong number makes a long list)
+            experts = f" with {config.experts} experts each" if config.experts else ""
+            raise ConfigError(f"{folder.path} has {len(there)} arrays; its config.json says "
+                              f"{config.layers} layers{experts}")
+        name = other = name.removeprefix(family.prefix) if bare else name
+        for part, older in family.older.items():
+            other = other.replace(part, older)
+        expected[other if other in there else name] = parts
+    # If several arrays are copies, one is enough, under any of their names.
+    found = {part[:3] for name in expected.keys() & there for part in expected[name]}
+    lost = {name for name, parts in expected.items() if parts[0].sign == "->" and name not in there
+            and name not in family.optional and parts[0][:3] not in found}
+    more = there - spare.keys() - expected.keys()
+    for what, those in (("lacks", lost), ("has what is no part of its model:", more)):
+        if those:
+            raise ConfigError(f"{folder.path} {what} {_listed(those)}")
+    for name in spare.keys() - expected.keys():
+        _check_ignored(folder, config, name, spare[name])
+    expected = {name: parts for name, parts in expected.items() if name in there}
+    for name, parts in expected.items():
+        array, shape = folder.arrays[name], parts[0].layout.shape
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ConfigError(f"{folder.path}: {name} ({array.dtype}) has the shape "
+                              f"{list(array.shape)}; its config.json says {list(shape)}, of floats")
+    return expected
+
+
+def _ignored(folder, family, config):
+    """{array: why} of the arrays of a folder that may not be weights."""
+    patterns = {p.replace("{layers}", str(config.layers)): why
+                for p, why in family.ignored.items()}
+    return {name: why for name in folder.arrays for p, why in patterns.items()
+            if re.fullmatch(p, name)}
+
+
+def _check_ignored(folder, config, name, why):
+    """Refuse an ignored array if the reason does not hold: it must be the constant that follows
+    from the configuration, or belong to other classes than `architectures` names."""
+    kinds = folder.config.get("architectures") or [""]
+    if callable(why) and not why(config, folder.arrays[name].astype(np.float32)):
+        raise ConfigError(f"{folder.path}: {name} is not the constant that it is in a model of "
+                          f"model_type {folder.config['model_type']}")
+    if not callable(why) and not re.search(why, str(kinds[0])):
+        raise ConfigError(f"{folder.path}: {name} is not a part of a model of architectures "
+                          f"{kinds}")
+
+
+def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
+    """The weights of a folder, sharded as `places` (shapes with shardings; layers stacked or
+    apart). A device reads only its own part of each array. With `places` None, only names and
+    shapes are checked."""
+    expected = check_arrays(folder, family, config, table)
+    if places is None:
+        return None
+    pieces, axes, adjust = {}, by_path(table), family.adjust(config)
+    for name, parts in expected.items():        # {our path: its Parts, with the array of each}
+        for part in parts:
+            pieces.setdefault(part.path, []).append((name, part))
+
+    def make(path, shape):
+        path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
+        change = adjust.get(path.rsplit(".", 1)[-1], Change())
+
+        @functools.cache
+        def read(*bounds):
+            ranges = [slice(*one) for one in bounds]
+            ranges = ranges if number is None else [slice(number, number + 1), *ranges]
+            found = _read_part(folder, axes[path].axes, pieces.get(path, []), ranges, change)
+            return (found if number is None else found[0]).astype(shape.dtype, copy=False)
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: read(
+            *(r.indices(size)[:2] for r, size in zip(index, shape.shape))))
+
+    paths, shapes, structure = flatten(places)
+    return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
+
+
+def _of_stack(path, counts):
+    """(the path of the stack, the index in it) of a weight whose layers are apart."""
+    _, layer, name = path.split(".", 2)
+    at = int(layer) - counts.get("dense_layers", 0)
+    return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
+
+
+def _read_part(folder, axes, pieces, ranges, change):
+    """The part of one of our weights in these ranges; zeros where no array has it."""
+    out, done = np.zeros([r.stop - r.start for r in ranges], np.float32), {}
+    for name, part in sorted(pieces, key=lambda piece: SIGNS.index(piece[1].sign)):
+        stacked = len(axes) - len(part.layout.own)      # (the axes before those of the array)
+        numbers = {"L": part.layer or 0, "E": part.expert or 0, "1": 0}
+        places = [(numbers[letter], r) for letter, r in zip(axes[:stacked], ranges)]
+        if not all(r.start <= number < r.stop for number, r in places):
+            continue                                    # (of another device)
+        first = done.setdefault(part[:3], name)
+        if first != name and part.sign == "~":
+            continue
+        found = part.layout.read(folder.arrays[name], ranges[stacked:], change.order)
+        found = _numbers(folder, name, found) + np.float32(change.offset)
+        at = (*(number - r.start for number, r in places), *map(slice, found.shape))
+        if first != name and (found != out[at]).any():
+            raise ConfigError(f"{folder.path}: {first} and {name} differ; its config.json says "
+                              f"that they are tied")
+        out[at] = found
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """The difference of one of our weights from the published one: the order of its last axis, and
+    a number added to it."""
+    order: np.ndarray | None = None
+    offset: float = 0.0
+
+    def write(self, w: np.ndarray) -> np.ndarray:
+        w = w - np.float32(self.offset)
+        return w if self.order is None else w[..., np.argsort(self.order)]
+
+
+def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
+                 dtype: str = "float32") -> None:
+    """Write a folder that transformers reads: config.json, and the weights in this dtype in one
+    file. Every process must call this; process 0 writes."""
+    path, is_writer, refusal = Path(path), jax.process_index() == 0, ""
+    try:
+        if is_writer:
+            check_others(path, "export", "this export")
+    except ConfigError as e:
+        refusal = str(e)
+    if refusal := process_allgather(refusal)[0]:
+        raise ConfigError(refusal)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    expected, weights = published_arrays(family, config, table), by_path(params)
+    if lost := weights.keys() - {part.path for parts in expected.values() for part in parts}:
+        raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
+                          f"has no array for the weights {_listed(lost)}")
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, parts in expected.items():
+        if parts[0].sign != "==":
+            shape, begin = parts[0].layout.shape, end
+            end += math.prod(shape) * jnp.dtype(dtype).itemsize
+            header[name] = dict(dtype=DTYPES[dtype], shape=shape, data_offsets=(begin, end))
+    text, adjust = json.dumps(header).encode(), family.adjust(config)
+    text += b" " * (-len(text) % 8)
+    if is_writer:
+        path.mkdir(parents=True, exist_ok=True)
+    with open(path / "model.safetensors" if is_writer else os.devnull, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in [*header][1:]:
+            file.write(published_array(name, expected[name], weights, adjust, dtype).tobytes())
+    if is_writer:
+        write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
+                                          "torch_dtype": dtype})
+
+
+def published_array(name: str, parts: list[Part], weights: dict[str, Any],
+                    adjust: dict[str, Change], dtype: str = "float32") -> np.ndarray:
+    """A published array, made from all of our weights in it, which are given by their paths."""
+    array = np.zeros(parts[0].layout.shape, np.float32)
+    for part in parts:
+        w, layout = weights[part.path], part.layout
+        for number in (part.layer, part.expert):
+            w = w if number is None else w[number]
+        w = whole(w).reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
+        w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # (without padding)
+        layout.write(array, adjust.get(part.path.rsplit(".", 1)[-1], Change()).write(w))
+    with np.errstate(over="ignore"):
+        array = array.astype(jnp.dtype(dtype))
+    if not np.isfinite(array.astype(np.float32)).all():
+        raise ConfigError(f"{name} has numbers that are not finite, or too large for {dtype}")
+    return array
+
+
+def whole(x: Any) -> np.ndarray:
+    """An array of a mesh as numpy, with the parts of other processes."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
+    return np.asarray(x, np.float32)

@@ -1,0 +1,310 @@
+"""BLIP-2: a language model that sees a picture.
+
+    picture [B, C, height, width] -> patches -> [ block ] x L -> norm -> encoded [B, S, X]
+                                                                            |
+    queries [Q, D] -> norm -> [ attention -> attention to encoded -> MLP, attention -> MLP ] x L/2
+                                                                            |
+                                                                        projection [B, Q, D]
+                                                                            |  in place of Q tokens
+    tokens [B, T] -> embed -------------------------------------------------+-> [ block ] x L
+                                                                                    -> logits
+
+The vision tower and the language model (OPT) are transformers of transformer.py. The Q-Former
+between them is built from blocks of transformer.py: every other layer also attends to the picture.
+A text has Q tokens with the id image_token_index, whose embeddings are replaced by the Q-Former's
+vectors.
+
+Letters are transformer.py's; Q queries, X the width of the vision tower.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import shard
+from published import llama, tables, towers, transformer
+from published.family import Family, attention, is_range, keys, mlp, under
+from published.general import Config
+from published.record import Record, classed, count, pictures, refuse, wrong
+from zigzag.core.mesh import cast, vary_like
+from zigzag.parallel.network import Layer, Network, Params, with_hits
+from zigzag.parallel.products import lookup, matmul
+from zigzag.parallel.table import Table
+
+# -------------------------------------------------------------------------------------------
+# Configurations. The whole model's is the language model's.
+
+VISION = dict(hidden_size=1408, intermediate_size=6144, num_hidden_layers=39,
+              num_attention_heads=16, image_size=224, patch_size=14, hidden_act="gelu",
+              layer_norm_eps=1e-6, qkv_bias=True)
+QFORMER = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
+               intermediate_size=3072, hidden_act="gelu", layer_norm_eps=1e-12,
+               cross_attention_frequency=2, use_qformer_text_input=False,
+               position_embedding_type="absolute")
+OPT = dict(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072,
+           num_attention_heads=12, bos_token_id=2, eos_token_id=2, pad_token_id=1,
+           **llama.FAMILIES["opt"].defaults)
+WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qformer_config=None,
+             text_config=None)
+
+
+def published(c: Any) -> Record:
+    """The content of config.json, with defaults for missing entries."""
+    return Record(json.loads(c.published), WHOLE)
+
+
+def _fields(r):
+    classed(r, {"": {}, "Blip2ForConditionalGeneration": {}, "Blip2Model": {}})
+    refuse(r, use_decoder_only_language_model=True)
+    text = {"model_type": "opt", **(r.plain("text_config") or {})}
+    if text["model_type"] != "opt":
+        raise wrong("text_config.model_type", text["model_type"], " is not supported, only 'opt'")
+    text = llama.fields_of({**OPT, **text}, at="text_config.")
+    if text["embed_dim"] != text["d_model"]:
+        raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
+                    f" is not supported, only hidden_size {text['d_model']}")
+    image, queries = r["image_token_index"], count(r, "num_query_tokens")
+    if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
+        raise wrong("image_token_index", image, f": expected the id that occurs {queries} times "
+                    f"in a text with a picture, below vocab_size {text['vocab_size']}")
+    towers.tower(None, "vision_config", _vision(r))
+    towers.tower(None, "qformer_config", _qformer(r))
+    text.pop("published")
+    return text
+
+
+def _vision(r):
+    r = r.part("vision_config", VISION)
+    refuse(r, num_channels=3)       # (transformers' class ignores it)
+    biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
+    return {**towers.sizes(r), **pictures(r), "positions": "learned", "biases": biases}
+
+
+def _qformer(r):
+    r = r.part("qformer_config", QFORMER)
+    refuse(r, cross_attention_frequency=2, use_qformer_text_input=False,
+           position_embedding_type="absolute")
+    if r["num_hidden_layers"] % 2:
+        raise wrong("qformer_config.num_hidden_layers", r["num_hidden_layers"], ": expected an "
+                    "even number, as every other layer attends to the picture")
+    return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none"}
+
+
+def vision_config(c: Any) -> Any:
+    return towers.tower(c, "vision_config", _vision(published(c)))
+
+
+def qformer_config(c: Any) -> Any:
+    return towers.tower(c, "qformer_config", _qformer(published(c)))
+
+
+# -------------------------------------------------------------------------------------------
+# Weights, and the arrays of published models
+
+def table(c: Any) -> dict[str, Any]:
+    v, q = vision_config(c), qformer_config(c)
+    make = Table(L=q.layers // 2, Q=published(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
+                 X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
+    half = tables.table(dataclasses.replace(q, layers=q.layers // 2))
+    own = half["layers"]
+    cross = {f"cross_{name}": w for name, w in own.items() if name[:2] in ("wq", "wk", "wv", "wo")}
+    cross |= {"cross_norm": own["attn_norm"], "cross_norm_bias": own["attn_norm_bias"],
+              "cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
+              "cross_wv": make("L/pipe X/fsdp K/tensor M", v.d_model**-0.5)}
+    return {"vision": tables.table(v), "text": tables.table(c),
+            "qformer": {"query": make("Q d/fsdp", 0.02), "norm": make("d"),
+                        "norm_bias": make("d", 0.0), "cross_layers": half["layers"] | cross,
+                        "layers": half["layers"]},
+            "projection": make("d D/fsdp", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
+
+
+def _attention_arrays(name, ours, norm):
+    """BERT's names of an attention's arrays."""
+    return under(f"{name}.", attention("{}", "attention.query attention.key attention.value "
+                                       "output.dense", ours), {"output.LayerNorm": norm})
+
+
+def _of_text(ours):
+    """A row of OPT's names, for the weights in "text"."""
+    return " ".join(f"text.{word}" if word.isidentifier() else word for word in ours.split())
+
+
+VISION_ARRAYS = {
+    "embeddings.class_embedding": "1 1 D -> vision.class_token",
+    "embeddings.patch_embedding": "vision.patch",
+    "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+    "embeddings.position_embedding": "1 P D -> vision.positions", "post_layernorm": "vision.norm",
+    **under("encoder.layers.{v}.", mlp("mlp.fc1", "mlp.fc2"), {
+        "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
+        "self_attn.projection": "wo"})}
+ARRAYS = under("vision_model.", VISION_ARRAYS) | {
+    "query_tokens": "1 Q d -> qformer.query", "qformer.layernorm": "qformer.norm",
+    "language_projection": "projection"} | under(
+    "qformer.encoder.layer.{q}.", _attention_arrays("attention", "", "attn_norm"),
+    mlp("intermediate_query.dense", "output_query.dense"),
+    {"output_query.LayerNorm": "mlp_norm"}) | under(
+    "qformer.encoder.layer.{x}.",
+    _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
+        # (OPT's layers are numbered by the letter t here.)
+        name.replace("{l}", "{t}"): ours if "{l}" in name else _of_text(ours)
+        for name, ours in llama.FAMILIES["opt"].arrays.items()})
+
+
+def _stacks(c):
+    v, q = vision_config(c).layers, qformer_config(c).layers
+    crossed = ("qformer.cross_layers", range(0, q, 2))
+    return {"v": [("vision.layers", range(v))], "t": [("text.layers", range(c.layers))],
+            "q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
+
+
+FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
+                             ignored={r".*\.position_ids": is_range},
+                             neutral=keys("vision_config.projection_dim "
+                                          "image_text_hidden_size tie_word_embeddings "
+                                          "qformer_config.encoder_hidden_size "
+                                          "qformer_config.max_position_embeddings "
+                                          "qformer_config.vocab_size"))}
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+                  ) -> Array:
+    """The Q-Former's vectors [B, Q, D], equal on every device, for the pictures in the batch's
+    source [B, C, height, width]."""
+    v, w, known = transformer.prepare_batch(
+        params["vision"], {name: batch[name] for name in ("source", "seeds") if name in batch},
+        vision_config(config))
+    x = transformer.trunk(w, v, known, specs=specs and specs["vision"])
+    seen = {"encoded": shard.time_of_block(transformer.norm(w, "norm", x, v)),        # [B, S, X]
+            "source_document": known.get("document", jnp.zeros_like(known["slots"]))}
+
+    c, w = qformer_config(config), cast(params["qformer"], config.dtype)
+    B, Q = len(batch["source"]), len(w["query"])
+    slots = jnp.broadcast_to(jnp.arange(Q), (B, Q))
+    known = {**seen, "slots": slots, "positions": slots}
+    if "seeds" in batch:        # so that dropout differs from the other towers'
+        known["seeds"] = batch["seeds"] + np.uint32(0x85EBCA6B)
+    x = jnp.broadcast_to(w["query"], (B, *w["query"].shape))                    # [B, Q, D]
+    x = shard.residual_stream(transformer.norm(w, "norm", x, c))
+    x = vary_like(x, batch["source"])       # (in training the weights vary over the same axes)
+
+    def pair(w, x, i):
+        x = transformer.block(w["cross_layers"], x, 2 * i, c, known)[0]
+        return transformer.block(w["layers"], x, 2 * i + 1, c, known)[0], None
+
+    both = ("cross_layers", "layers")
+    x, _ = shard.layers(pair, {name: w[name] for name in both}, x, jnp.arange(c.layers // 2),
+                        specs and {name: specs["qformer"][name] for name in both}, c)
+    w = cast({name: params[name] for name in ("projection", "projection_bias")}, c.dtype)
+    return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
+
+
+def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+             ) -> tuple[Any, Params, dict[str, Array], Array]:
+    """(configuration, weights, batch) of the language model, and the input [B, T, D] of its first
+    layer. A batch has tokens [B, T], source and perhaps a mask, which decides what positions
+    count."""
+    vectors = image_vectors(params, batch, config, specs)
+    batch = {name: a for name, a in batch.items() if name != "source"}
+    if "mask" in batch:
+        mask = batch["mask"].astype(jnp.int32)
+        batch = {"positions": jnp.cumsum(mask, 1) * mask - 1, **batch}
+    c, w, batch = transformer.prepare_batch(params["text"], batch, config)
+    # (The n-th vector replaces the embedding of the row's n-th image token.)
+    number = jnp.cumsum(batch["tokens"] == published(config)["image_token_index"], 1) - 1
+    return c, w, batch, with_vectors(w, batch, vectors, number, config, c)
+
+
+def with_vectors(w: Params, batch: dict[str, Array], vectors: Array, number: Array, config: Any,
+                 c: Any) -> Array:
+    """The input [B, T, D] of the language model's first layer: embeddings of the batch's tokens,
+    but for image tokens the vectors [B, Q, D] of the picture, by their `number` [B, T] in it."""
+    r, x = published(config), transformer.embedding(w, batch, c)
+    is_image = (batch["tokens"] == r["image_token_index"]) & (number < r["num_query_tokens"])
+    number = jnp.clip(number, 0, vectors.shape[1] - 1)
+    vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
+    is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
+    vectors = shard.residual_stream(vectors)
+    vectors = vectors + lookup(w["positions"], places + c.position_offset)
+    return jnp.where(is_image[..., None], vectors, x)
+
+
+def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
+            ) -> Array:
+    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]."""
+    batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
+    c, w, batch, x = prepare_batch(params, batch, config)
+    x = transformer.stack(w, "layers", x, c, batch)
+    return transformer.head_logits(w, x, c)
+
+
+def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+         ) -> tuple:
+    """(sum, count): the weighted cross-entropy of the batch's targets, and the sum of weights."""
+    check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
+    c, w, batch, x = prepare_batch(params, batch, config, specs)
+    x = transformer.stack(w, "layers", x, c, batch, specs and specs["text"])
+    x, head = transformer.loss_head(w, x, c)
+    total, hits = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size)
+    return with_hits(total, jnp.sum(batch["weights"]), hits, c)
+
+
+# -------------------------------------------------------------------------------------------
+# Decoding: as the language model does. The cache of its first layer has the picture's vectors
+
+def decoder_of(tree: Params) -> Params:
+    """A tree of weights (or of their specs) with the language model's own at the top."""
+    others = {name: w for name, w in tree.items() if name != "text"}
+    return others | tree.get("text", {})
+
+
+def source_ids(c: Any) -> tuple[int, ...]:
+    r = published(c)
+    return (r["image_token_index"],) * r["num_query_tokens"]
+
+
+def encode_source(params: Params, source: dict[str, Array], config: Any, specs: Any = None
+                  ) -> list[Params]:
+    """What the cache of each layer holds of these pictures."""
+    return [{"cross_vectors": image_vectors(params, source, config, specs)},
+            *({} for _ in range(1, config.layers))]
+
+
+def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
+           config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
+    """As model.extend, for rows that begin with source_ids."""
+    def embed(params, batch, c):
+        return with_vectors(params, batch, cache[0]["cross_vectors"], batch["positions"], config, c)
+
+    return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
+
+
+def cache_layer(config: Any, i: int) -> Layer:
+    return transformer.cache_layer(config, i)._replace(source=() if i else ("cross_vectors",))
+
+
+# -------------------------------------------------------------------------------------------
+# Functions of the Network (zigzag/parallel/network.py)
+
+def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """{name: shape} of a batch for the loss."""
+    return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
+
+
+def check(c: Any, mesh: Any) -> None:
+    towers.check_axes(mesh, "BLIP-2 has layers of three kinds")
+
+
+NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES, check,
+                  extend=extend, head_logits=transformer.head_logits, cache_layer=cache_layer,
+                  encode_source=encode_source, max_positions=transformer.max_positions,
+                  decoding_length=transformer.decoding_length,
+                  source_shape=lambda c: transformer.source_shape(vision_config(c)),
+                  source_ids=source_ids, decoder_of=decoder_of)

@@ -1,0 +1,197 @@
+"""CLIP: how well each text fits each picture.
+
+    picture [B, C, height, width] -> patches -> [ block ] x L -> first token  -> projection [B, I]
+                                                                                     | cosines,
+                                                                                     | scaled [B, B]
+    text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
+
+Both towers are transformers of transformer.py; this file has the code between them. Each picture of
+a batch is compared with all texts, and each text with all pictures.
+
+Letters are transformer.py's, and I is the width of the vectors that are compared.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import shard
+from published import tables, towers, transformer
+from published.family import Family, attention, is_range, keys, mlp, under
+from published.general import Config
+from published.record import Record, classed, count, named, pictures
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast
+from zigzag.parallel.network import Network, Params
+from zigzag.parallel.products import matmul
+from zigzag.parallel.table import Table
+
+# -------------------------------------------------------------------------------------------
+# Configurations. The whole model's is the text tower's.
+
+TEXT = dict(vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
+            num_attention_heads=8, max_position_embeddings=77, hidden_act="quick_gelu",
+            layer_norm_eps=1e-5, eos_token_id=49407)
+VISION = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_channels=3,
+              num_attention_heads=12, image_size=224, patch_size=32, hidden_act="quick_gelu",
+              layer_norm_eps=1e-5)
+WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None,
+             vision_config=None)
+
+
+def published(c: Any) -> Record:
+    """The content of config.json, with defaults for missing entries."""
+    return Record(json.loads(c.published), WHOLE)
+
+
+def _part(r, name, defaults):
+    given = r.plain(name)
+    own = r.plain(f"{name}_dict")
+    if isinstance(own, dict):       # an entry of older files, which wins where they differ
+        given = {**(given or {}), **defaults, **own}
+    return r.part(name, defaults, given)
+
+
+def _fields(r):
+    classed(r, {"": {}, "CLIPModel": {}})
+    text = _part(r, "text_config", TEXT)
+    towers.tower(None, "vision_config", _vision(r))
+    count(r, "projection_dim")
+    float(r["logit_scale_init_value"])      # (fails here if the table of weights could not read it)
+    if not isinstance(text["eos_token_id"], int):
+        raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
+                          f"expected a whole number")
+    return {**towers.sizes(text), "positions": "learned", **named(
+        text, vocab_size="vocab_size", seq_len="max_position_embeddings",
+        position_rows="max_position_embeddings")}
+
+
+def _vision(r):
+    r = _part(r, "vision_config", VISION)
+    return {**towers.sizes(r), **pictures(r), "positions": "learned", "embed_norm": True}
+
+
+def vision_config(c: Any) -> Any:
+    return towers.tower(c, "vision_config", _vision(published(c)))
+
+
+# -------------------------------------------------------------------------------------------
+# Weights, and the arrays of published models
+
+def table(c: Any) -> dict[str, Any]:
+    r, v = published(c), vision_config(c)
+    make = Table(D=c.d_model, d=v.d_model, I=r["projection_dim"])
+    scale = dataclasses.replace(make(""), values=lambda: np.float32(r["logit_scale_init_value"]))
+    return {"text": tables.table(c), "vision": tables.table(v), "logit_scale": scale,
+            "text_projection": make("D/fsdp I", c.d_model**-0.5),
+            "vision_projection": make("d/fsdp I", v.d_model**-0.5)}
+
+
+LAYER = {**attention("self_attn.{}_proj", "q k v out"), **mlp("mlp.fc1", "mlp.fc2"),
+         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm"}
+ARRAYS = {"logit_scale": "-> logit_scale", "text_projection": "text_projection",
+          "visual_projection": "vision_projection"} | under("text_model.", {
+    "embeddings.token_embedding": "text.embed", "embeddings.position_embedding": "text.positions",
+    "final_layer_norm": "text.norm"}, under("encoder.layers.{t}.", LAYER)) | under(
+    "vision_model.", {
+        "embeddings.class_embedding": "-> vision.class_token",
+        "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
+        "embeddings.position_embedding": "vision.positions",
+        "pre_layrnorm": "vision.embed_norm", "post_layernorm": "vision.norm"},
+    under("encoder.layers.{v}.", LAYER))
+
+
+def _stacks(c):
+    return {"t": [("text.layers", range(c.layers))],
+            "v": [("vision.layers", range(vision_config(c).layers))]}
+
+
+FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
+                           ignored={r".*embeddings\.position_ids": is_range},
+                           neutral=keys("text_config.projection_dim vision_config.projection_dim "
+                                        "tie_word_embeddings"))}
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
+    """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
+    # A text's vector comes from its end: the token with the largest id, or the first eos.
+    eos, tokens = _part(published(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
+    end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
+    return _vectors(params, "text", config, batch, specs, lambda x: jnp.take_along_axis(
+        shard.whole_time(x), end[:, None, None], 1)[:, 0])
+
+
+def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+                    ) -> Array:
+    """The vectors [B, I] of pictures, normalized: of the batch's source [B, C, height, width]."""
+    return _vectors(params, "vision", vision_config(config), batch, specs,
+                    lambda x: shard.whole_time(x, in_parts=True)[:, 0])
+
+
+def _vectors(params, name, c, batch, specs, chosen):
+    """The vectors of one tower, made of the token of each row that `chosen` takes."""
+    c, w, known = transformer.prepare_batch(params[name], batch, c)
+    x = chosen(transformer.trunk(w, c, known, specs=specs and specs[name]))
+    x = matmul(transformer.norm(w, "norm", x, c), cast(params[f"{name}_projection"], c.dtype), 1,
+               jnp.float32)
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _of(batch, *names):
+    return {name: batch[name] for name in (*names, "seeds") if name in batch}
+
+
+def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
+            ) -> Array:
+    """Logits [pictures, texts]: how well each text fits each picture."""
+    batch = {"tokens": tokens} if mask is None else {"tokens": tokens, "mask": mask}
+    pictures = picture_vectors(params, {"source": source}, config)
+    return jnp.exp(params["logit_scale"]) * pictures @ text_vectors(params, batch, config).T
+
+
+def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+         ) -> tuple[Array, Array]:
+    """(sum, count): for each row, the mean of two cross-entropies: of its text among all texts of
+    the batch, given the picture, and of its picture among all pictures, given the text. The count
+    is the number of rows. The loss of a row depends on the whole batch; on a mesh each device has
+    its own rows' part."""
+    check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
+    texts = text_vectors(params, _of(batch, "tokens", "mask"), config, specs)
+    pictures = picture_vectors(params, _of(batch, "source"), config, specs)
+    scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
+    every_text, first = shard.all_rows(texts, batch["tokens"])
+    every_picture, _ = shard.all_rows(pictures, batch["tokens"])
+
+    def cross_entropy(own, every):
+        logits = jax.nn.log_softmax(scale * own @ every.T)                      # [B, all rows]
+        return -jnp.sum(logits * jax.nn.one_hot(first + jnp.arange(B), len(every)))
+
+    total = cross_entropy(pictures, every_text) + cross_entropy(texts, every_picture)
+    return total / 2, jnp.float32(B)
+
+
+# -------------------------------------------------------------------------------------------
+# Functions of the Network (zigzag/parallel/network.py)
+
+def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """{name: shape} of a batch for the loss."""
+    texts = tables.batch_shapes(config, rows)
+    return {"tokens": texts["tokens"], "mask": texts["weights"],
+            **tables.batch_shapes(vision_config(config), rows)}
+
+
+def check(c: Any, mesh: Any) -> None:
+    towers.check_axes(mesh, "CLIP has two towers with different layers")
+
+
+NETWORK = Network("clip", Config, table, loss, batch_shapes, forward, FAMILIES, check,
+                  gives=lambda c: "vectors", couples_rows=True,
+                  source_shape=lambda c: transformer.source_shape(vision_config(c)))

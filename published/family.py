@@ -1,0 +1,116 @@
+"""`Family`: a family of published models; and names of arrays that many families share.
+
+llama.py and gpt.py have the families; published.py explains the names.
+"""
+
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+
+from published.arrays_of_folder import Change
+from published.record import Fields, Record
+
+
+def keys(names: str) -> tuple[str, ...]:
+    """The names in a text, separated by blanks."""
+    return tuple(names.split())
+
+
+# Why an array of a folder is not a weight: a function (Config, array) -> whether it is the constant
+# that follows from the configuration, or a regex of the classes that do not have the array.
+Ignored = Callable[[Any, np.ndarray], bool] | str
+Names = dict[str, str]      # {published module or array: our weights in it}
+
+
+class Family(NamedTuple):
+    """A family of published models."""
+    fields: Callable[[Record], Fields]          # config.json -> fields of a Config
+    arrays: Names | Callable[[Any], Names]      # all arrays; perhaps as a function of a Config
+    defaults: Fields                            # the class's defaults for missing keys
+    prefix: str = ""                            # of names; a folder of the bare model lacks it
+    ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
+    adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
+    aliases: dict[str, str] = {}                # {other name: usual name}
+    optional: tuple[str, ...] = ()              # arrays that are zeros if they are missing
+    stacks: Callable[[Any], dict[str, Any]] | None = None   # a Config -> what letters in names
+                                                # number; None: published.stacks_of
+    older: dict[str, str] = {}                  # {part of a name: its name in older or newer
+                                                # versions}
+    fused: Names = {}                           # arrays that have all experts, instead of one array
+                                                # for each
+    seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> further fields,
+                                                # which depend on the arrays of the folder
+    shared: tuple[str, ...] = ()                # keys of its class that shared translators read
+                                                # only for classes that have them
+    neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes,
+                                                # if `fields` does not read them
+
+
+# Arrays that are not weights: constants that older versions of transformers saved.
+def _is_rates(c, array):
+    dim = getattr(c, "rotary_dim", 0) or c.head_dim
+    return array.shape == (dim // 2,) and np.allclose(
+        array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.05)    # (half precision)
+
+
+def _is_causal(c, array):
+    """Whether the array is a causal mask, perhaps with a window."""
+    if array.ndim != 4:
+        return False
+    seen = np.tri(array.shape[-1], dtype=bool)
+    last = seen & ~np.tri(len(seen), k=-c.window, dtype=bool) if c.window else seen
+    return any(np.array_equal(array[0, 0] > 0, mask) for mask in (seen, last))
+
+
+def is_range(c: Any, array: np.ndarray) -> bool:
+    return np.array_equal(array.ravel(), np.arange(array.size))
+
+
+def pair_index(side: int) -> np.ndarray:
+    """The index of the relative position for each pair of side * side patches."""
+    rows, columns = np.divmod(np.arange(side * side), side)
+    down, right = (a[:, None] - a + side - 1 for a in (rows, columns))
+    return down * (2 * side - 1) + right
+
+
+INV_FREQ = {r".*rotary_(pos_)?emb\.inv_freq": _is_rates}
+MASKS = {r"(.*\.)?(attn|attention)\.bias": _is_causal,
+         r"(.*\.)?(attn|attention)\.masked_bias": lambda c, array: array.max() <= -1e4}
+
+
+def biased(**has):
+    return dict(biases=",".join(name for name, given in has.items() if given))
+
+
+def under(prefix: str, *groups: Names) -> Names:
+    return {prefix + name: ours for group in groups for name, ours in group.items()}
+
+
+def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:
+    """The four modules of attention. `name` has {} for each of the `parts`: of queries, keys and
+    values, and of the output."""
+    return {name.format(part): ours + w
+            for part, w in zip(parts.split(), ("wq", "wk", "wv", "wo"))}
+
+
+def mlp(up: str, down: str) -> Names:
+    return {up: "w_up", down: "w_down"}
+
+
+# Queries, keys and values of a group of heads beside each other, in one module.
+GROUPED = {".weight": "(K [g N | N | M]) D -> wq wk wv",
+           ".bias": "(K [g N | N | M]) -> wq_bias wk_bias wv_bias"}
+
+
+def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
+    """The permutation of a head's numbers to our order. Some families have the two numbers of a
+    rotary pair beside each other, from `begin` on; ours are rotary_dim / 2 apart, and come first in
+    the head."""
+    turned = np.arange(begin, begin + rotary_dim)
+    rest = np.delete(np.arange(head_dim), turned)
+    return np.concatenate([turned[::2], turned[1::2], rest])
+
+
+def neighbours_apart(c: Any) -> dict[str, Change]:
+    change = Change(neighbours(c.rotary_dim or c.head_dim, c.head_dim))
+    return dict.fromkeys(("wq", "wk", "wq_bias", "wk_bias"), change)

@@ -1,0 +1,145 @@
+"""Reading a network's weights from a published folder, and writing one.
+
+    python model.py --run RUN --export DIR      a run's weights, for transformers and others
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Sequence
+
+from published.arrays_of_folder import DTYPES, Folder, read_config, read_weights, write_folder
+from published.llama import TO_PUBLISHED, family_of, fields_of
+from published.record import as_config
+from published.reference import code_difference
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import from_flags
+from zigzag.core.options import check_values, flag
+from zigzag.disk.checkpoint import run_record
+from zigzag.disk.corpus import tokenizer_of
+from zigzag.disk.tokenizers import copy_files
+from zigzag.parallel import lora
+from zigzag.parallel.network import Computed, Network, Params, model_type, network_of_record
+from zigzag.parallel.saved import load_run
+
+# -------------------------------------------------------------------------------------------
+# Published folders
+
+def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
+    """The configuration of a published model, with these fields changed, which may only say how it
+    is trained and computed."""
+    if other := fields.keys() - (may := _may_change(network)):
+        raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
+                          f"only these may be given: {', '.join(sorted(may))}")
+    record = read_config(folder)
+    found = fields_of(record, network.families)
+    if seen := family_of(record, network.families).seen:
+        found |= seen(record, found, Folder(folder))
+    return as_config(network.config, Path(folder) / "config.json", found | fields)
+
+
+def _may_change(network):
+    """The options that only say how a published model is trained and computed."""
+    return {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
+
+
+def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
+            **fields: Any) -> tuple[Params, Any]:
+    """(weights, configuration) of a published model (a Hugging Face folder). The weights go
+    straight into their shards on the mesh (None: onto one device). `fields` of the configuration
+    may say how to train it. `edited`: also if the network's code computes something else."""
+    config = hf_config(network, folder, **fields)
+    check_hf(network, folder, config, edited)       # before large shapes are made
+    return read_hf(network, folder, config, network.places(config, mesh)), config
+
+
+def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = False) -> None:
+    """Refuse a folder that is not complete; and, unless `edited`, a network whose code computes
+    something else than the published model."""
+    read_hf(network, folder, config)
+    if not edited and (differs := code_difference(network, config)):
+        kind = model_type(config.published)
+        raise ConfigError(f"{folder}: the code of the network {network.name} computes something "
+                          f"else than this {kind}: {differs}; undo the edit of its code, or give "
+                          f"--edited (in Python: edited=True) to load the weights all the same")
+
+
+def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None
+            ) -> Params | None:
+    """The weights of a published model, sharded as `places` (shapes with shardings). Without
+    `places`, only checks the folder."""
+    opened = Folder(folder)
+    return read_weights(opened, family_of(opened.config, network.families), config,
+                        network.table(config), places)
+
+
+def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
+            dtype: str = "float32") -> None:
+    """Write a folder that transformers reads, with adapters merged. A model that was not loaded
+    from a published one is saved as a model that transformers knows, if it is one."""
+    if config.lora_rank:
+        params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
+    weights, seen = dict, SEEN      # (a published model's weights are saved as they are)
+    if not config.published:
+        if network.name not in TO_PUBLISHED:
+            raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
+                              f"a published folder")
+        config, weights = TO_PUBLISHED[network.name](config)
+        seen = {"published"}
+    _check_described(network, config, seen)
+    if differs := code_difference(network, config):
+        raise ConfigError(f"the code of the network {network.name} computes something else: "
+                          f"{differs}; undo the edit of its code, or add a family for it (docs: "
+                          f"published/llama.py)")
+    family = family_of(json.loads(config.published), network.families)
+    write_folder(folder, family, config, network.table(config), weights(params), dtype)
+
+
+# Options of a published model that depend on its folder's arrays or on its class.
+SEEN = {"tied", "pool_dense", "pad_id", "published"}
+
+
+def _check_described(network, config, seen):
+    """Refuse options, but those that are `seen`, that differ from the config.json that would be
+    written."""
+    may = _may_change(network)
+    given = {name: getattr(config, name) for name in may if hasattr(config, name)}
+    found = fields_of(json.loads(config.published), network.families)
+    there = as_config(network.config, "config.json", found | given)
+    for f in dataclasses.fields(config):
+        mine, theirs = getattr(config, f.name), getattr(there, f.name)
+        if mine != theirs and f.name not in may | seen:
+            raise ConfigError(f"{f.name} is {mine!r:.80}, but the published config.json, which "
+                              f"would be written, says {theirs!r:.80} (of a model_type "
+                              f"{model_type(config.published)})")
+
+
+# -------------------------------------------------------------------------------------------
+# The command line
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """python model.py --run RUN --export DIR: a trained model as a Hugging Face folder"""
+    run: str = "out"            # the --out of a train.py
+    export: str = ""            # the folder to write
+    dtype: str = flag("float32", one_of=DTYPES)     # of the written arrays: float32, bfloat16 or
+                                                    # float16
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+def export(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = from_flags(Export(), argv)
+    if not options.export:
+        raise ConfigError("--export '': expected a new folder")
+    record, out = run_record(options.run), Path(options.export)
+    network = network_of_record(record)
+    params, config = load_run(options.run)
+    save_hf(network, out, params, config, options.dtype)
+    tokenizer = tokenizer_of(Path(options.run), record) if "tokenizer" in record else None
+    files = copy_files(tokenizer, out) if tokenizer else []
+    without = "its tokens are bytes" if tokenizer else "the run has none"
+    print(f"{out}: the weights of {options.run} in {options.dtype}, "
+          + (f"with {', '.join(files)}" if files else f"without a tokenizer: {without}"))

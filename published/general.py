@@ -1,0 +1,261 @@
+"""The options of the general transformer, their derived values, and the combinations that are
+refused.
+
+A field is an option of transformer.py and a flag of train.py; the comment beside it is the flag's
+help.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from published import stems
+from published.llama import PLAIN_OPTIONS
+from zigzag.core.errors import fill_in
+from zigzag.core.options import check_values, flag
+from zigzag.parallel.network import (
+    Computed,
+    check_heads,
+    check_published,
+    of_decoders,
+    refuse_rows,
+)
+from zigzag.parallel.rotary import check_rotary, scaling_type
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Computed):
+    """The options of a model. Each field is also a flag; 0 often means derived from the others."""
+    layers: int = flag(4, least=1)  # how many blocks
+    d_model: int = flag(128, least=1)  # width of the residual stream
+    heads: int = flag(8, least=1)  # query heads
+    kv_heads: int = 0             # key/value heads; 0: same as heads
+    head_dim: int = 0             # width of a head; 0: d_model / heads
+    d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
+    vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
+    seq_len: int = flag(128, least=1)  # tokens in a training example: the context length
+    tied: bool = False            # one table for both the embedding of tokens and the head
+    parallel_block: bool = False  # attention and MLP read the same norm and are added together
+    parallel_norms: int = flag(1, one_of=(1, 2))
+                                  # norms of a parallel block; 2: the MLP has its own
+    causal: bool = True           # a token sees only earlier ones; false (an encoder): all
+    encoder_layers: int = 0       # layers of an encoder that the decoder attends to; 0: no encoder
+    encoder_heads: int = 0        # heads of the encoder; 0: same as --heads
+    encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
+    source_len: int = 0           # tokens that the encoder reads in an example; 0: --seq_len
+    stem: str = flag("tokens", one_of=("tokens", "patches", "frames"))
+                                  # input: tokens, patches (of pictures) or frames (of sound)
+    image_size: int = flag(224, least=1)  # pixels of a picture's side
+    patch_size: int = flag(16, least=1)  # pixels of a patch's side
+    channels: int = flag(3, least=1)  # numbers in a pixel, or in a frame of sound
+    token_types: int = 0          # number of token types, each with its own embedding; 0: none
+    head: str = flag("tokens", one_of=("tokens", "masked", "classes", "none"))
+                                  # prediction: tokens, masked (tokens, by BERT's head), classes
+                                  # (one for each row) or none
+    labels: int = 0               # number of classes; 1: a number for each row (regression)
+    pool: str = flag("first", one_of=("first", "last", "mean"))
+                                  # input of the classifier: first or last (token), or mean (of
+                                  # patches)
+    pool_dense: bool = False      # a dense layer with tanh before the classifier
+    head_scale: float = 0.0       # factor on the head's input; 0: none
+    layer_groups: int = 0         # number of layers with weights of their own, each used several
+                                  # times; 0: all layers
+    layer_scale: bool = False     # a learned factor on the output of attention and of the MLP
+    residual_scale: float = flag(1.0, least=-math.inf)
+                                  # factor on the output of attention and of the MLP
+    norm: str = flag("rms", one_of=("rms", "layer"))  # rms, or layer: LayerNorm, with a bias
+    norm_eps: float = 1e-6        # epsilon of the norms
+    norm_place: str = flag("pre", one_of=("pre", "post", "out", "sandwich"))
+                                  # norms: pre, post (after the sum), out (on the output of
+                                  # attention and MLP, before the sum) or sandwich (pre and out)
+    embed_norm: bool = False      # a norm after the embedding
+    qk_norm: bool = False         # RMSNorm of every query and key head
+    qk_norm_wide: bool = False    # qk_norm over all heads of a token together
+    activation: str = flag("silu", one_of=("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"))
+                                  # activation of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
+    gated: bool = True            # a gated MLP: the activation multiplies a second product
+    biases: str = ""              # the products with a bias, comma-separated: embed, qkv (or qv),
+                                  # out, mlp, head
+    positions: str = flag("rotary",
+        one_of=("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"))
+                                  # rotary, learned, fixed (a table, not trained), sinusoidal,
+                                  # alibi, alibi16 (in bfloat16) or none
+    relative: str = flag("", one_of=("", "buckets", "grid"))
+                                  # learned bias of scores by distance: buckets (T5) or grid (BEiT)
+    relative_buckets: int = flag(32, least=2)  # number of buckets of distances
+    relative_distance: int = flag(128, least=2)
+                                  # the last bucket has all distances from this one on
+    relative_shared: bool = True  # one table of these biases for all layers
+    pad_id: int = flag(-1, least=-2)
+                                  # positions count only tokens other than this id; -1: all tokens,
+                                  # -2: all that the mask keeps
+    rope_theta: float = 10000.0   # RoPE base
+    rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
+    rotary_dim: int = 0           # width of the rotated part of a head; 0: all of it
+    rotary_layers: str = ""       # which layers have rotary positions, a pattern that repeats
+                                  # (rrrn: three with, one without); empty: all
+    position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
+    position_offset: int = 0      # table row of position 0
+    window: int = 0               # keys that a query sees, its own included; 0: all before it
+    local_layers: str = ""        # which layers have the window, a pattern that repeats (lllg:
+                                  # three with, one without); empty: all
+    local_theta: float = 0.0      # RoPE base of layers with the window; 0: rope_theta, scaled
+    embed_dim: int = 0            # width of the embedding and the head; 0: d_model
+    embed_scale: float = 0.0      # factor on the embedding; 0: the root of d_model
+    attn_scale: float = 0.0       # factor on the scores; 0: head_dim ** -0.5
+    attn_softcap: float = 0.0     # bound on the scores, by tanh; 0: none
+    logit_softcap: float = 0.0    # bound on the logits, by tanh; 0: none
+    q_rank: int = 0               # latent attention: width of the queries' latent; 0: d_model
+    kv_rank: int = 0              # width of the latent of keys and values; 0: no latent attention
+    v_head_dim: int = 0           # width of a head's values; 0: head_dim
+    dropout: float = 0.0          # share of each block's output dropped in training
+    experts: int = 0              # experts in each MLP; 0: a dense MLP
+    experts_per_token: int = flag(2, least=1)  # experts that each token visits
+    shared_experts: int = 0       # additional experts that every token visits
+    expert_d_ff: int = 0          # width of an expert; 0: d_ff
+    dense_layers: int = 0         # number of first layers with a dense MLP instead of experts
+    router: str = flag("softmax", one_of=("softmax", "sigmoid"))
+                                  # softmax, or sigmoid with a bias for the choice of experts
+    router_norm: bool = True      # normalize a token's routing weights to a sum of 1
+    router_scale: float = flag(1.0, least=-math.inf)  # factor on the routing weights
+    expert_groups: int = flag(1, least=1)  # groups of experts: a token first chooses among these
+    groups_per_token: int = flag(1, least=1)  # groups that a token chooses
+    balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
+    router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def own_stem(self) -> str:
+        """The input of the main stack of layers: tokens, if there is an encoder (which has `stem`).
+        """
+        return "tokens" if self.encoder_layers else self.stem
+
+
+# -------------------------------------------------------------------------------------------
+# Derived values and refusals
+
+BIASES = ("embed", "qkv", "qv", "out", "mlp", "head")
+
+
+def check(c: Any) -> None:
+    """Fill in the derived values of a Config, and refuse options that no model can have."""
+    check_values(c)
+    check_published(c)
+    check_heads(c)
+    fill_in(c, kv_heads=c.heads, head_dim=c.d_model // c.heads,
+            d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
+    if c.encoder_layers:
+        fill_in(c, encoder_heads=c.heads, encoder_d_ff=c.d_ff, source_len=c.seq_len)
+    if c.own_stem != "tokens":      # the picture or the sound decides the length
+        object.__setattr__(c, "seq_len", stems.length(c))
+    if c.positions in ("learned", "fixed"):
+        fill_in(c, position_rows=_longest(c) + c.position_offset)
+    refuse_rows(c, [*of_decoders(c), *_of_values(c), *_of_blocks(c), *_of_encoders(c)])
+    if c.positions == "rotary":
+        check_rotary(c, c.rotary_dim)
+
+
+def _longest(c):
+    """The longest text that has positions: seq_len, or source_len if the source is text."""
+    return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
+
+
+def _of_values(c):
+    """What no option may be, whatever the others are."""
+    longest, turned = _longest(c), c.rotary_dim or c.head_dim
+    rows = c.position_rows - c.position_offset
+    return [
+        ("head_dim", c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)),
+         f"rotary positions need an even part of a head, of at most {2**16}, and --rotary_dim is "
+         f"{c.rotary_dim}"),
+        ("seq_len" if c.seq_len == longest else "source_len",
+         c.positions == "learned" and longest > rows,
+         f"there are learned positions for only {rows} tokens (--position_rows)"),
+        ("biases", set(c.biases.split(",")) - {"", *BIASES}, f"expected {', '.join(BIASES)}"),
+        ("local_layers", set(c.local_layers) - set("lg"),
+         "expected a letter for each layer, l (with the window) or g (without)"),
+        ("rotary_layers", set(c.rotary_layers) - set("rn"),
+         "expected a letter for each layer, r (with rotary positions) or n (without)"),
+        ("window", c.window > 2**30, f"expected at most {2**30}")]
+
+
+def _of_blocks(c):
+    """Options of a block that cannot be combined."""
+    return [
+        ("remat", c.parallel_block and "mlp" in c.remat,
+         "with --parallel_block attention and MLP are one; give --remat attention or full"),
+        ("shared_experts", c.shared_experts and not c.experts, "give --experts too"),
+        ("dense_layers", c.dense_layers >= c.layers or c.dense_layers and not c.experts,
+         f"must be below --layers {c.layers}, of which the others have --experts"),
+        ("expert_groups", c.experts % c.expert_groups or c.groups_per_token > c.expert_groups
+         or c.expert_groups > 1 and c.experts < 2 * c.expert_groups,
+         f"must divide --experts {c.experts} into groups of two or more (a group is chosen by its "
+         f"best two), and be at least --groups_per_token {c.groups_per_token}"),
+        ("gated", c.experts and not c.gated, "experts are gated"),
+        ("norm_place", c.parallel_block and c.norm_place != "pre",
+         "a --parallel_block has its norms before it"),
+        ("kv_rank", c.kv_rank and (
+            c.parallel_block or c.qk_norm or c.positions != "rotary" or "qkv" in c.biases
+            or c.rotary_dim in (0, c.head_dim) or c.kv_heads != c.heads),
+         "latent attention has rotary positions in a part of a head (--rotary_dim below "
+         "--head_dim), as many --kv_heads as --heads, no --qk_norm, no biases of qkv, and no "
+         "--parallel_block"),
+        ("qk_norm_wide", c.qk_norm_wide and not c.qk_norm, "give --qk_norm true too"),
+        ("rotary_layers", c.rotary_layers and c.positions != "rotary", "is for --positions rotary"),
+        ("local_theta", c.local_theta and not c.window, "is for layers with a --window"),
+        ("q_rank", c.q_rank and not c.kv_rank, "give --kv_rank too"),
+        ("v_head_dim", c.v_head_dim not in (0, c.head_dim) and not c.kv_rank,
+         "another width than --head_dim is for latent attention (--kv_rank)")]
+
+
+def _of_encoders(c):
+    """What no encoder, or encoder-decoder, can be."""
+    classes, half = c.head == "classes", c.relative_buckets // 2
+    others = c.experts or c.parallel_block or c.kv_rank or c.layer_groups or not c.causal
+    return [
+        ("head", classes and c.causal and c.pool != "last",
+         "the class is read off the first token, which sees only itself while --causal is true; "
+         "give --pool last or --causal false"),
+        ("pool", c.pool == "last" and (not classes or c.own_stem != "tokens"),
+         "is for --head classes of tokens"),
+        ("head", classes and not c.labels, "give --labels, the number of classes"),
+        ("head", classes and c.encoder_layers,
+         "is for one stack of layers, without --encoder_layers"),
+        ("encoder_layers", c.encoder_layers and others,
+         "goes with causal layers of one half after the other, without experts, latent attention "
+         "or groups"),
+        ("encoder_heads", c.encoder_layers and c.encoder_heads != c.heads
+         and c.d_model % c.encoder_heads,
+         f"must divide --d_model {c.d_model}, or be --heads {c.heads}"),
+        ("relative_buckets", c.relative == "buckets" and not (
+            2 <= half <= 2**11 and half < c.relative_distance <= 2**20),
+         f"expected 4 to {2**12}, and above half as many --relative_distance "
+         f"({c.relative_distance}), up to {2**20}"),
+        ("layer_groups", c.layer_groups and (c.layers % c.layer_groups or c.causal
+                                             or c.dense_layers),
+         f"must divide --layers {c.layers}, of an encoder (--causal false)"),
+        # (An encoder itself has causal=False.)
+        ("stem", c.own_stem == "frames" and c.causal,
+         "give --encoder_layers; text follows from sound"),
+        ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
+         "pictures and sound have --causal false, and --head classes or none"),
+        ("patch_size", c.stem == "patches" and c.patch_size > c.image_size,
+         f"expected at most --image_size {c.image_size}"),
+        ("head", classes and (c.experts or c.pool == "mean" and c.stem != "patches"),
+         "goes without --experts, and --pool mean is for --stem patches"),
+        ("relative", c.relative == "grid" and c.own_stem != "patches", "is for --stem patches"),
+        ("causal", not c.causal and (c.window or c.positions.startswith("alibi")),
+         "an encoder has no --window, and no ALiBi")]
+
+
+def lacking(fields: dict[str, Any]) -> list[str]:
+    """The names of the fields of a Config that the plain decoder lacks and that differ
+    from their defaults. (PLAIN_OPTIONS, not model.Config, says what it has: a fork's own option may
+    have the name of another one here.)"""
+    usual = {f.name: f.default for f in dataclasses.fields(Config)}
+    found = [name for name, value in fields.items()
+             if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
+    kind = scaling_type(fields.get("rope_scaling", ""))
+    return found + ["rope_scaling"] * (kind not in ("default", "linear", "llama3"))

@@ -1,0 +1,516 @@
+"""The families of published decoders: translations of their config.json, and the names of their
+arrays.
+
+To add a family whose parts published/transformer.py has, write a `Family`: `fields` translates its
+config.json to fields of published.transformer.Config, `arrays` gives the weights in each published
+module (published.py explains the names), and `defaults` are its class's in transformers, for keys
+that a config.json leaves out (all but sizes). Nothing else: sharding follows from the rule. Here
+are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
+"""
+
+import dataclasses
+import json
+from typing import Any, Callable, Iterable, Mapping
+
+import numpy as np
+
+from published.arrays_of_folder import Change
+from published.encoder_decoders import PAIRS
+from published.encoders import ENCODERS
+from published.family import (
+    INV_FREQ,
+    Family,
+    attention,
+    biased,
+    keys,
+    neighbours,
+    neighbours_apart,
+    under,
+)
+from published.gpt import GPT
+from published.positions import mscale
+from published.record import (
+    Fields,
+    Record,
+    as_older,
+    count,
+    decoder_head,
+    factor,
+    named,
+    refuse,
+    refuse_other,
+    rope,
+    sizes,
+    window,
+    with_usual_names,
+    wrong,
+)
+from zigzag.core.errors import ConfigError, did_you_mean, one_line
+from zigzag.parallel.network import Computed
+from zigzag.parallel.rotary import parse_scaling
+
+FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
+
+
+def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
+              others: Iterable[str] = ()) -> Family:
+    """The family of a published config.json. (`others` are model_types of other networks.)"""
+    kind = record["model_type"]
+    if kind not in families:
+        known = sorted({*families, *others})
+        raise ConfigError(f"model_type {kind!r:.80}: expected one of {', '.join(known)}"
+                          + did_you_mean(kind[:80], known))
+    return families[kind]
+
+
+def fields_of(record: Fields, families: Mapping[str, Family] = FAMILIES, at: str = "") -> Fields:
+    """Fields of published.transformer.Config, from a published config.json or from its part `at`.
+    Keys that are not read and may matter are refused."""
+    family, kind = family_of(record, families), record["model_type"]
+    try:
+        fields, r = read_record(record, family, at)
+        r.refuse_unread(family.neutral)
+    except ConfigError:
+        raise
+    except KeyError as e:
+        raise ConfigError(f"config.json of model_type {kind} lacks {e}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
+        raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
+                          f"({one_line(e)})") from None
+    # (Fine-tuning needs no losses for routers: those are for new models.)
+    return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
+            "published": json.dumps(r.given, sort_keys=True), **fields}
+
+
+def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, Record]:
+    """(fields, Record) of a config.json; the Record knows which keys were read."""
+    record = as_older(with_usual_names(record, family.aliases), family.shared)
+    r = Record(record, family.defaults, family.shared, at)
+    return family.fields(r), r
+
+
+def token_id(c: Any, name: str) -> int | None:
+    """A special id of a published model, eos_token_id for example; None if there is none."""
+    record = json.loads(c.published or "{}")
+    family = FAMILIES.get(record.get("model_type"))     # (None: a network of its own)
+    i = {**(family.defaults if family else {}), **record}.get(name)
+    if i is not None and type(i) is not int:
+        raise wrong(name, i, ": expected an id")
+    return i
+
+
+def start_id(c: Any) -> int:
+    """The id with which an encoder-decoder begins a text: in T5, its padding."""
+    start = token_id(c, "decoder_start_token_id")
+    start = start if start is not None else token_id(c, "pad_token_id") or 0
+    if c.vocab_size and not 0 <= start < c.vocab_size:
+        raise wrong("decoder_start_token_id", start, f": expected an id below the vocab_size "
+                    f"{c.vocab_size}")
+    return start
+
+
+def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
+    """(the id that begins a text of an encoder-decoder, the id that ends it, the id of padding), of
+    a published model."""
+    end = token_id(c, "eos_token_id")
+    return (start_id(c), tokenizer.ends[0] if end is None else end,
+            token_id(c, "pad_token_id") or 0)
+
+
+def whole_context(c: Any, families: Mapping[str, Any]) -> Any:
+    """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
+    been trained on shorter rows."""
+    context = fields_of(json.loads(c.published), families)["seq_len"]
+    return dataclasses.replace(c, seq_len=max(c.seq_len, context))
+
+
+# The options of training and computing, and those that the plain decoder has in common with the
+# general network.
+OF_TRAINING = {"dropout", "balance", "router_z", *(f.name for f in dataclasses.fields(Computed))}
+PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim d_ff vocab_size
+    seq_len tied norm_eps rope_theta rope_scaling embed_scale experts experts_per_token"""))
+
+
+def as_llama(c: Any) -> tuple[Any, Callable]:
+    """The configuration of a model of our own as a model that transformers knows, a LLaMA or, with
+    experts, a Mixtral; and a function that makes its weights from ours. (folders.save_hf refuses
+    options that these cannot say.)"""
+    record = dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
+        num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim, intermediate_size=c.d_ff, vocab_size=c.vocab_size,
+        max_position_embeddings=c.seq_len, rms_norm_eps=c.norm_eps, rope_theta=c.rope_theta,
+        hidden_act=getattr(c, "activation", "silu"), tie_word_embeddings=False,
+        rope_scaling=json.loads(c.rope_scaling or "null"))
+    if c.experts:
+        record |= dict(model_type="mixtral", architectures=["MixtralForCausalLM"],
+                       num_local_experts=c.experts, num_experts_per_tok=c.experts_per_token,
+                       sliding_window=getattr(c, "window", 0) or None)
+    scaling = c.rope_scaling and json.dumps(parse_scaling(c.rope_scaling), sort_keys=True)
+    config = dataclasses.replace(c, tied=False, embed_scale=1.0, rope_scaling=scaling,
+                                 published=json.dumps(record))
+
+    def weights(params):        # the embedding with its factor, and the head separately
+        scale = c.embed_scale or c.d_model**0.5
+        return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}
+
+    return config, weights
+
+
+# -------------------------------------------------------------------------------------------
+# LLaMA and its relatives
+
+def _modern(r, **of_rope):
+    """The fields that most newer families have."""
+    return {**sizes(r, d_ff="intermediate_size", norm_eps="rms_norm_eps", activation="hidden_act",
+                    tied="tie_word_embeddings"), **decoder_head(r), **rope(r, **of_rope),
+            "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
+            "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0}
+
+
+MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10000.0,
+              max_position_embeddings=2048, tie_word_embeddings=False)
+LAYER = "model.layers.{l}."
+ENDS = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head = embed",
+        "score": "classifier"}
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
+ATTENTION = attention("self_attn.{}_proj")
+MLP = {"mlp.gate_proj": "w_gate", "mlp.up_proj": "w_up", "mlp.down_proj": "w_down"}
+LLAMA = ENDS | under(LAYER, NORMS, ATTENTION, MLP)
+NORMED = LLAMA | under(LAYER, {"self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm"})
+
+
+HEAD_DIM = ("head_dim",)
+WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
+
+
+def _relative(fields, defaults, arrays=LLAMA, shared=HEAD_DIM, ignored=INV_FREQ, **more):
+    """A family of LLaMA's relatives. `defaults` are those that differ from MODERN."""
+    return Family(fields, arrays, {**MODERN, **defaults}, "model.", ignored, shared=shared, **more)
+
+
+def _llama(r):
+    refuse(r, rope_interleaved=False)
+    bias = r["attention_bias"]
+    return {**_modern(r), **biased(qkv=bias, out=bias, mlp=r.get("mlp_bias"))}
+
+
+# The keys about windows, which are ignored in a model without one.
+NO_WINDOW = keys("sliding_window use_sliding_window layer_types max_window_layers")
+
+
+def _qwen_window(r):
+    refuse(r, use_mrope=False)
+    if not r["use_sliding_window"]:
+        return {}       # (whatever else the file says about it)
+    return _window_unless(r, lambda i: i < r["max_window_layers"])
+
+
+def _window_unless(r, is_full):
+    """The fields of a window in all layers but those for which is_full(number), if layer_types
+    does not say which."""
+    layers, known = r["num_hidden_layers"], ("full_attention", "sliding_attention")
+    kinds = r["layer_types"] or [known[not is_full(i)] for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - set(known):
+        raise wrong("layer_types", kinds, f": expected one of {', '.join(known)} for each of "
+                    f"{layers} layers")
+    return window(r, kinds)
+
+
+FAMILIES["llama"] = _relative(
+    _llama, {"attention_bias": False, "mlp_bias": False, "head_dim": None},
+    neutral=keys("pretraining_tp is_llama_config"))
+FAMILIES["mistral"] = _relative(
+    lambda r: {**_modern(r), **window(r)},
+    {"num_key_value_heads": 8, "max_position_embeddings": 131072, "head_dim": None,
+     "sliding_window": 4096})
+
+QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768,
+        "use_sliding_window": False, "sliding_window": 4096}
+QWEN2 = {**QWEN, "max_window_layers": 28, "layer_types": None}
+FAMILIES["qwen2"] = _relative(
+    lambda r: {**_modern(r), **_qwen_window(r), "biases": "qkv"}, QWEN2,
+    shared=WITH_WINDOW, neutral=NO_WINDOW)
+FAMILIES["qwen3"] = _relative(
+    lambda r: {**_llama(r), **_qwen_window(r), "qk_norm": True},
+    {**QWEN2, "attention_bias": False, "head_dim": 128}, NORMED, shared=WITH_WINDOW,
+    neutral=NO_WINDOW)
+
+
+FUSED_MLP = {"mlp.gate_up_proj": "w_gate w_up", "mlp.down_proj": "w_down"}
+
+
+def _phi3(r):
+    refuse(r, attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1,
+           interpolate_factor=1)
+    return {**_modern(r, names={"su": "longrope", "yarn": "longrope"}), **window(r)}
+
+
+FAMILIES["phi3"] = _relative(
+    _phi3, {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "sliding_window": None,
+            "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
+    ENDS | under(LAYER, NORMS, FUSED_MLP, {"self_attn.qkv_proj": "wq wk wv",
+                                           "self_attn.o_proj": "wo"}),
+    shared=(*HEAD_DIM, "partial_rotary_factor"))
+
+
+def _gemma(r, **of_rope):
+    """Gemma 2 and 3: norms before and after attention and MLP (`_one_more` adjusts their scales),
+    and an embedding scaled by the root of its width (embed_scale 0)."""
+    refuse(r, use_bidirectional_attention=False)
+    bias = r["attention_bias"]
+    return {**_modern(r, **of_rope), **named(r, activation="hidden_activation"),
+            "norm_place": "sandwich", "embed_scale": 0.0,
+            "attn_scale": r["query_pre_attn_scalar"] ** -0.5,
+            "attn_softcap": _softcap(r, "attn_logit_softcapping"),
+            "logit_softcap": _softcap(r, "final_logit_softcapping"), **biased(qkv=bias, out=bias)}
+
+
+def _softcap(r, name):
+    return 0.0 if r[name] is None else factor(r, name)
+
+
+def _gemma2(r):
+    if r["attn_logit_softcapping"] is not None:     # (by sdpa, transformers leaves it out)
+        refuse_other(r, "_attn_implementation", None, "flash_attention_2", "eager")
+    return {**_gemma(r), **_window_unless(r, lambda i: i % 2)}
+
+
+def _gemma3(r):
+    """(rope_scaling is for the layers without a window.)"""
+    refuse(r, attn_logit_softcapping=None)      # (its class ignores it)
+    if r.get("rope_scaling"):
+        r["rope_scaling"]["rope_type"]          # (needed: transformers 5 ignores `type` here)
+    fields, every = _gemma(r, known=("default", "linear")), r["sliding_window_pattern"]
+    local = _window_unless(r, lambda i: (i + 1) % every == 0)
+    theta = factor(r, "rope_local_base_freq")
+    return {**fields, **local, "qk_norm": True, "local_theta": theta if local else 0.0}
+
+
+def _one_more(c):
+    """The norms of Gemma multiply by 1 + the array. Ours store that sum."""
+    return {name: Change(offset=1.0) for name in (
+        "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
+
+
+GEMMA2 = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+          "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+          "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+          "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+GEMMA3 = {**GEMMA2, "max_position_embeddings": 131072, "rope_theta": 1e6,
+          "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0,
+          "final_logit_softcapping": None, "attn_logit_softcapping": None}
+OUT_NORMS = {"post_attention_layernorm": "attn_out_norm",
+             "post_feedforward_layernorm": "mlp_out_norm"}
+GEMMA = NORMED | under(LAYER, OUT_NORMS, {"pre_feedforward_layernorm": "mlp_norm"})
+FAMILIES["gemma2"] = _relative(_gemma2, GEMMA2, GEMMA, adjust=_one_more,
+                               neutral=keys("hidden_act sliding_window_size"))
+FAMILIES["gemma3_text"] = _relative(_gemma3, GEMMA3, GEMMA, adjust=_one_more,
+                                    neutral=keys("hidden_act _sliding_window_pattern"))
+
+
+FAMILIES["olmo2"] = _relative(
+    lambda r: {**_llama(r), "norm_place": "out", "qk_norm": True, "qk_norm_wide": True},
+    {"rms_norm_eps": 1e-5, "attention_bias": False}, NORMED | under(LAYER, OUT_NORMS))
+
+
+def _granite(r):
+    return {**_llama(r), "embed_scale": factor(r, "embedding_multiplier"),
+            "attn_scale": factor(r, "attention_multiplier"),
+            "residual_scale": float(r["residual_multiplier"]),
+            "head_scale": 1 / factor(r, "logits_scaling")}
+
+
+FAMILIES["granite"] = _relative(
+    _granite,
+    {"attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
+     "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0})
+
+
+def _smollm3(r):
+    """A layer has rotary positions if its entry in no_rope_layers is 1. If layer_types does not say
+    which layers have the window, the others have it."""
+    fields, every = _llama(r), r["no_rope_layer_interval"]
+    turned = r["no_rope_layers"]
+    if turned is None:
+        turned = [int((i + 1) % every != 0) for i in range(fields["layers"])]
+    if len(turned) != fields["layers"] or set(turned) - {0, 1}:
+        raise wrong("no_rope_layers", turned, f": expected 0 or 1 for each of {fields['layers']} "
+                    f"layers")
+    if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
+        refuse(r, use_sliding_window=True)
+    return {**fields, **_window_unless(r, lambda i: turned[i]),
+            "rotary_layers": "" if all(turned) else "".join("nr"[turns] for turns in turned)}
+
+
+FAMILIES["smollm3"] = _relative(
+    _smollm3,
+    {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
+     "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None,
+     "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None,
+     "attention_bias": False, "mlp_bias": False}, shared=WITH_WINDOW,
+    neutral=keys("pretraining_tp max_window_layers"))
+
+
+# -------------------------------------------------------------------------------------------
+# Experts
+
+def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
+    return {f"{prefix}gate.weight": "-> router", f"{prefix}experts.{{e}}.{gate}": "e_gate",
+            f"{prefix}experts.{{e}}.{up}": "e_up", f"{prefix}experts.{{e}}.{down}": "e_down"}
+
+
+# The arrays of all experts, as in transformers 5.
+FUSED = under(LAYER, {"mlp.experts.gate_up_proj": "-> e_gate e_up",
+                      "mlp.experts.down_proj": "-> e_down"})
+FAMILIES["mixtral"] = _relative(
+    lambda r: {**_modern(r), **window(r), **named(r, experts="num_local_experts",
+                                                  experts_per_token="num_experts_per_tok")},
+    {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
+     "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
+     "num_experts_per_tok": 2},
+    LLAMA | under(LAYER, _routed("block_sparse_moe.", "w1", "w3", "w2")), fused=FUSED,
+    aliases={"num_experts": "num_local_experts"}, older={".block_sparse_moe.": ".mlp."},
+    neutral=keys("router_jitter_noise"))
+
+
+ROUTED = dict(experts_per_token="num_experts_per_tok", router_norm="norm_topk_prob",
+              expert_d_ff="moe_intermediate_size")
+
+
+def _qwen3_moe(r):
+    dense = sorted(r["mlp_only_layers"] or [])
+    if dense != list(range(len(dense))):
+        raise wrong("mlp_only_layers", dense, " is not supported, only the first ones")
+    refuse(r, decoder_sparse_step=1, qkv_bias=False, use_qk_norm=True,
+           shared_expert_intermediate_size=0)
+    return {**_llama(r), **window(r), **named(r, experts="num_experts", **ROUTED), "qk_norm": True,
+            "dense_layers": len(dense)}
+
+
+FAMILIES["qwen3_moe"] = _relative(
+    _qwen3_moe,
+    {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
+     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+     "mlp_only_layers": None, "decoder_sparse_step": 1}, NORMED | under(LAYER, _routed("mlp.")),
+    aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW, fused=FUSED,
+    neutral=NO_WINDOW)
+
+
+def _deepseek_v3(r):
+    refuse(r, attention_bias=False, moe_layer_freq=1, scoring_func="sigmoid",
+           topk_method="noaux_tc")
+    if not isinstance(r["rope_interleave"], bool):      # (_deepseek_v3_order reads it)
+        refuse(r, rope_interleave=True)
+    turned = count(r, "qk_rope_head_dim")
+    width = count(r, "qk_nope_head_dim") + turned
+    refuse(r, head_dim=turned, qk_head_dim=width)       # (transformers 5 writes these too)
+    fields = _modern(r, width=turned)
+    scaling = json.loads(fields["rope_scaling"] or "{}")
+    scale = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim") or 0) ** 2
+    return {**fields, "kv_heads": r["num_attention_heads"], "head_dim": width,
+            "rotary_dim": turned, "q_rank": r["q_lora_rank"] or 0, "router": "sigmoid",
+            "attn_scale": scale * width**-0.5, **named(
+                r, **ROUTED, kv_rank="kv_lora_rank", v_head_dim="v_head_dim",
+                experts="n_routed_experts", shared_experts="n_shared_experts",
+                dense_layers="first_k_dense_replace", router_scale="routed_scaling_factor",
+                expert_groups="n_group", groups_per_token="topk_group")}
+
+
+def _deepseek_v3_arrays(c):
+    queries = {"q_a_proj": "q_down", "q_a_layernorm": "q_down_norm", "q_b_proj": "wq"}
+    latent = {"kv_a_proj_with_mqa": "kv_down k_rotary", "kv_a_layernorm": "kv_norm",
+              "kv_b_proj.weight": "(H [Y | M]) R -> wk wv", "o_proj": "wo"}
+    routed = _routed("mlp.") | {"mlp.gate.e_score_correction_bias": "-> router_bias"}
+    shared = {name.replace("mlp.", "mlp.shared_experts."): ours for name, ours in MLP.items()}
+    return (ENDS | under(LAYER, NORMS, under("self_attn.", latent, queries if c.q_rank else
+                                             {"q_proj": "wq"}))
+            | under("model.layers.{d}.", MLP) | under("model.layers.{m}.", routed, shared))
+
+
+def _deepseek_v3_order(c):
+    """The published heads have the rotated part at the end, with the numbers of a pair adjacent."""
+    begin, turned = c.head_dim - c.rotary_dim, c.rotary_dim
+    if not json.loads(c.published).get("rope_interleave", True):
+        return {"wq": Change(np.roll(np.arange(c.head_dim), turned))}
+    return {"wq": Change(neighbours(turned, c.head_dim, begin)),
+            "k_rotary": Change(neighbours(turned, turned))}
+
+
+# (The folder has more layers, after the last one, which predict later tokens: they are ignored.)
+FAMILIES["deepseek_v3"] = _relative(
+    _deepseek_v3,
+    {"num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
+     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+     "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256,
+     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+     "first_k_dense_replace": 3, "norm_topk_prob": True, "rope_interleave": True,
+     "attention_bias": False}, _deepseek_v3_arrays, fused=FUSED, adjust=_deepseek_v3_order,
+    ignored={**INV_FREQ, r"(model\.)?layers\.{layers}\..*": ""},
+    aliases={"num_local_experts": "n_routed_experts",
+             "num_mtp_layers": "num_nextn_predict_layers"},
+    neutral=keys("pretraining_tp num_nextn_predict_layers aux_loss_alpha ep_size seq_aux"))
+
+
+# -------------------------------------------------------------------------------------------
+# ChatGLM 2 and 3, and GLM 4
+
+def _chatglm(r):
+    refuse(r, rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False,
+           post_layer_norm=True, pre_seq_len=None, original_rope=True)
+    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 the key has another meaning than in 3
+        refuse(r, rope_ratio=1)
+    return {**sizes(r, layers="num_layers", seq_len="seq_length", vocab_size="padded_vocab_size",
+                    head_dim="kv_channels", d_ff="ffn_hidden_size", norm_eps="layernorm_epsilon",
+                    tied="tie_word_embeddings"), "rotary_dim": r["kv_channels"] // 2,
+            "kv_heads": (r["multi_query_group_num"] if r["multi_query_attention"]
+                         else r["num_attention_heads"]),
+            "rope_theta": 10000.0 * (r["rope_ratio"] or 1), **biased(qkv=r["add_qkv_bias"])}
+
+
+FAMILIES["chatglm"] = Family(
+    _chatglm, under("transformer.", {
+        "embedding.word_embeddings": "embed", "encoder.final_layernorm": "norm",
+        "output_layer": "head = embed"}) | under(
+        "transformer.encoder.layers.{l}.", NORMS,
+        {"self_attention.query_key_value": "wq wk wv", "self_attention.dense": "wo",
+         "mlp.dense_h_to_4h": "w_gate w_up", "mlp.dense_4h_to_h": "w_down"}),
+    dict(kv_channels=128, seq_length=2048, layernorm_epsilon=1e-5, rmsnorm=True,
+         apply_residual_connection_post_layernorm=False, post_layer_norm=True,
+         add_bias_linear=False, add_qkv_bias=False, multi_query_attention=False,
+         multi_query_group_num=1, tie_word_embeddings=False, rope_ratio=1),
+    "transformer.", INV_FREQ, neighbours_apart, neutral=keys(
+        "apply_query_key_layer_scaling attention_softmax_in_fp32 bias_dropout_fusion "
+        "fp32_residual_connection prefix_projection interleaved_qkv"))
+FAMILIES["glm"] = _relative(
+    lambda r: {**_modern(r), **biased(qkv=r["attention_bias"])},
+    {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
+     "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "attention_bias": True},
+    ENDS | under(LAYER, NORMS, ATTENTION, FUSED_MLP),
+    shared=(*HEAD_DIM, "partial_rotary_factor"), adjust=neighbours_apart)
+
+
+# -------------------------------------------------------------------------------------------
+# The plain decoder (model.py), which is a LLaMA, a Mistral without window, or a Mixtral
+
+# {option that the plain decoder lacks: the value that their config.json must have}
+NEUTRAL = dict(activation="silu", biases="", rotary_dim=0, window=0, local_layers="")
+
+
+def _plain_fields(family):
+    def fields(r):
+        found = family.fields(r)
+        for name, neutral in NEUTRAL.items():
+            if (value := found.pop(name, neutral)) != neutral:
+                raise ConfigError(f"config.json: --{name} would be {value!r}, which the plain "
+                                  f"decoder lacks; published.load_hf finds the network that has it")
+        return found
+
+    return fields
+
+
+PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
+         for kind in ("llama", "mistral", "mixtral")}
+
+# {name of a network: how a model of ours is written as one that transformers knows}
+TO_PUBLISHED = {"decoder": as_llama, "transformer": as_llama}

@@ -1,0 +1,226 @@
+"""Positions for the general transformer: windows that differ from layer to layer, rotary rates,
+sinusoids, ALiBi's slopes, learned biases by distance. Everything that does not depend on an array
+is computed by numpy in float64, as a constant of the program.
+
+c is a network's configuration, i the number of a layer.
+"""
+
+import math
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from zigzag.parallel.attention import Token
+from zigzag.parallel.rotary import SCALINGS, Scaling, parse_scaling, plain_rates, rotary_rates
+
+# -------------------------------------------------------------------------------------------
+# Windows and rotary rates, which differ from layer to layer
+
+def _has_window(c):
+    """A bool for each layer: whether it has the window."""
+    kinds = (c.local_layers or "l") * c.layers
+    return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
+
+
+def layer_slots(c: Any, i: int) -> int:
+    """The most keys that a query of layer i sees; 0 if it sees all before it."""
+    return c.window if _has_window(c)[i] else 0
+
+
+def layer_is_local(c: Any, i: Array) -> Array:
+    """Whether layer i, which may be traced, has the window."""
+    return jnp.array(_has_window(c))[i]
+
+
+def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
+    """(rates [N / 2], factor on sine and cosine) of layer i's rotary positions."""
+    dim = c.rotary_dim or c.head_dim
+    rates, factor = rotary_rates(dim, c.rope_theta, c.rope_scaling, c.seq_len)
+    if c.local_theta:
+        local, _ = rotary_rates(dim, c.local_theta)
+        is_local = layer_is_local(c, i)
+        rates, factor = jnp.where(is_local, local, rates), jnp.where(is_local, 1.0, factor)
+    if "n" in c.rotary_layers:      # layers without rotary positions have rates of 0
+        is_turned = jnp.array([kind == "r" for kind in (c.rotary_layers * c.layers)[:c.layers]])[i]
+        rates, factor = jnp.where(is_turned, rates, 0.0), jnp.where(is_turned, factor, 1.0)
+    return rates, factor
+
+
+def max_positions(c: Any) -> int:
+    """The number of positions: the rows of a table of learned ones, else no limit."""
+    return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
+
+
+def decoding_length(c: Any, tokens: int, slots: int) -> int:
+    """The length on which the scaling of rotary positions depends, for rows that end with `tokens`
+    tokens in a cache of `slots`. If the scaling does not depend on the number of tokens, this is
+    the number of slots, which compiles fewer programs."""
+    known = parse_scaling(c.rope_scaling)
+    trained = known.get("original_max_position_embeddings", 0)
+    if c.positions == "learned":        # not scaled, but no longer than the table
+        return min(slots, max_positions(c))
+    if known["rope_type"] not in ("dynamic", "longrope"):
+        return slots
+    if tokens <= trained:
+        return min(slots, trained)
+    return slots if known["rope_type"] == "longrope" else tokens
+
+
+# -------------------------------------------------------------------------------------------
+# Others
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """The slope [H] of each head: by how much a key's score falls with each step of distance. If
+    the number of heads is not a power of two, the remaining heads take every other slope of the
+    next power."""
+    power = 2 ** math.floor(math.log2(heads))
+
+    def slopes(n):
+        return 2.0 ** (-8 / n * np.arange(1, n + 1))
+
+    return np.concatenate([slopes(power), slopes(2 * power)[::2][:heads - power]]).astype(
+        np.float32)
+
+
+def alibi_bias(c: Any, slopes: Array, position: Array) -> Array:
+    """The bias [B, H, 1, S] on the scores of keys at these positions [B, 1, 1, S]. (It depends on
+    the key alone, not on the distance: a softmax ignores a term common to a query's scores.)"""
+    if c.positions == "alibi":
+        return slopes[:, None, None] * position
+    # Falcon rounded slopes, positions and their product, and scaled them with the scores. (Rounded
+    # explicitly: in bfloat16 arithmetic a compiler may skip a rounding between two operations.)
+    rounded = _to_bfloat16(_to_bfloat16(slopes[:, None, None]) * _to_bfloat16(position))
+    return rounded * c.head_dim**-0.5
+
+
+def _to_bfloat16(x):
+    return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+
+
+def relative_rows(c: Any) -> int:
+    """J, the number of learned biases of a head, one for each kind of distance."""
+    if c.relative == "grid":
+        return (2 * (c.image_size // c.patch_size) - 1) ** 2 + 3
+    return c.relative_buckets
+
+
+def relative_ids(c: Any, query: Token, key: Token) -> Array:
+    """The index [1, T, S] of the learned bias for each query and key, the same in all rows."""
+    query, key = query.slot[:1], key.slot[:1]
+    return (_grid_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
+
+
+def _bucket_ids(c, query, key):
+    """T5's buckets: one for each small distance, logarithmic ones for larger distances. If tokens
+    see both ways, half of the buckets are for later keys."""
+    far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
+    exact, steps = half // 2, np.arange(c.relative_distance)
+    ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
+    scaled = ratio / np.float32(math.log(c.relative_distance / exact)) * np.float32(half - exact)
+    bucket = np.where(steps < exact, steps, np.minimum(exact + scaled.astype(int), half - 1))
+    bucket = np.append(bucket, half - 1)
+    begins = np.searchsorted(bucket, np.arange(1, half))    # each bucket's smallest distance
+    distance = jnp.maximum(-far, 0) if c.causal else jnp.abs(far)
+    # (Not a Python sum of len(begins) terms, on which the CPU compiler of jax 0.10 fails.)
+    ids = jnp.sum(distance[..., None] >= jnp.asarray(begins), -1, dtype=jnp.int32)
+    return ids if c.causal else ids + jnp.where(far > 0, half, 0)
+
+
+def _grid_ids(c, query, key):
+    """BEiT's indices: one for each distance in rows and columns of patches, and three more for the
+    class token (slot 0): from it, to it, and with itself."""
+    ids, last = grid_ids(query - 1, key - 1, c.image_size // c.patch_size), relative_rows(c) - 1
+    ids = jnp.where(key == 0, last - 1, ids)
+    return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
+
+
+def grid_ids(query: Array, key: Array, side: int) -> Array:
+    """The index of the distance in rows and columns between two of side * side patches."""
+    (i, j), (k, m) = (divmod(patch, side) for patch in (query, key))
+    return (i - k + side - 1) * (2 * side - 1) + j - m + side - 1
+
+
+def relative_bias(c: Any, table: Array, ids: Array) -> Array:
+    """The bias [1, H, T, S] on the scores, from a table [J, H] and the ids [1, T, S]. (A product
+    with one-hot rows: the gradient of a lookup would add all scores one by one.)"""
+    chosen = jax.nn.one_hot(ids, table.shape[0])        # float32: a CPU has no bfloat16 product
+    return jnp.einsum("btsj,jh->bhts", chosen, table.astype(jnp.float32))
+
+
+def counted(flags: Array, slots: Array) -> Array:
+    """The positions of the tokens in these slots, if only tokens with a flag count, from 0; -1 for
+    tokens without. `flags` [B, T] has all of the time."""
+    position = jnp.where(flags, jnp.cumsum(flags, 1), 0) - 1
+    return jnp.take_along_axis(position, slots, 1)
+
+
+def sinusoids(rows: int, width: int) -> np.ndarray:
+    """A table [rows, width] of sines (even columns) and cosines (odd ones) of each position."""
+    angle = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+    table = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(rows, -1)
+    return table[:, :width].astype(np.float32)
+
+
+# -------------------------------------------------------------------------------------------
+# Scalings of rotary rates that the plain decoder does not have
+
+def _dynamic(dim, theta, known, length):
+    """A larger base for sequences longer than the trained length."""
+    factor, trained = known["factor"], known["original_max_position_embeddings"]
+    grown = factor * max(length, trained) / trained - (factor - 1)
+    return plain_rates(dim, theta * grown ** (dim / max(dim - 2, 1)))
+
+
+def _yarn(dim, theta, known, length):
+    """As llama3, but the mix is a linear ramp over the indices of the pairs."""
+    trained = known["original_max_position_embeddings"]
+
+    def pair(turns):        # the index of the pair that makes so many turns in the trained length
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(known.get("beta_fast") or 32), pair(known.get("beta_slow") or 1)
+    if known.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    scaled = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
+    return plain_rates(dim, theta) * (1 - scaled + scaled / known["factor"])
+
+
+def _longrope(dim, theta, known, length):
+    """A factor for each pair, from one of two lists (short_factor, long_factor) by the length."""
+    is_long = length > known["original_max_position_embeddings"]
+    factors = known[name := "long_factor" if is_long else "short_factor"]
+    if len(factors) != dim // 2:
+        raise ValueError(f"{name} has {len(factors)} numbers for {dim // 2} pairs")
+    return plain_rates(dim, theta) / np.array(factors)
+
+
+def mscale(factor: float, by: float) -> float:
+    """The factor by which yarn (and DeepSeek's attention) sharpens scores."""
+    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _of_yarn(known):
+    factor, by, by_all = known.get("factor", 1), known.get("mscale"), known.get("mscale_all_dim")
+    if (given := known.get("attention_factor")) is not None:
+        return given
+    return mscale(factor, by) / mscale(factor, by_all) if by and by_all else mscale(factor, 1.0)
+
+
+def _of_longrope(known):
+    factor, trained = known.get("factor", 1), known["original_max_position_embeddings"]
+    if (given := known.get("attention_factor")) is not None:
+        return given
+    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+
+
+def _longer(known, length):
+    return max(length, int(known["factor"] * known["original_max_position_embeddings"]))
+
+
+SCALINGS.update({"dynamic": Scaling(_dynamic, positions=_longer),
+                 "yarn": Scaling(_yarn, _of_yarn), "longrope": Scaling(_longrope, _of_longrope)})

@@ -1,0 +1,249 @@
+"""SAM's image encoder: from a picture to a small picture of vectors.
+
+    picture -> patches, + their positions -> [ norm -> attention -> + -> norm -> MLP -> + ] x L
+            -> neck: 1 x 1 convolution -> norm -> 3 x 3 convolution -> norm -> [B, O, h, w]
+
+Most layers attend within windows of 14 x 14 tokens, a few to the whole picture. Consecutive layers
+of one kind are a run, with stacked weights; the tables of distances have another size in each kind.
+A score has a bias that depends on the query and on the distance to the key in rows and columns:
+q . down[rows] + q . right[columns].
+
+From the folder of a SamModel only vision_encoder.* is read: the prompt encoder and the mask decoder
+are other models. It is saved as a SamVisionModel, without them.
+
+Windows need all of the time, and runs differ, so the axes pipe and seq are refused.
+
+B batch, T time, D model, H heads (K of keys), N per head (M of values), F feed-forward, L layers of
+a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of tokens, O
+width of the result (o the same), k and z the sides of a convolution.
+"""
+
+import functools
+import itertools
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import shard
+from published import stems, towers, transformer, windows
+from published.family import Family, biased, keys, mlp, under
+from published.general import Config
+from published.record import Record, classed, count, pictures, tower, wrong
+from published.tables import layer_weights, norms
+from published.transformer import norm
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast
+from zigzag.parallel import attention
+from zigzag.parallel.network import Network, Params
+from zigzag.parallel.products import matmul
+from zigzag.parallel.table import Table
+
+# The epsilon of the neck's norms, whatever config.json says about the layers'.
+EPS = 1e-6
+
+
+# -------------------------------------------------------------------------------------------
+# The shape of a model
+
+class Run(NamedTuple):
+    """Consecutive layers with windows of one size."""
+    name: str       # the name of its weights
+    numbers: list[int]
+    window: int     # tokens on a side of a window; the picture's side if all tokens see all
+
+
+def record(c: Config) -> Record:
+    """The content of config.json, with defaults for missing entries."""
+    return Record(json.loads(c.published), DEFAULTS)
+
+
+def side(c: Config) -> int:
+    """The number of tokens on a side of a picture."""
+    return c.image_size // c.patch_size
+
+
+def runs(c: Config) -> list[Run]:
+    known = record(c)
+
+    def window(i):
+        return 0 if i in known["global_attn_indexes"] else known["window_size"]
+
+    groups = itertools.groupby(range(c.layers), window)
+    return [Run(f"run{n}", list(numbers), size or side(c))
+            for n, (size, numbers) in enumerate(groups)]
+
+
+def table(c: Config) -> dict[str, Any]:
+    """The table of all weights."""
+    D, out = c.d_model, record(c)["output_channels"]
+    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
+    weights = stems.patch_weights(c, make)
+    if record(c)["use_abs_pos"]:
+        weights["positions"] = make("1 P p D/fsdp", 0.02)
+    weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
+    one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
+    return weights | {"neck": one("k z D/fsdp O", D**-0.5),
+                      "neck_out": three("k z o/fsdp O", (9 * out) ** -0.5),
+                      **norms(c, make, "O", ["neck_norm", "norm"])}
+
+
+def _layer_weights(c, run):
+    weights = layer_weights(c, len(run.numbers))
+    if record(c)["use_rel_pos"]:
+        make = Table(L=len(run.numbers), J=2 * run.window - 1, N=c.head_dim)
+        weights |= {name: make("L/pipe J N/fsdp", 0.02) for name in ("down", "right")}
+    return weights
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def _attend(w, q, k, v, _, window):
+    """Attention within windows; `down` and `right` change the scores."""
+    known = {"slot": jnp.broadcast_to(jnp.arange(window**2), q.shape[:2])}
+    known = _distance_scores(w, q, window) if "down" in w else known
+
+    def attend(q, k, v, query):
+        seen = jnp.ones((1, 1, 1, 1), bool)
+        return attention.softmax_attention(
+            q, k, v, seen, (lambda s: s + _score_bias(query)) if "down" in w else None)
+
+    return shard.attend(attend, q, k, v, lambda query, _: query, known, {})
+
+
+def _distance_scores(w, q, window):
+    """Two biases [B W, t, H, window] for queries q [B W, t, H, N]: for keys in each row of the
+    window, and in each column."""
+    apart = np.arange(window)[:, None] - np.arange(window) + window - 1
+    q = q.reshape(len(q), window, window, *q.shape[2:])
+    scores = {"down": jnp.einsum("bijhn,ikn->bijhk", q, w["down"][apart],
+                                 preferred_element_type=jnp.float32),
+              "right": jnp.einsum("bijhn,jkn->bijhk", q, w["right"][apart],
+                                  preferred_element_type=jnp.float32)}
+    return jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), scores)
+
+
+def _score_bias(known):
+    """The bias on the scores [B W, H, t, keys] from these two; keys are in row-major order."""
+    down, right = (known[name].swapaxes(1, 2) for name in ("down", "right"))
+    scores = down[..., :, None] + right[..., None, :]
+    return scores.reshape(*scores.shape[:3], -1)
+
+
+def _neck(params, x, c):
+    """x [B, T, D] -> [B, O, h, w]. The first convolution is 1 x 1, a product for each token."""
+    x = norm(params, "neck_norm", matmul(x, params["neck"][0, 0]), c, eps=EPS)
+    x = shard.whole_time(x).reshape(len(x), side(c), side(c), -1)
+    x = lax.conv_general_dilated(x, params["neck_out"], (1, 1), [(1, 1), (1, 1)],
+                                 dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return norm(params, "norm", x, c, eps=EPS).transpose(0, 3, 1, 2)
+
+
+def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
+    """Pictures [B, C, height, width] -> [B, O, h, w]. They must have config's image_size."""
+    c, size = config, (side(config),) * 2
+    if pictures.shape[1:] != (c.channels, c.image_size, c.image_size):
+        raise ConfigError(f"pictures [B, {', '.join(map(str, pictures.shape[1:]))}]: this model "
+                          f"reads [B, {c.channels}, {c.image_size}, {c.image_size}]")
+    params, kept = cast(params, c.dtype), side(c) * c.patch_size
+    x = windows.patches(params, pictures[:, :, :kept, :kept], c)
+    x = x + params["positions"] if "positions" in params else x
+    x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
+    for run in runs(config):
+        def layer(w, x, _, window=run.window):
+            attend = functools.partial(_attend, window=window)
+            return windows.block(w, x, size, window, c, attend), None
+
+        x, _ = shard.layers(layer, params[run.name], x, None, specs and specs[run.name],
+                            config)
+    return _neck(params, x, config)
+
+
+def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+         ) -> tuple:
+    """(sum, count): the squared error of the output for pictures `source` against `targets`
+    [B, O, h, w] (another encoder's output, say: an encoder has no labels), and the number of
+    elements."""
+    got = forward(params, batch["source"], config, specs)
+    error = got.astype(jnp.float32) - batch["targets"].astype(jnp.float32)
+    return jnp.sum(error**2), jnp.float32(error.size)
+
+
+def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """{name: shape} of a batch for the loss."""
+    source = jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32)
+    there = rows, record(config)["output_channels"], side(config), side(config)
+    return {"source": source, "targets": source.update(shape=there)}
+
+
+def check(c: Config, mesh: Any) -> None:
+    """Refuse options and meshes that this model does not support."""
+    if c.dropout:
+        raise ConfigError(f"--dropout {c.dropout}: SAM has no dropout here; leave it out")
+    towers.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
+                            "need all of the time")
+
+
+# -------------------------------------------------------------------------------------------
+# Published models
+
+DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_attention_heads=12,
+                num_channels=3, image_size=1024, patch_size=16, hidden_act="gelu",
+                layer_norm_eps=1e-6, qkv_bias=True, mlp_ratio=4.0, mlp_dim=None, use_abs_pos=True,
+                use_rel_pos=True, window_size=14, global_attn_indexes=[2, 5, 8, 11])
+
+
+def _fields(r):
+    globally = r["global_attn_indexes"]
+    if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
+        raise wrong("global_attn_indexes", globally, ": expected a list of numbers of layers")
+    if r["window_size"]:
+        count(r, "window_size")
+    count(r, "output_channels")
+    for name in ("use_abs_pos", "use_rel_pos"):     # (which `table` reads)
+        r.plain(name)
+    inner = r["mlp_dim"] or int(r["mlp_ratio"] * r["hidden_size"])
+    return {**tower(r), **pictures(r), "d_ff": count({"mlp_dim": inner}, "mlp_dim"),
+            "positions": "none", "head": "none",
+            **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True)}
+
+
+def _fields_of_whole(r):
+    """The fields of a SamModel, of which only the image encoder is read, trained and saved."""
+    classed(r, {"": {}, "SamModel": {}})
+    own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
+           "architectures": ["SamVisionModel"]}
+    return {**_fields(r.part("vision_config", DEFAULTS, own)),
+            "published": json.dumps(own, sort_keys=True)}
+
+
+ARRAYS = under("vision_encoder.", {
+    "patch_embed.projection": "patch", "patch_embed.projection.weight": "D C y x -> patch",
+    "pos_embed": "1 P p D -> positions"}, under("neck.", {
+        "conv1.weight": "O D k z -> neck", "conv2.weight": "O o k z -> neck_out",
+        "layer_norm1": "neck_norm", "layer_norm2": "norm"}), under("layers.{l}.", {
+            "attn.qkv": "wq wk wv", "attn.proj": "wo", "attn.rel_pos_h": "-> down",
+            "attn.rel_pos_w": "-> right", "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm",
+            **mlp("mlp.lin1", "mlp.lin2")}))
+
+
+def _stacks(c):
+    return {"l": [(run.name, run.numbers) for run in runs(c)]}
+
+
+IN_VISION = "num_pos_feats scale mlp_ratio intermediate_size projection_dim tie_word_embeddings"
+OTHER_PARTS = dict.fromkeys((r"prompt_encoder\..*", r"mask_decoder\..*",
+                             r"shared_image_embedding\..*"), "^SamModel$")
+FAMILIES = {
+    "sam": Family(_fields_of_whole, ARRAYS, {"vision_config": None}, ignored=OTHER_PARTS,
+                  stacks=_stacks, neutral=keys(f"{IN_VISION} mask_decoder_config "
+                                               "prompt_encoder_config")),
+    "sam_vision_model": Family(_fields, ARRAYS, DEFAULTS, stacks=_stacks,
+                               neutral=keys(IN_VISION))}
+
+NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
+                  gives=lambda c: "vectors", source_shape=transformer.source_shape)

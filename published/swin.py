@@ -1,0 +1,273 @@
+"""Swin: classes of pictures by attention within windows, in stages of fewer and wider tokens.
+
+    picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
+                                                                            -> mean -> classes
+    a stage:  [ norm -> attention in windows -> + -> norm -> MLP -> + ] x its layers
+    a merge:  four neighbours become one token of twice the width
+
+     layers 0, 2, ...       layers 1, 3, ...: the picture is rolled by half a window, so that
+      +---+---+---+         windows lie across the borders of the previous layer's
+      |   |   |   |           +-+---+---+-+
+      +---+---+---+           +-+---+---+-+     A window at the edge has some tokens from the other
+      |   |   |   |           | |   |   | |     side of the picture: these and the others do not
+      +---+---+---+           +-+---+---+-+     see each other (they differ in `region`).
+
+Each score has a learned bias for the distance of the two tokens (`relative`). Between blocks the
+tokens are a residual stream [B, T, D], T = h * w, whose time tensor may split. Windows need all of
+the time, and layers differ from stage to stage, so the axes pipe and seq are refused.
+
+B batch, T time, D width of a stage (d of the next, m of four tokens), H heads (K of keys), N per
+head (M of values), F feed-forward, L layers of a stage, J distances in a window, A classes,
+C channels, y and x the sides of a patch.
+"""
+
+import functools
+import json
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import shard
+from published import stems, towers, transformer, windows
+from published.encoders import PATCHES
+from published.family import Family, biased, keys, mlp, pair_index, under
+from published.family import attention as names_of_attention
+from published.general import Config
+from published.positions import grid_ids, relative_bias
+from published.record import (
+    MOST,
+    MOST_LAYERS,
+    Record,
+    classed,
+    count,
+    named,
+    pictures,
+    refuse,
+    wrong,
+)
+from published.tables import batch_shapes, layer_weights, norms
+from published.transformer import class_loss, heads_of, norm
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
+from zigzag.core.mesh import cast
+from zigzag.parallel.network import Network, Params
+from zigzag.parallel.products import matmul
+from zigzag.parallel.table import Table
+
+# The epsilon of LayerNorms outside of layers, whatever config.json says about those in layers.
+EPS = 1e-5
+
+
+# -------------------------------------------------------------------------------------------
+# The shape of a model
+
+class Stage(NamedTuple):
+    """Consecutive layers of one width."""
+    name: str       # the name of its weights
+    layers: int
+    width: int
+    heads: int
+
+
+def record(c: Config) -> Record:
+    """The content of config.json, with defaults for missing entries."""
+    return Record(json.loads(c.published), DEFAULTS)
+
+
+def stages(c: Config) -> list[Stage]:
+    known = record(c)
+    return [Stage(f"stage{i}", layers, c.d_model * 2**i, heads)
+            for i, (layers, heads) in enumerate(zip(known["depths"], known["num_heads"]))]
+
+
+def table(c: Config) -> dict[str, Any]:
+    """The table of all weights."""
+    own, last = stages(c), stages(c)[-1].width
+    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
+    weights = stems.patch_weights(c, make) | norms(c, make, "D", ["embed_norm"])
+    for stage in own:
+        weights[stage.name] = {"layers": _layer_weights(c, stage)}
+    for stage in own[:-1]:
+        make = Table(m=4 * stage.width, d=2 * stage.width)
+        weights[stage.name] |= {"merge": make("m/fsdp d", (4 * stage.width) ** -0.5),
+                                **norms(c, make, "m", ["merge_norm"])}
+    make = Table(D=last, A=c.labels)
+    if c.head == "classes":
+        weights |= {"classifier": make("D/fsdp A", last**-0.5), "classifier_bias": make("A", 0.0)}
+    return weights | norms(c, make, "D", ["norm"])
+
+
+def _layer_weights(c, stage):
+    known, D, H = record(c), stage.width, stage.heads
+    own = change(c, d_model=D, heads=H, kv_heads=H, head_dim=D // H,
+                 d_ff=int(known["mlp_ratio"] * D))
+    make = Table(L=stage.layers, H=H, J=(2 * known["window_size"] - 1) ** 2)
+    return layer_weights(own, stage.layers) | {"relative": make("L/pipe J/fsdp H/tensor", 0.02)}
+
+
+# -------------------------------------------------------------------------------------------
+# The network
+
+def _attend(w, q, k, v, size, shift, window, c):
+    """Attention within windows of pictures that are rolled by `shift`. Tokens that come from other
+    sides of the picture are as in other documents."""
+    end, right = (jnp.arange(n) >= n - shift for n in size)     # rolled from the other side
+    region = windows.cut((2 * end[:, None] + right)[None], window)
+    table = heads_of(q, w["relative"], 1)
+
+    def scores(s, query, key, heads):
+        return s + relative_bias(c, table, grid_ids(query.slot[:1], key.slot[:1], window))
+
+    return shard.self_attend(q, k, v, scores=scores, causal=False,
+                             documents=jnp.tile(region, (len(q) // len(region), 1)))
+
+
+def _merge(w, x, size, c):
+    """x [B, h * w, D] -> [B, h/2 * w/2, 2 D], and the new (h, w)."""
+    x = shard.time_of_block(x)
+    x = windows.padded(x.reshape(len(x), *size, -1), 2)
+    x = jnp.concatenate([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
+    size = x.shape[1:3]
+    x = shard.residual_stream(x.reshape(len(x), -1, x.shape[-1]))
+    return matmul(norm(w, "merge_norm", x, c, eps=EPS), w["merge"]), size
+
+
+def _trunk(params, pictures, c, specs=None):
+    """The last norm's output [B, T, D], with all of the time."""
+    x, window = windows.patches(params, pictures, c), record(c)["window_size"]
+    size = x.shape[1:3]
+    x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
+    x = norm(params, "embed_norm", x, c, eps=EPS)
+    for stage in stages(c):
+        if min(size) < window:
+            raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
+                              f"{size[0]} x {size[1]} tokens in {stage.name}: less than its "
+                              f"windows, {window} x {window}")
+        # (Not rolled if one window has the whole picture.)
+        shift = window // 2 if min(size) > window else 0
+
+        def layer(w, x, shift, size=size):
+            attend = functools.partial(_attend, shift=shift, window=window, c=c)
+            return windows.block(w, x, size, window, c, attend, shift), None
+
+        w, own = params[stage.name], specs and specs[stage.name]
+        x, _ = shard.layers(layer, w["layers"], x, shift * (jnp.arange(stage.layers) % 2),
+                            own and own["layers"], c)
+        if "merge" in w:
+            x, size = _merge(w, x, size, c)
+    return shard.whole_time(norm(params, "norm", x, c))
+
+
+def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
+    """float32 logits [B, labels] of pictures [B, C, height, width]; without a head, vectors
+    [B, T, D]. Pictures may have another size than config.image_size."""
+    params = cast(params, config.dtype)
+    x = _trunk(params, pictures, config, specs)
+    if config.head == "none":
+        return x
+    return matmul(x.mean(1), params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+
+
+def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+         ) -> tuple:
+    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and their number."""
+    out = forward(params, batch["source"], config, specs)
+    if config.head == "none":       # (from which the rule finds where weights lie)
+        return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
+    return class_loss(out, batch["labels"], config)
+
+
+def check(c: Config, mesh: Any) -> None:
+    """Refuse options and meshes that this model does not support."""
+    if c.head == "none":
+        raise ConfigError("this Swin returns vectors, and has no loss of its own; give fit a loss")
+    if c.dropout:
+        raise ConfigError(f"--dropout {c.dropout}: Swin has no dropout here; leave it out")
+    towers.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
+                            "the time")
+
+
+# -------------------------------------------------------------------------------------------
+# Published models
+
+DEFAULTS = dict(image_size=224, patch_size=4, num_channels=3, embed_dim=96, depths=[2, 2, 6, 2],
+                num_heads=[3, 6, 12, 24], window_size=7, mlp_ratio=4.0, qkv_bias=True,
+                hidden_act="gelu", use_absolute_embeddings=False, layer_norm_eps=1e-5)
+# The letter that numbers each stage's layers in patterns of published names. (e is for experts.)
+LETTERS = "abcdfghi"
+
+
+def _fields(r):
+    # (Absolute embeddings have a row too many, and do not run in transformers either.)
+    refuse(r, use_absolute_embeddings=False)
+    heads = _check_stages(r)
+    head = classed(r, {"SwinForImageClassification": dict(head="classes", pool="mean"),
+                       "SwinModel": dict(head="none")})
+    return {**pictures(r), **head, "layers": sum(r["depths"]), "heads": heads,
+            "d_ff": int(r["mlp_ratio"] * r["embed_dim"]), "gated": False, "norm": "layer",
+            "positions": "none", **named(r, d_model="embed_dim", norm_eps="layer_norm_eps",
+                                         activation="hidden_act"),
+            **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True)}
+
+
+def _check_stages(r):
+    """The number of heads of the first stage, after refusing invalid stages."""
+    size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
+    depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
+    if not all(isinstance(a, list) for a in (depths, heads)) or not (
+            1 <= len(depths) == len(heads) <= len(LETTERS)):
+        raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of "
+                    f"equally many numbers, at most {len(LETTERS)}")
+    for layers, own in zip(depths, heads):
+        count({"depths": layers}, "depths", MOST_LAYERS)
+        if width % count({"num_heads": own}, "num_heads"):
+            raise wrong("num_heads", heads, f": {own} heads do not divide a stage that is {width} "
+                        f"wide")
+        if size < window:
+            raise wrong("window_size", window, f": a stage has only {size} x {size} tokens")
+        if not 1 <= r["mlp_ratio"] * width <= MOST:
+            raise wrong("mlp_ratio", r["mlp_ratio"], f": {width} times it is no width of an MLP")
+        size, width = -(-size // 2), 2 * width
+    return heads[0]
+
+
+def _arrays(c):
+    found = PATCHES | {"embeddings.norm": "embed_norm", "layernorm": "norm"}
+    for i, (stage, letter) in enumerate(zip(stages(c), LETTERS)):
+        found |= under(f"encoder.layers.{i}.", {"downsample.reduction": f"{stage.name}.merge",
+                                                "downsample.norm": f"{stage.name}.merge_norm"})
+        found |= under(
+            f"encoder.layers.{i}.blocks.{{{letter}}}.", mlp("intermediate.dense", "output.dense"),
+            names_of_attention("attention.{}", "self.query self.key self.value output.dense"),
+            {"layernorm_before": "attn_norm", "layernorm_after": "mlp_norm",
+             "attention.self.relative_position_bias_table": "-> relative"})
+    return under("swin.", found) | {"classifier": "classifier"}
+
+
+def _stacks(c):
+    return {letter: [(f"{stage.name}.layers", range(stage.layers))]
+            for stage, letter in zip(stages(c), LETTERS)}
+
+
+# The names that transformers 5 uses if it is asked not to save in the original format.
+NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "attention.k_proj",
+         "attention.self.value": "attention.v_proj",
+         "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
+         "output.dense": "mlp.fc2", "self.relative": "relative_position_bias.relative"}
+
+
+def _is_index(c, array):
+    """The published array of indices: the row of the table for each pair of tokens in a window."""
+    return np.array_equal(array, pair_index(record(c)["window_size"]))
+
+
+SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
+              stacks=_stacks, older=NEWER, aliases={"num_attention_heads": "num_heads"},
+              neutral=keys("""drop_path_rate encoder_stride hidden_size num_layers out_features
+                              out_indices path_norm stage_names tie_word_embeddings"""))
+
+NETWORK = Network("swin", Config, table, loss, batch_shapes, forward, {"swin": SWIN}, check,
+                  gives=lambda c: "classes" if c.head == "classes" else "vectors",
+                  source_shape=transformer.source_shape, limits=transformer.limits)

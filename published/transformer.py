@@ -1,0 +1,754 @@
+"""The general transformer: the network of all published decoders, encoders and encoder-decoders.
+
+    tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
+
+model.py is the plain decoder, and the file to fork. Here, everything that some family does
+differently is an option: an `if` in the one function that it concerns. The options are in
+config.py, the weights in tables.py. A section near the end is for encoders.
+
+This file never mentions the mesh. Where a collective may be needed, it calls shard.py: `columns`
+into a block, `row` out of it, `embed_lookup`, `self_attend`, `experts`, `token_loss`.
+
+B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, M per head of values,
+F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E experts, G their width,
+P rows of positions. Latent attention: Q and R latents, U the rotated part of a head, Y the rest.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+import shard
+from published import stems
+from published.general import Config, lacking
+from published.llama import FAMILIES
+from published.positions import (
+    alibi_bias,
+    alibi_slopes,
+    counted,
+    decoding_length,
+    layer_is_local,
+    layer_rates,
+    layer_slots,
+    max_positions,
+    relative_bias,
+    relative_ids,
+    sinusoids,
+)
+from published.tables import batch_shapes, encoder_config, table
+from zigzag.core.errors import ConfigError, check_length
+from zigzag.core.flags import change, is_derived
+from zigzag.core.mesh import axis_size, cast, check_ids, time_parts
+from zigzag.generate import cache as kv_cache
+from zigzag.parallel import attention, lora, remat
+from zigzag.parallel.network import (
+    Layer,
+    Network,
+    Params,
+    Traffic,
+    check_stack,
+    expert_share,
+    with_hits,
+)
+from zigzag.parallel.pipeline import options_of
+from zigzag.parallel.products import lookup, matmul, merged
+from zigzag.parallel.rotary import rotate
+from zigzag.parallel.table import attention_flops, product_flops
+
+# -------------------------------------------------------------------------------------------
+# The parts of a block
+
+def norm(w, name, x, c, kind="", eps=0.0):
+    """RMSNorm or LayerNorm over the last dimension, in float32."""
+    x32 = x.astype(jnp.float32)
+    if (kind or c.norm) == "layer":
+        x32 = x32 - jnp.mean(x32, -1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
+    x = x32.astype(x.dtype) * w[name]   # if tensor splits x's time, the scale's gradient is summed
+    return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
+
+
+def heads_of(q, a, dim):
+    """This device's query heads, out of an array of all heads."""
+    return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
+
+
+def _window(c, i):
+    """The arguments of shard.self_attend for a window, in which a query sees the last c.window
+    keys, its own included."""
+    return {"window": c.window, "local": layer_is_local(c, i) if "g" in c.local_layers else None}
+
+
+def _scores(w, q, c):
+    """The `scores` argument of shard.self_attend for the queries q: a function that changes scores
+    by a learned bias for each distance (`relative`) or slopes of the heads (ALiBi); None for plain
+    scores."""
+    table = slopes = None
+    if c.relative:
+        table = heads_of(q, w["relative"], 1)
+    if c.positions.startswith("alibi"):
+        slopes = heads_of(q, jnp.asarray(alibi_slopes(c.heads)), 0)
+
+    def scores(s, query, key, heads):
+        if table is not None:
+            return s + relative_bias(c, table, relative_ids(c, query, key))
+        return s + alibi_bias(c, slopes, key.position[:, None])
+
+    return scores if table is not None or slopes is not None else None
+
+
+def with_bias(w, name):
+    """The weight, or (weight, bias) if it has one, for `columns`."""
+    bias = w.get(f"{name}_bias")
+    return w[name] if bias is None else (w[name], bias)
+
+
+def _into_heads(w, c, cache=None):
+    if cache is not None:           # (kv heads are not repeated in a cache)
+        return [with_bias(w, name) for name in ("wq", "wk", "wv")]
+    return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
+
+
+def _into_keys(w, c, *names):
+    return [shard.repeat_kv(with_bias(w, name), c.heads) for name in names]
+
+
+def _latent(w, h, c):
+    """For latent attention: queries [B, T, H, N], the latent [B, T, R] of keys and values, and the
+    rotary part of the keys [B, T, 1, U], which all heads share. (The published models use an
+    epsilon of 1e-6 in these norms, whatever the other norms have.)"""
+    q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
+    q, = shard.columns(q, w["wq"])
+    latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
+    return q, latent, shard.time_of_block(matmul(h, w["k_rotary"]))[:, :, None]
+
+
+def _latent_heads(w, h, c):
+    """Queries, keys and values [B, T, H, N] of latent attention."""
+    q, latent, turned = _latent(w, h, c)
+    k, v = shard.columns(latent, w["wk"], w["wv"])
+    turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
+    return q, jnp.concatenate([turned, k], -1), v
+
+
+def _latent_from_cache(w, h, c, i, batch, cache):
+    """Latent attention with a cache of latents. No keys or values are made from them: the queries
+    are multiplied by the weight that would make the keys, and the result by the one that makes
+    values."""
+    (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
+    turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
+    latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
+    cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
+    query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
+    scores = _scores(w, q, c)
+    attend = attention.self_attention(None, scores, c.heads, attention.Known(
+        **_window(c, i), softcap=c.attn_softcap))
+    wk, wv = (heads_of(q, merged(w[name]), 1) for name in ("wk", "wv"))
+    q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
+    q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
+    out = kv_cache.attend(attend, q, cached, cached[..., U:], query, batch["start"], c.heads, 1,
+                          folds=scores is None)
+    return jnp.einsum("bthr,rhm->bthm", out, wv), {**cache, "latent": cached}
+
+
+def _heads(w, qkv, c, i, batch, cache=None):
+    """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
+    with these keys and values in it."""
+    q, k, v = qkv
+    if c.qk_norm_wide:
+        scale = w["k_norm"] if cache is not None else shard.repeat_kv(w["k_norm"], c.heads)
+        q, k = attention.norm_all_heads(q, k, (w["q_norm"], scale), c.heads, c.norm_eps)
+    elif c.qk_norm:
+        q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
+    if c.positions == "rotary":
+        q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
+    q = _scaled(q, c)
+    changes = dict(scores=_scores(w, q, c), softcap=c.attn_softcap, **_window(c, i))
+    if cache is not None:
+        attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
+        return attend(q, k, v, **changes), attend.layer
+    attend = batch.get("attend", shard.self_attend)     # (published/reference.py gives another)
+    return attend(
+        q, k, v, **changes, causal=c.causal, heads=c.heads, positions=batch["positions"],
+        documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
+
+
+def _scaled(q, c):
+    """The queries, scaled if the factor on the scores (attn_scale) is not the default."""
+    return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
+
+
+def _attention(w, h, c, i, batch, cache):
+    """h [B, T, D] -> [B, T, D]."""
+    if c.kv_rank and cache is not None:
+        heads, cache = _latent_from_cache(w, h, c, i, batch, cache)
+    else:
+        qkv = _latent_heads(w, h, c) if c.kv_rank else shard.columns(h, *_into_heads(w, c, cache))
+        heads, cache = _heads(w, qkv, c, i, batch, cache)
+    return _plus_bias(w, shard.row((heads, w["wo"])), "wo"), cache
+
+
+def _plus_bias(w, y, *names):
+    return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
+
+
+ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
+               "gelu": functools.partial(jax.nn.gelu, approximate=False),
+               "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
+
+
+def activate(c, first, *gated):
+    """The activation between the two products of an MLP."""
+    first = ACTIVATIONS[c.activation](first)
+    return first * gated[0] if gated else first
+
+
+def _into_dense(w):
+    """The first weights of the MLP that all tokens visit, or [] if there is none."""
+    return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
+
+
+@shard.part("mlp")
+def feed_forward(w, h, c, i=0, batch=None):
+    """The MLP or the experts: h [B, T, D] -> [B, T, D], and the experts' terms of the loss."""
+    y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
+    return _plus_bias(w, y, "w_down"), aux
+
+
+def _out_of_block(w, h, c, i, batch, out, dense):
+    """The sum of the products `out`, the MLP that all tokens visit (`dense` is the result of its
+    first products), and the experts' output for h; and the experts' terms of the loss."""
+    if dense:
+        out = [*out, (activate(c, *dense), w["w_down"])]
+    if "router" in w:
+        return _experts(w, h, c, i, batch, out)
+    return shard.row(*out), None
+
+
+def _experts(w, h, c, i, batch, beside):
+    """h [B, T, D] through each token's best experts, weighted by the router, plus the products
+    `beside`; and in training the terms of the loss of shard.router_terms."""
+    logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
+    probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)
+    chosen = _choose(probs, w.get("router_bias"), c)                            # [B, T, K]
+    top = jnp.take_along_axis(probs, chosen, -1)
+    if c.router_norm:
+        top = top / top.sum(-1, keepdims=True)
+    out = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
+                        functools.partial(activate, c), w["e_down"], *beside)
+    if "seeds" not in batch:
+        return out, None
+    if c.router == "sigmoid":
+        probs = probs / probs.sum(-1, keepdims=True)
+    balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
+    added = c.balance * balance + c.router_z * z
+    load = jnp.zeros((c.layers - c.dense_layers, c.experts)).at[i - c.dense_layers].set(busy)
+    return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
+
+
+def _choose(scores, bias, c):
+    """The numbers [B, T, K] of each token's experts: those with the best scores [B, T, E], to which
+    `bias` is added here only."""
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if c.expert_groups > 1:         # first choose groups, by the sum of their two best experts
+        groups = scores.reshape(*scores.shape[:2], c.expert_groups, -1)
+        best = lax.top_k(groups, 2)[0].sum(-1)
+        least = lax.top_k(best, c.groups_per_token)[0][..., -1:]
+        scores = jnp.where((best >= least)[..., None], groups, 0).reshape(scores.shape)
+    return lax.top_k(scores, c.experts_per_token)[1]
+
+
+def _drop(y, c, site, batch):
+    """The output of attention or MLP, scaled, and with dropout in training."""
+    y = y if c.residual_scale == 1 else y * c.residual_scale
+    return shard.dropout(y, c.dropout, batch.get("seeds"), site, batch.get("slots"))
+
+
+# -------------------------------------------------------------------------------------------
+# The network: embed, block, head
+
+def embedding(params, batch, c):
+    """The stream [B, T, D] that the layers begin with."""
+    if c.own_stem == "tokens":
+        check_ids(batch["tokens"], c.vocab_size)
+        x = shard.embed_lookup(params["embed"], batch["tokens"])
+        x = x * (c.embed_scale or c.d_model**0.5)   # new weights then have rows of unit size
+    else:
+        x = stems.STEMS[c.own_stem](params, batch["source"], c)
+        x = shard.residual_stream(own_time(_padded(x)))
+    # (With a norm after the embedding, everything before the norm has the embedding's width.)
+    if "project_in" in params and not c.embed_norm:
+        x = matmul(x, params["project_in"])
+    if c.positions in ("learned", "fixed", "sinusoidal"):
+        table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
+        table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
+        places = shard.my_time_slice(batch["positions"], x) + c.position_offset
+        x = x + lookup(table, places).astype(x.dtype)
+    if c.token_types:
+        check_ids(batch["token_types"], c.token_types, "the table of token types")
+        x = x + lookup(params["token_types"], shard.my_time_slice(batch["token_types"], x))
+    if c.embed_norm:
+        x = norm(params, "embed_norm", x, c)
+        if "project_in" in params:
+            x = _plus_bias(params, matmul(x, params["project_in"]), "project_in")
+    return x
+
+
+def block(w, x, i, c, batch, cache=None):
+    """Layer i: x [B, T, D] -> x, its terms of the loss, and the cache."""
+    w = lora.adapted(w)
+    if c.parallel_block:
+        return _parallel_block(w, x, i, c, batch, cache)
+    is_first = c.norm_place in ("post", "out")      # attention and MLP come before their norms
+    y, cache = _attention(w, x if is_first else norm(w, "attn_norm", x, c), c, i, batch, cache)
+    x = _add(w, "attn", x, y, c, 2 * i, batch)
+    if "cross_wq" in w:
+        y = _cross_attention(w, x if is_first else norm(w, "cross_norm", x, c), c, batch, cache)
+        x = _add(w, "cross", x, y, c, 2 * c.layers + i, batch)
+    y, aux = feed_forward(w, x if is_first else norm(w, "mlp_norm", x, c), c, i, batch)
+    return _add(w, "mlp", x, y, c, 2 * i + 1, batch), aux, cache
+
+
+def _add(w, half, x, y, c, site, batch):
+    """The stream x plus the output y of attention or MLP, with the norms after them."""
+    if c.norm_place in ("out", "sandwich"):
+        y = norm(w, f"{half}_out_norm", y, c)
+    if f"{half}_out_scale" in w:
+        y = y * w[f"{half}_out_scale"]
+    x = x + _drop(y, c, site, batch)
+    return norm(w, f"{half}_norm", x, c) if c.norm_place == "post" else x
+
+
+def _parallel_block(w, x, i, c, batch, cache):
+    """Attention and MLP that read the same norm: one collective leads into both, and one out of
+    both."""
+    h = norm(w, "attn_norm", x, c)
+    if c.parallel_norms == 1:
+        q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))
+    else:
+        q, k, v = shard.columns(h, *_into_heads(w, c, cache))
+        h = norm(w, "mlp_norm", x, c)
+        dense = shard.columns(h, *_into_dense(w))
+    heads, cache = _heads(w, [q, k, v], c, i, batch, cache)
+    y, aux = _out_of_block(w, h, c, i, batch, [(heads, w["wo"])], dense)
+    return x + _drop(_plus_bias(w, y, "wo", "w_down"), c, 2 * i + 1, batch), aux, cache
+
+
+def loss_head(params, x, c):
+    """The last norm's output [B, T, W] and the loss head [W, V], with its bias if it has one."""
+    if "norm" in params:
+        x = norm(params, "norm", x, c)
+    if c.head == "masked":
+        x = activate(c, _plus_bias(params, matmul(x, params["transform"]), "transform"))
+        x = norm(params, "transform_norm", x, c)
+    if "project_out" in params:
+        x = matmul(x, params["project_out"])
+    if c.head_scale:
+        x = x * c.head_scale
+    head = {"head": params["embed"].T if c.tied else params["head"]}
+    return x, with_bias({**params, **head}, "head")
+
+
+def with_positions(batch, c):
+    """The batch with arrays [B, T] about its tokens: their slots in the row, their positions in the
+    document, and, if a row is not one document, the number of the document. (A token that the mask
+    excludes is in document -1.)"""
+    if c.own_stem != "tokens" and "slots" not in batch:
+        return _source(batch, c)
+    slots = batch["slots"] if "slots" in batch else jnp.broadcast_to(
+        shard.slots_of(batch["tokens"]), batch["tokens"].shape)
+    known = {"slots": slots, "positions": slots}
+    if "segments" in batch or "mask" in batch:
+        known["document"] = batch.get("segments", jnp.zeros_like(slots))
+    if "mask" in batch:
+        known["document"] = jnp.where(batch["mask"] > 0, known["document"], -1)
+    if c.token_types:
+        known["token_types"] = jnp.zeros_like(slots)
+    if c.pad_id >= 0:
+        known["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, slots)
+    if c.pad_id == -2 and "mask" in batch:
+        known["positions"] = counted(shard.whole_time(batch["mask"]) > 0, slots)
+    return {**known, **batch}
+
+
+# -------------------------------------------------------------------------------------------
+# The network: all layers, logits, loss
+
+def _layers(params, specs=None):
+    """The stacked weights of the layers, with the weights that all layers share repeated in each,
+    and their specs."""
+    layers, specs = params["layers"], specs and specs["layers"]
+    if "relative" in params:
+        shared = params["relative"]
+        count = jax.tree.leaves(layers)[0].shape[:1]
+        layers = {**layers, "relative": jnp.broadcast_to(shared, count + shared.shape)}
+        specs = specs and {**specs, "relative": P("pipe")}
+    return layers, specs
+
+
+def stack(params, name, x, c, batch, specs=None):
+    """x [B, T, D] through the layers in params[name] ("dense_layers" or "layers")."""
+    first, count = (0, c.dense_layers) if name == "dense_layers" else (
+        c.dense_layers, c.layers - c.dense_layers)
+
+    def layer(w, x, i):
+        return _repeat(w, x, i, c, batch)[0] if c.layer_groups else block(w, x, i, c, batch)[0], ()
+
+    stacked, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
+        _layers(params, specs))
+    numbers = jnp.arange(first, first + (c.layer_groups or count))
+    return shard.layers(layer, stacked, x, numbers, specs, c)[0]
+
+
+def trunk(params, c, batch, specs=None):
+    """The last block's output [B, T, D]."""
+    x = embedding(params, batch, c)
+    for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
+        x = stack(params, name, x, c, batch, specs)
+    return x
+
+
+def head_logits(params, x, c):
+    """float32 logits [B, T, V] of the next tokens, for x [B, T, D]."""
+    logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
+    return logits[..., :c.vocab_size]
+
+
+def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
+            positions: Array | None = None, segments: Array | None = None,
+            mask: Array | None = None, source_mask: Array | None = None,
+            token_types: Array | None = None, attend: Callable | None = None) -> Array:
+    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. An encoder returns
+    logits of the tokens themselves, or of classes [B, labels], or, without a head, vectors
+    [B, T, D]. `source` is the input of an encoder or a stem; a mask is 0 where a row has no
+    token."""
+    c = config
+    if c.own_stem != "tokens" and source is None:
+        tokens, source = None, tokens
+    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
+        raise ConfigError("this model has no encoder to give a source to" if source is not None else
+                          "this model has an encoder: give it a source")
+    given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
+                 source_mask=source_mask, token_types=token_types, attend=attend)
+    batch = {name: a for name, a in given.items() if a is not None}
+    c, params, batch = prepare_batch(params, batch, c)
+    x = trunk(params, c, batch)
+    if c.head == "classes":
+        return _class_logits(params, x, c, batch)
+    if c.head == "none":
+        x = norm(params, "norm", x, c) if "norm" in params and c.pool == "first" else x
+        x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
+        return x if c.own_stem == "tokens" else x[:, :stems.length(c)]
+    return head_logits(params, x, c)
+
+
+def prepare_batch(params, batch, c, specs=None):
+    """(configuration, weights, batch) for a forward pass: the configuration with seq_len of this
+    batch (on which some scaled positions depend), the weights in the dtype of the computation, and
+    the batch with its tokens' positions and, if there is an encoder, the encoder's output."""
+    if "tokens" in batch:
+        c = change(c, seq_len=batch["tokens"].shape[1] * axis_size("seq"))
+    params, batch = cast(params, c.dtype), with_positions(batch, c)
+    if c.encoder_layers:
+        batch |= _encode(params, batch, c, specs)
+    return c, params, {k: a for k, a in batch.items() if k != "source" or not c.encoder_layers}
+
+
+def loss(params: Params, batch: dict[str, Array], config: Config,
+         specs: Params | None = None) -> tuple:
+    """(sum, count): the weighted cross-entropy of the batch's targets in nats, and the sum of the
+    weights. They travel together and are divided once, so that masks and uneven shards change
+    nothing. A batch with `seeds` [B] is for training: dropout is on, and experts add their terms to
+    the sum and a dict of other sums as a third result. A model with classes returns the
+    cross-entropy of `labels` [B], and the number of rows."""
+    c, params, batch = prepare_batch(params, batch, config, specs)
+
+    def embed(params, batch):
+        x = embedding(params, batch, c)
+        if c.dense_layers:
+            x = stack(params, "dense_layers", x, c, batch, specs)
+        return x
+
+    def layer(w, x, i, batch):
+        return (_repeat(w, x, i, c, batch) if c.layer_groups else
+                block(w, x, c.dense_layers + i, c, batch)[:2])
+
+    def head(params, x, batch):
+        if c.head == "classes":
+            return class_loss(_class_logits(params, x, c, batch), batch["labels"], c)
+        if c.head == "none":        # (traced by the rule, which needs some loss)
+            return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
+        x, table = loss_head(params, x, c)
+        total, hits = shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
+                                       softcap=c.logit_softcap)
+        return with_hits(total, jnp.sum(batch["weights"]), hits, c)
+
+    others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
+    stacked, specs_of_layers = _layers(params, specs)
+    return shard.pipelined_loss(
+        embed, layer, head, others, stacked, batch, specs_of_layers, c,
+        all_time=c.head == "classes")
+
+
+# -------------------------------------------------------------------------------------------
+# Decoding, with a cache of keys and values (zigzag/generate/cache.py)
+
+def encode_source(params: Params, source: dict[str, Array], config: Config,
+                  specs: Params | None = None) -> list[Params]:
+    """The entries of a source (with source_mask) in each layer's cache: cross-attention's k and
+    v."""
+    c = config
+    all_time = functools.partial(shard.whole_time, in_parts=True)
+    encoded, document = _encode(params, source, c, specs, all_time).values()
+    keys = (_cross_keys(shard.gather(w, specs and specs["layers"][i]), encoded, c)
+            for i, w in enumerate(params["layers"]))
+    return [{"cross_k": k, "cross_v": v, "cross_document": document} for k, v in keys]
+
+
+def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
+           config: Config, length: int, specs: Params | None = None,
+           embed: Callable = embedding) -> tuple[Array, list[Params]]:
+    """Run `tokens` [B, T], which are at slots slot ... slot + T - 1 of rows that begin at slots
+    start [B], through all layers. Returns the last block's output [B, T, D], with all time, and the
+    cache with their keys and values. `length` is for positions whose scaling depends on it. Layers
+    are a list (zigzag.generate.engine.unstack_layers)."""
+    config = change(config, seq_len=length)
+    query = kv_cache.query_tokens(slot, start, tokens.shape[1])
+    batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}
+    shared = {name: params[name] for name in ("relative",) if name in params}
+    x, new_cache = embed(params, batch, config), []
+    one_block = jax.jit(functools.partial(block, c=config))     # traced once for all equal layers
+    for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
+        w = shard.gather(w, specs and specs["layers"][i])
+        x, _, layer = one_block({**w, **shared}, x, i, batch=batch, cache=layer)
+        new_cache.append(layer)
+    return shard.whole_time(x), new_cache
+
+
+# -------------------------------------------------------------------------------------------
+# Encoders: the source, cross-attention to the encoder's output, classes of rows. (Nothing of this
+# is in a decoder.)
+
+def _source(batch, c):
+    """The batch of an encoder: this device's part of the time of the source."""
+    is_text, shape = c.own_stem == "tokens", batch["source"].shape
+    length = shape[1] if is_text else stems.length(c)
+    known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
+    if is_text:
+        known["tokens"] = batch["source"]
+    known = jax.tree.map(_padded, known)
+    shape = known["mask"].shape
+    known["slots"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
+    known = batch | own_time(known)
+    if "seeds" in batch:        # so that dropout differs from the decoder's
+        known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
+    return with_positions(known, c)
+
+
+def own_time(tree):
+    """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
+    does not split), cut to this device's part of the time, in plain order."""
+    def part(a):
+        parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
+        return jax.lax.dynamic_index_in_dim(parts, jax.lax.axis_index("seq"), 1, keepdims=False)
+
+    return jax.tree.map(part, tree) if axis_size("seq") > 1 else tree
+
+
+def _through_encoder(layer, weights, specs, x, batch, c):
+    """x [B, T, D] after the layers of an encoder, on every stage of a pipeline: the decoder's
+    layers come after them, in the same stages."""
+    # (When generating, every device has all layers, and no spec names pipe.)
+    if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
+        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
+        return shard.layers(lambda w, x, i: layer(w, x, i, batch), weights, x, numbers, specs,
+                            c)[0]
+    x, _ = shard.through_layers(layer, weights, x, batch, specs,
+                                options_of(c)._replace(schedule="gpipe"))
+    return jax.lax.psum(x, "pipe")
+
+
+def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
+    """The encoder's output for a batch's source, and the mask of padding."""
+    e = encoder_config(c, batch["source"].shape[1])
+    params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
+    given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
+    known = _source(given, e)
+    x = embedding(params, known, e)
+    known = {name: known[name] for name in ("slots", "positions", "document", "seeds")
+             if name in known}
+
+    def layer(w, x, i, batch):
+        return block(w, x, i, e, batch)[:2]
+
+    x = _through_encoder(layer, *_layers(params, specs and specs["encoder"]), x, known, c)
+    x = norm(params, "norm", x, e) if "norm" in params else x
+    return {"encoded": gather(x), "source_document": gather(known["document"])}
+
+
+def _padded(x):
+    """An array [B, T, ...] padded with zeros along T, so that the mesh can split it."""
+    more = -x.shape[1] % time_parts()
+    return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
+
+
+def _cross_attention(w, h, c, batch, cache):
+    """Attention to the encoder's output: h [B, T, D] -> [B, T, D]. Its keys and values are in the
+    cache, if there is one."""
+    q, = shard.columns(h, with_bias(w, "cross_wq"))
+    if cache is None:
+        k, v = _cross_keys(w, batch["encoded"], c)
+        document = batch["source_document"]
+    else:
+        k, v, document = cache["cross_k"], cache["cross_v"], cache["cross_document"]
+    out = shard.attend(attention.softmax_attention, _scaled(q, c), k, v,
+                       lambda query, document: (document >= 0)[:, None, None, :],
+                       batch["positions"], document)
+    out = shard.row((out, w["cross_wo"]))
+    return _plus_bias(w, out, "cross_wo")
+
+
+def _cross_keys(w, encoded, c):
+    return shard.columns(encoded, *_into_keys(w, c, "cross_wk", "cross_wv"), gathered=True)
+
+
+def _class_logits(params, x, c, batch):
+    """float32 logits [B, A] of each row's class, from its first token, from its last one (that the
+    mask has), or from the mean of a picture's patches. (The last norm then comes after the
+    mean.)"""
+    x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
+    if c.pool == "last":
+        there = shard.whole_time(batch.get("mask", jnp.ones(batch["tokens"].shape))) > 0
+        last = jnp.argmax(there * jnp.arange(1, there.shape[1] + 1), -1)        # [B]
+        x = jnp.take_along_axis(x, last[:, None, None], 1)[:, 0]
+    else:
+        x = x[:, 0] if c.pool == "first" else x[:, 1:stems.length(c)].mean(1)
+    if "norm" in params:
+        x = norm(params, "norm", x, c)
+    if c.pool_dense:
+        x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
+    logits = matmul(x, params["classifier"], 1, jnp.float32)
+    return _plus_bias(params, logits, "classifier")
+
+
+def class_loss(logits, labels, c):
+    """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. Of
+    one label (a regression), the squared error."""
+    if logits.shape[1] == 1:
+        return jnp.sum((logits[:, 0] - labels) ** 2), jnp.float32(len(logits))
+    chosen = jax.nn.one_hot(labels, logits.shape[1])
+    hits = jnp.sum(jnp.argmax(logits, 1) == labels, dtype=jnp.float32)
+    return with_hits(-jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits)), hits,
+                     c)
+
+
+def _repeat(w, x, group, c, batch):
+    """A group of layers with the same weights."""
+    times = c.layers // c.layer_groups
+
+    def layer(x, i):
+        return block(w, x, i, c, batch)[0], None
+
+    how = remat.remat_of(c.remat)       # (with full:0.5, half of the groups are computed again)
+    layer = layer if how.policy == "none" and not how.share else jax.checkpoint(layer)
+    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
+
+
+# -------------------------------------------------------------------------------------------
+# Functions of the Network (zigzag/parallel/network.py)
+
+def check(c: Config, mesh: Any) -> None:
+    """Refuse a model that the mesh cannot split. (Tensor never stops a run: a weight that it does
+    not divide is not split.)"""
+    stages = mesh.shape["pipe"]
+    with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
+    check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
+                 stages * c.chunks)
+    for is_wrong, why in (
+            (c.head == "none", "--head none: this model returns vectors, and has no loss of its "
+                               "own; give fit a loss, or --head classes or masked"),
+            (stages > 1 and c.dense_layers,
+             f"mesh axis pipe={stages}: the layers of all stages must have weights of equal "
+             f"shapes, and --dense_layers {c.dense_layers} differ from the others; give its "
+             f"devices to data, fsdp, expert or tensor"),
+            (stages > 1 and c.layer_groups,
+             f"mesh axis pipe={stages}: each stage has its own layers, and with --layer_groups "
+             f"{c.layer_groups} several layers share weights; give its devices to data, fsdp or "
+             f"tensor"),
+            (stages > 1 and c.encoder_layers and c.schedule == "1f1b",
+             "--schedule 1f1b: an encoder-decoder runs through the stages twice, and the whole "
+             "encoder comes first; give gpipe or interleaved")):
+        if is_wrong:
+            raise ConfigError(why)
+    check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
+
+
+def flops(c: Config, tokens: int, table: Params) -> float:
+    """FLOPs of training on that many tokens. The weights of an encoder, and those of
+    cross-attention's keys and values, are counted for the tokens of the source."""
+    share = c.source_len / c.seq_len if c.encoder_layers else 0.0
+    layers = dict(table.get("layers", {}))
+    of_source = [layers.pop(name) for name in list(layers)
+                 if name.startswith(("cross_wk", "cross_wv"))]
+    rest = {**table, "layers": layers}
+    of_source.append(rest.pop("encoder", {}))
+    keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
+    return tokens * (product_flops(rest, expert_share(c), c.tied) + share * product_flops(of_source)
+                     + attention_flops(keys, c.heads, c.head_dim, c.v_head_dim or c.head_dim))
+
+
+def cache_layer(c: Config, i: int) -> Layer:
+    window, source = layer_slots(c, i), kv_cache.CROSS if c.encoder_layers else ()
+    if c.kv_rank:
+        return Layer({"latent": c.rotary_dim + c.kv_rank}, 1, window, source)
+    return Layer({"k": c.head_dim, "v": c.v_head_dim or c.head_dim}, c.kv_heads, window, source)
+
+
+def source_shape(c: Config) -> tuple[int, ...] | None:
+    if c.stem != "tokens":
+        return stems.source_shape(c, 1)[1:]
+    return (c.source_len,) if c.encoder_layers else None
+
+
+def gives(c: Config) -> str:
+    known = {"tokens": "text" if c.causal else "", "classes": "classes", "none": "vectors"}
+    return known.get(c.head) or "numbers for each token"
+
+
+def limits(c: Config) -> dict[str, int]:
+    return {"tokens": c.vocab_size, "targets": c.vocab_size, "labels": c.labels,
+            "source": c.vocab_size, "token_types": c.token_types}
+
+
+def block_traffic(c: Config) -> Traffic | None:
+    if c.encoder_layers or not c.causal or c.own_stem != "tokens":
+        return None
+    beside = bool(c.experts and (c.parallel_block or c.shared_experts))
+    return Traffic(2 - c.parallel_block, beside, c.qk_norm_wide)
+
+
+def why(config: Config) -> str:
+    """Text that says why the plain decoder is not enough."""
+    names = lacking(dataclasses.asdict(config))
+    names = [name for name in names if not is_derived(config, name)] or names
+    options = [f"{name}={getattr(config, name)}" for name in names]
+    more = f" and {len(options) - 4} more" if len(options) > 4 else ""
+    return f"the plain decoder has no {', '.join(options[:4])}{more}" if options else (
+        "--model transformer")
+
+
+NETWORK = Network(
+    "transformer", Config, table, loss, batch_shapes, forward, FAMILIES, check, extend=extend,
+    head_logits=head_logits, cache_layer=cache_layer, encode_source=encode_source, gives=gives,
+    max_positions=max_positions, decoding_length=decoding_length, source_shape=source_shape,
+    limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
+    block_traffic=block_traffic, flops=flops,
+    why=why)
+init, weight_shapes = NETWORK.init, NETWORK.weight_shapes

@@ -1,0 +1,67 @@
+"""What Swin and SAM share: pictures of tokens cut into square windows, each a short row of its own
+for attention.
+
+    [B, 4, 6, D], windows of 2     +--+--+--+
+                                   |0 |1 |2 |      -> [6 B, 4, D]: the windows of the first
+                                   +--+--+--+         picture, row by row, then of the next
+                                   |3 |4 |5 |
+                                   +--+--+--+
+"""
+
+from typing import Any, Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+import shard
+from published.transformer import feed_forward, norm, with_bias
+from zigzag.parallel import lora
+
+
+def patches(params: Any, pictures: Array, c: Any) -> Array:
+    """Pictures [B, C, height, width], padded with zeros to whole patches, as pictures of tokens
+    [B, h, w, D]."""
+    w, p = params["patch"], c.patch_size
+    x = lax.conv_general_dilated(
+        pictures.astype(w.dtype), w, (p, p), [(0, -n % p) for n in pictures.shape[2:]],
+        dimension_numbers=("NCHW", "IHWO", "NHWC"))
+    return x + params["patch_bias"]
+
+
+def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: Callable,
+          shift: Any = None) -> Array:
+    """A block of the stream x [B, T, D], pictures of `size` = (h, w) tokens, whose attention is
+    within windows. The picture is rolled by `shift` before it is cut. attend(w, q, k, v, size)
+    is attention of the tokens [B W, t, H, N] of each window of a picture, padded to this size."""
+    w = lora.adapted(w)
+    h = norm(w, "attn_norm", x, c)
+    picture = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
+    picture = padded(picture, window)           # (tokens see the padding: zeros plus bias)
+    whole = picture.shape[1:3]
+    picture = picture if shift is None else jnp.roll(picture, (-shift, -shift), (1, 2))
+    q, k, v = shard.columns(cut(picture, window), gathered=True, *[
+        with_bias(w, name) for name in ("wq", "wk", "wv")])
+    out = join(attend(w, q, k, v, whole), window, *whole)
+    out = out if shift is None else jnp.roll(out, (shift, shift), (1, 2))
+    out = out[:, :size[0], :size[1]].reshape(len(h), -1, *out.shape[3:])        # [B, T, H, N]
+    x = x + (shard.row((out, w["wo"])) + w["wo_bias"])
+    return x + feed_forward(w, norm(w, "mlp_norm", x, c), c)[0]
+
+
+def padded(x: Array, size: int) -> Array:
+    """Pictures [B, height, width, D] padded with zeros below and on the right to a multiple of the
+    window size."""
+    return jnp.pad(x, ((0, 0), *((0, -n % size) for n in x.shape[1:3]), (0, 0)))
+
+
+def cut(x: Array, size: int) -> Array:
+    """[B, height, width, ...] -> [B * windows, size * size, ...]."""
+    B, height, width, *rest = x.shape
+    x = x.reshape(B, height // size, size, width // size, size, *rest)
+    return x.swapaxes(2, 3).reshape(-1, size * size, *rest)
+
+
+def join(x: Array, size: int, height: int, width: int) -> Array:
+    """The inverse of `cut`: [B, height, width, ...]."""
+    x = x.reshape(-1, height // size, width // size, size, size, *x.shape[2:])
+    return x.swapaxes(2, 3).reshape(-1, height, width, *x.shape[5:])

@@ -1,0 +1,27 @@
+"""The flags that tasks/ adds."""
+
+import dataclasses
+
+from tasks import metrics
+from zigzag.core.errors import ConfigError
+from zigzag.core.options import flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfTraining:
+    """Flags of train.py."""
+    # data (rare)
+    fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",))
+                                    # names of the two texts in a file of pairs
+
+    # evaluation (rare)
+    metric: str = flag("", one_of=("", *metrics.TEXT_METRICS, "accuracy"), of=("pairs", "arrays"))
+                                    # score answers to held-out pairs of texts by exact, f1, rouge
+                                    # or rouge_stemmed (which needs the package nltk), and predicted
+                                    # classes by accuracy or f1
+    beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
+
+    def refuse(self) -> None:
+        if len(self.fields) != 2:
+            raise ConfigError(f"--fields {' '.join(self.fields)}: expected two names, of the "
+                              f"source and of the target")

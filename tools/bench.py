@@ -1,0 +1,124 @@
+"""python train.py --bench: the time of training steps, and the rate of matrix products for
+comparison. (generation_speed.py has sample.py's.)"""
+
+import dataclasses
+import functools
+import json
+import statistics
+import tempfile
+import time
+import timeit
+from pathlib import Path
+from typing import Any, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import train
+from zigzag.commands import programs
+from zigzag.commands.training import opener
+from zigzag.core.chips import USUAL_COUNT, memory_in_use, mfu
+from zigzag.core.errors import human_bytes
+from zigzag.core.mesh import platform
+from zigzag.core.report import Reporter
+from zigzag.disk.batches import batch_shapes
+from zigzag.disk.mixture import numbers_at
+from zigzag.run import source
+from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
+from zigzag.run.task import Task
+
+# The updates: before the measurement, and in it.
+WARM, TIMED = 6, 60
+
+
+class BenchReporter(Reporter):
+    """Keeps how long each step took, and prints that on a terminal alone."""
+
+    def __init__(self, steps: int):
+        super().__init__(steps)
+        self.begin, self.took, self.first_step = time.perf_counter(), [], 0.0
+        self.tokens = 0.0       # computed in a step
+
+    def step(self, row: dict, took: float, memory: int, computed: float = 0, *_: Any) -> None:
+        self.tokens = computed
+        self.first_step = self.first_step or time.perf_counter() - self.begin
+        self.took.append(took)
+        if self.is_terminal:
+            self.line(f"step {len(self.took)}/{self.steps}  {took:.3f} s", live=True)
+
+    def end(self, *_: Any) -> None:
+        pass
+
+
+def run(config: Any) -> None:
+    """Measure a run of --data, in a folder that is removed again."""
+    config, mesh = programs.on_machine(config)
+    _, tokenizer, _ = source.first_weights(config)
+    with tempfile.TemporaryDirectory() as folder, opener(source.kind_of(config))(
+            config, tokenizer, Path(folder) / "run") as learned:
+        bench(learned.config, mesh, learned.make_task())
+
+
+def bench(config: Any, mesh: Any, task: Task) -> None:
+    """--bench: time the updates of a run on --data, keep nothing, and print the results. Every
+    second update has a batch that was there before, which shows what the loader costs."""
+    config = dataclasses.replace(config, out="", profile=0, steps=WARM + TIMED + 1)
+    say = BenchReporter(WARM + TIMED)
+    shapes = batch_shapes(config.batch, task.first_row)
+    program = train.build(config, mesh, task, shapes)
+    next_batch = functools.partial(train.training_batch, config, mesh, task, shapes)
+    loop = Loop(program, task, None, say, lambda at: numbers_at(
+        task.examples, config.seed, at * config.batch + np.arange(config.batch)))
+    with jax.set_mesh(program.mesh):
+        report_header(program, say)
+        step, same = prepare(loop), next_batch(0)
+        for at in range(config.steps):
+            batch = same if at % 2 else next_batch(at)
+            loop.state, metrics = step(loop.state, batch)
+            loop.at += 1
+            # As in a training run: the time of a step is that in which the next batch is made.
+            flush_metrics(loop)
+            loop.pending = loop.at, metrics
+    begin = time.perf_counter()
+    for at in range(10):
+        next_batch(at)
+    took = say.took[WARM:]
+    bench_report(say, program.mesh, config.network.dtype, took=took[1::2],
+                          reused=took[::2], tokens=say.tokens, flops=task.flops,
+                          loader=(time.perf_counter() - begin) / 10)
+
+
+def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, took: Sequence[float],
+                 reused: Sequence[float], tokens: int, flops: float, loader: float) -> None:
+    """Report the seconds that steps of `tokens` and `flops` took: by turns with one batch that is
+    used again, and with a new one. `loader` is the time in seconds to make a batch. The last line
+    is JSON."""
+    step, peak = statistics.median(took), memory_in_use("peak_bytes_in_use")
+    best, share = matmul_rate(mesh, dtype), mfu(flops, step, mesh)
+    reporter.line(f"step     {step * 1e3:.1f} ms, the median of {len(took)} (from "
+                  f"{min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}); the first, compiled, after "
+                  f"{reporter.first_step:.1f} s")
+    reporter.line(f"speed    {tokens / step:,.0f} tokens/s, {flops / step / 1e9:,.0f} Gflop/s "
+                  f"(counting {USUAL_COUNT}), {flops / step / best:.0%} of the "
+                  f"{best / 1e9:,.0f} that a matrix product reaches here, mfu "
+                  + ("n/a" if share is None else f"{share:.1%}"))
+    # (Of neighbours: what else the machine does changes more than this from second to second.)
+    costs = statistics.median(new / old for new, old in zip(took, reused)) - 1
+    reporter.line(f"loader   a batch in {loader * 1e3:.1f} ms, while devices work, which adds "
+                  f"{costs:.1%} to the time of a step with one batch that is used again")
+    reporter.line(f"memory   {human_bytes(peak)} at most")
+    reporter.line(json.dumps({
+        "tokens_per_second": round(tokens / step, 1), "step_seconds": step,
+        "model_flops_per_second": flops / step, "matmul_flops_per_second": best,
+        "peak_bytes": peak, "first_step_seconds": round(reporter.first_step, 3)}))
+
+
+def matmul_rate(mesh: Any, dtype: str) -> float:
+    """FLOPs per second in products of large square matrices, on all devices together."""
+    # Large enough to reach the peak. (Simulated devices share the cores, so one product is enough.)
+    size, count, devices = (2048, 1, 1) if platform(mesh) == "cpu" else (8192, 8, mesh.size)
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a: jax.lax.fori_loop(0, count, lambda _, x: x @ a * (1 / size), a))
+    times = timeit.repeat(lambda: product(a).block_until_ready(), number=1, repeat=11)
+    return 2 * size**3 * count * devices / min(times)

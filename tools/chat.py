@@ -1,0 +1,96 @@
+"""A conversation with a model, in the text that its chat template makes (zigzag/disk/chats.py)."""
+
+import contextlib
+import importlib
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+from zigzag.commands.sampling import Model, write_answers
+from zigzag.core.errors import note
+from zigzag.disk.chats import Template
+from zigzag.generate.prompts import Prompt, make_prompts
+from zigzag.generate.rows import context_of
+
+
+def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template: str = "default",
+                add_generation_prompt: bool = True, **more: Any) -> str:
+    """The text that a model continues, for a conversation such as [{"role": "user", "content":
+    "Hello"}]. With `add_generation_prompt` it ends where the answer begins. Special tokens are
+    spelled out in it: encode it with a tokenizer's `with_places`. `more` is passed to the template
+    (tools)."""
+    return Template(folder, template).render(messages, add_generation_prompt, **more)
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """The ids of that text. As in training, a special token that the template spells out is one
+    id."""
+    return tokenizer.with_places(chat_prompt(tokenizer.folder, messages))[0].tolist()
+
+
+def user(text: str) -> dict[str, str]:
+    """A message to the model."""
+    return {"role": "user", "content": text}
+
+
+def fitting_ids(tokenizer: Any, messages: list[dict[str, Any]], context: int,
+                say: Callable[[str], Any]) -> list[int]:
+    """The ids of a conversation that ends with a message to the model. The oldest turns are dropped
+    from it if less than a quarter of the context is left for the answer."""
+    first = 1 if messages[0]["role"] == "system" else 0
+    while True:
+        ids = chat_ids(tokenizer, messages)
+        if len(ids) <= context * 3 // 4 or len(messages) <= first + 1:
+            return ids
+        say(f"the context of this model is {context:,} tokens: the oldest question and its answer "
+            f"are forgotten")
+        del messages[first:first + 2]
+
+
+# -------------------------------------------------------------------------------------------
+# The command
+
+def system(model: Model) -> list[dict[str, str]]:
+    """The messages with which a conversation begins."""
+    return [{"role": "system", "content": model.flags.system}] if model.flags.system else []
+
+
+def message(model: Model, messages: list[dict[str, str]]) -> Prompt:
+    """The Prompt whose continuation is the model's answer to the last of these messages. (The
+    oldest are dropped from them if they do not fit.)"""
+    ids = fitting_ids(model.tokenizer, messages, context_of(model.network, model.c), note)
+    return Prompt(messages[-1]["content"], ids)
+
+
+def messages_of(model: Model, texts: Sequence[str]) -> list[Prompt]:
+    """--chat: each text as the one message of a conversation."""
+    return [message(model, [*system(model), user(text)]) for text in texts]
+
+
+def converse(model: Model) -> None:
+    """Answer the lines that a person types: by the model's chat template, as a conversation, or
+    else by continuing each."""
+    with contextlib.suppress(ImportError):      # (not every Python has readline)
+        importlib.import_module("readline")     # makes lines editable
+    greeting = "Talk to the model" if model.has_template else "Each line is continued"
+    print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
+    said, tokens = system(model), model.flags.tokens
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return print()
+        if not line.strip():
+            continue
+        if model.has_template:
+            said.append(user(line))
+            prompt = message(model, said)
+        else:
+            prompt, = make_prompts(model.network, model.c, model.tokenizer, [line])
+        answer = model.answer(prompt, tokens)
+        try:
+            write_answers(model, [prompt], [answer], [model.flags.seed], piece=1)
+            if answer.reason != "stop":
+                note(f"--tokens {tokens} or the end of the context ended this answer")
+        except KeyboardInterrupt:
+            print()
+        said.append({"role": "assistant", "content": answer.text})

@@ -1,0 +1,68 @@
+"""The flags that tools/ adds, and its commands."""
+
+import dataclasses
+import math
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.options import flag
+from zigzag.core.parts import Command, Unused
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfTraining:
+    """Flags of train.py."""
+    # saving
+    log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
+
+    # measuring
+    bench: bool = flag(False, recorded=False)
+                                    # measure how fast it trains here; keeps nothing on disk
+    plot: tuple[str, ...] = flag((), recorded=False)
+                                    # draw loss, rate and speed of these runs as text, and exit
+
+    # measuring (rare)
+    save: str = flag("", recorded=False)
+                                    # with --plot: a picture to write instead (.png, .pdf, .svg)
+
+    def refuse(self) -> None:
+        if self.save and not self.plot:
+            raise ConfigError(f"--save {self.save}: names the picture of --plot RUN, which was not "
+                              f"given")
+
+
+COMMANDS = {
+    "bench": Command("tools.bench", Unused(("saving", "evaluation"),
+                                           ("check", "profile", "topology"))),
+    "plot": Command("tools.plots", beside=("save",))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfSampling:
+    """Flags of sample.py."""
+    # what to do
+    chat: bool = False          # answer each prompt as a message, by the model's chat template
+    system: str = ""            # system message of a conversation
+    score: str = ""             # print the log-probability of the text of this file, or of each
+                                # text in a file of objects with "text"
+    by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
+                                                # by itself
+    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
+                                # log-probabilities of its choices, and print the accuracy
+    bench: bool = False         # measure how fast the model generates here
+    # which ids
+    beams: int = 0              # print this many continuations, by beam search (no temperature)
+    length_penalty: float = flag(1.0, least=-math.inf)
+                                        # beam search divides scores by length to this power
+
+
+# {flag of sample.py: what it asks for instead of answering prompts}
+OF_PROMPTS = ("prompt", "prompts", "chat", "logprobs")
+SAMPLING = {"bench": "tools.generation_speed", "score": "tools.scores", "choices": "tools.choices"}
+NOT_USED = {"bench": Unused(("which ids",), (*OF_PROMPTS, "score", "choices", "source", "system",
+                                             "json", "batch")),
+            "score": Unused(("which ids",), (*OF_PROMPTS, "choices")),
+            "choices": Unused(("which ids",), OF_PROMPTS),
+            "beams": Unused((), ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                                 "seed", "logprobs")),
+            "chat": Unused((), ("source",))}
+NEEDS = {"by": "score FILE", "length_penalty": "beams"}

@@ -1,0 +1,110 @@
+"""The log-probabilities of given ids, a row at a time: sample.score, and sample.py --score.
+
+A row that is longer than the context is read in windows that overlap by half:
+
+    a b c d e f g       a context of 4 tokens
+    a b c d             b c d are scored
+        c d e f         e f
+            e f g       g
+"""
+
+import json
+import math
+from typing import Any, Iterator, Sequence
+
+import numpy as np
+
+import sample
+from zigzag.commands.sampling import Model
+from zigzag.core.errors import ConfigError, printable
+from zigzag.generate.cache import CHUNK
+from zigzag.generate.engine import Engine, mesh_of_weights
+from zigzag.generate.passes import prefill, room_for
+from zigzag.generate.prompts import Flags, Input
+from zigzag.generate.rows import on_host, pad_rows, prompt_arrays
+from zigzag.parallel.products import LOGITS
+
+
+def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any,
+                batch: int, given: Sequence[int] | None = None) -> list[tuple[float, int, int]]:
+    """For each row of ids, the sum of their log-probabilities, how many there are, and how many of
+    them are the likeliest in their place. Every id has a log-probability except the first, or the
+    first given[row] ids. A row longer than the context is read in windows that overlap by half;
+    given ids that do not fit into one window with the others are left out."""
+    length = engine.config.seq_len - len(engine.network.source_ids(engine.config))
+    # (Rows of similar length are computed together, with little padding.)
+    windows = sorted(overlapping_windows(rows, length, given), key=lambda one: len(one[1]))
+    totals = np.zeros((len(rows), 3))
+    with mesh_of_weights(params):
+        params = engine.for_decoding(params)
+        for at in range(0, len(windows), batch):
+            some = windows[at:at + batch]
+            for (number, ids, context), (total, best) in zip(
+                    some, _sums(engine, params, some, sources)):
+                totals[number] += total, max(0, len(ids) - context), best
+    return [(float(total), int(count), int(best)) for total, count, best in totals]
+
+
+def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
+                        given: Sequence[int] | None = None) -> Iterator[tuple[int, Any, int]]:
+    """Yield windows of the rows that overlap by half: (the row's number, the window's ids, how many
+    of them are only context and not scored). The first given[row] ids of a row, by default one, are
+    not scored. They are left out as far as the row is longer than a window."""
+    if length < 2:
+        raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
+    half = length // 2
+    for number, (ids, context) in enumerate(zip(rows, given or [1] * len(rows), strict=True)):
+        left_out = max(0, min(context - 1, len(ids) - length))
+        ids, context, begin = ids[left_out:], context - left_out, 0
+        while begin == 0 or begin + length - half < len(ids):
+            yield number, ids[begin:begin + length], context
+            begin, context = begin + half, length - half
+
+
+def _sums(engine, params, windows, sources):
+    """The sums [B, 2] of read_chunk over the ids of these windows that are scored."""
+    rows = prompt_arrays(engine.network, [ids for _, ids, _ in windows], engine.config, 0,
+                         None if sources is None else [sources[n] for n, *_ in windows])
+    scored = pad_rows(np.array([len(ids) - context for _, ids, context in windows]))
+    (B, size), chunk = rows["tokens"].shape, CHUNK
+    while chunk > 16 and B * chunk * engine.config.vocab_size > LOGITS:     # (must fit in memory)
+        chunk //= 2
+    # (Rolling makes the first token the last target. Its weight is 0.)
+    weights = np.arange(size) >= size - scored[:, None]
+    rows |= {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
+    return on_host(prefill(engine, params, rows, *room_for(engine, rows, 0), chunk)["sums"])
+
+
+# -------------------------------------------------------------------------------------------
+# The command
+
+def run(model: Model, file: Input) -> None:
+    """Print the log-probability, the number of scored tokens and the perplexity of each text of the
+    file --score, and of all texts together."""
+    flags, texts = model.flags, [file.text]     # (running text is one document)
+    if flags.by == "line" or file.has_objects:
+        texts = file.texts("text")
+    # (The first id is not scored: it is the tokenizer's start id or, without one, the text's.)
+    rows, found = [model.tokenizer.prompt(text) for text in texts], []
+    if not flags.json:
+        print("log-probability    tokens  perplexity  text")
+    for at in range(0, len(rows), flags.batch):
+        part = slice(at, at + flags.batch)
+        for text, pair in zip(texts[part], sample.score(
+                model.params, rows[part], model.c, batch=flags.batch)):
+            found.append(pair)
+            print(score_line(flags, "text", text, *pair), flush=True)
+    logprobs, counts = zip(*found)
+    if flags.json or len(texts) > 1:
+        total = len(texts) if flags.json else f"all {len(texts):,} texts"
+        print(score_line(flags, "texts", total, math.fsum(logprobs), sum(counts)))
+
+
+def score_line(flags: Flags, name: str, text: Any, logprob: float, tokens: int) -> str:
+    """A line of the table of scores."""
+    perplexity = math.exp(min(-logprob / tokens, 700)) if tokens else None
+    if flags.json:
+        return json.dumps({name: text, "logprob": logprob, "tokens": tokens,
+                           "perplexity": perplexity})
+    text = printable(" ".join(text.split()))
+    return f"{logprob:15.3f}  {tokens:8,}  {perplexity or math.nan:10,.3f}  {text:.57}"

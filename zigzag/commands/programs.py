@@ -1,0 +1,96 @@
+"""The programs of train.py's command line, without data, and the table of weights.
+
+    choose_mesh    --mesh auto
+    on_machine     the configuration and the mesh of a run here
+    ready_to_run   the program and its compiled step: train.compile_step
+    program_of     the program alone
+    show_sharding  python shard.py
+"""
+
+from typing import Any, Sequence
+
+import jax
+
+import train
+from zigzag.commands import command_line
+from zigzag.core.flags import change
+from zigzag.core.mesh import abstract_mesh, keep_compiled, mesh_sizes
+from zigzag.core.parts import commands, part
+from zigzag.disk.tokenizers import Bytes
+from zigzag.parallel import lora
+from zigzag.parallel.network import network_of
+from zigzag.parallel.rule import explain, parse_overrides, state_shapes, zero1_specs
+from zigzag.run.checks import check_network
+from zigzag.run.plan import Program, compiled, resolve_dtype
+from zigzag.run.running import machine
+from zigzag.run.task import without_data
+
+
+def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
+    """The configuration with the mesh of --mesh auto, and its program and compiled step, if that
+    was asked for."""
+    if config.mesh != "auto":
+        return config, None
+    return part("forecast.dry_run", "--mesh auto").choose_mesh(config)
+
+
+def on_machine(config: Any) -> tuple[Any, Any]:
+    """(the configuration of a run here, with its mesh chosen and its dtype; the mesh). Programs are
+    kept on disk from here on."""
+    keep_compiled()
+    config, _ = choose_mesh(config)
+    mesh = machine(config)
+    check_network(config, network_of(config), mesh)
+    return resolve_dtype(config, mesh), mesh
+
+
+def ready_to_run(config: Any) -> tuple[Program, jax.stages.Compiled]:
+    """(the program of a configuration, without its data, and its compiled step)."""
+    config, ready = choose_mesh(config)
+    if ready:
+        return ready
+    program = program_of(config)
+    return program, compiled(program)
+
+
+def program_of(config: Any) -> Program:
+    """The program of a configuration whose mesh is chosen, without its data."""
+    mesh = machine(config)
+    config = resolved(config, mesh)
+    check_network(config, network_of(config), mesh)
+    return train.build(config, mesh, *without_data(config))
+
+
+def resolved(config: Any, mesh: Any) -> Any:
+    """The configuration with the dtype for this mesh, a vocabulary and a number of steps."""
+    config = resolve_dtype(config, mesh)
+    # (--epochs would follow from the data. The program does not depend on the number of steps.)
+    return change(config, epochs=0.0, vocab_size=config.network.vocab_size or Bytes.vocab_size)
+
+
+def show_sharding(argv: Sequence[str] | None = None) -> None:
+    """python shard.py --model llama-7b --shards 4: print how each weight would be split, and why,
+    without making the weights."""
+    given = command_line.read_flags(argv)
+    config = command_line.config_of_flags(given)
+    if "topology" in commands():
+        command_line.check_command(given, "topology", "in python shard.py")
+        if config.topology:
+            return part("forecast.dry_run", "--topology").run(config, is_short=False)
+    mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
+    config = change(config, vocab_size=config.network.vocab_size or Bytes.vocab_size)
+    network = network_of(config)
+    network.check(config.network, mesh)
+    decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
+                                     overrides=parse_overrides(config.override))
+    shapes = network.weight_shapes(config.network)
+    if config.network.lora_rank:
+        decisions = lora.mark_frozen(decisions)
+        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.network.dtype), shapes)
+    of_trained = lora.split if config.network.lora_rank else lambda tree: (tree, {})
+    (params, _), (chosen, _) = of_trained(shapes), of_trained(decisions)
+    specs = jax.tree.map(lambda d: d.spec, chosen)
+    if config.zero:
+        specs = zero1_specs(params, specs, mesh, config.fsdp_min)
+    state = state_shapes(train.optimizer(config, chosen), params, specs, mesh)
+    print(explain(decisions, shapes, mesh, state))

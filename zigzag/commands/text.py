@@ -1,0 +1,101 @@
+"""Running text, conversations, prompts and completions, from which a decoder learns the next token.
+data.py and zigzag/disk make rows of it."""
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import data
+import sample
+from zigzag.core.errors import ConfigError
+from zigzag.disk.corpus import Sources, opened_sources
+from zigzag.disk.mixture import mixed, spread
+from zigzag.disk.packing import parts_of, question_in
+from zigzag.disk.tokenizers import Tokenizer, tokenizer_record
+from zigzag.generate.decoding import Sampling
+from zigzag.generate.rows import context_of
+from zigzag.parallel.network import flops_of_update, network_of
+from zigzag.run import checks, schedules
+from zigzag.run.evaluation import NEW_IDS, preview
+from zigzag.run.task import Learned, Task, language
+
+
+@contextlib.contextmanager
+def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
+           fingerprint: str = "") -> Iterator[Learned]:
+    """The corpora of --data and of --held_out. (`ready` and `fingerprint` are as in
+    zigzag/disk/corpus.py.)"""
+    with opened_sources(
+            config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
+            fingerprint, "data" in config.change, config.network.vocab_size,
+            config.weight_field) as sources:
+        if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
+            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
+                              f"tokenizer of {config.init_from or config.out}; give the text "
+                              f"itself")
+        config = checks.check_corpus(config, sources)
+        rows = training_rows(config, sources)
+        config = schedules.with_steps(config, len(rows))
+        record = {"fingerprint": sources.fingerprint, "tokenizer": sources.tokenizer.kind,
+                  "tokenizer_sha256": sources.record.get("tokenizer_sha256", "")}
+        yield Learned(config, lambda: task_of(config, sources, rows), record,
+                      sources.described(config.network.seq_len),
+                      sources.prompt_flags if config.data else '--prompt "def main("')
+
+
+def pack_of(config: Any, sources: Sources) -> str:
+    """How rows are made: --pack, or what fits the data."""
+    if config.pack == "stream" and sources.is_learned_in_part:
+        raise ConfigError("--pack stream: only the answers in these data are learned, which needs "
+                          "--pack documents")
+    return config.pack or ("documents" if sources.is_learned_in_part else "stream")
+
+
+def training_rows(config: Any, sources: Sources) -> Sequence:
+    """The rows that a decoder learns from."""
+    pack = pack_of(config, sources)
+    return mixed([data.rows_of(corpus, "train", config.network.seq_len, pack, config.seed)
+                  for corpus in sources.corpora], config.weights)
+
+
+def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task:
+    """Learning the next token in these rows (None: training_rows); at each evaluation, a held-out
+    text is continued."""
+    T, tokenizer, pack = config.network.seq_len, sources.tokenizer, pack_of(config, sources)
+    room = context_of(network_of(config), config.network)
+    begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
+    # The same rows each time, spread over all of the held-out text.
+    count = max(1, config.eval_tokens // T // len(sources.evaluated))
+    held_out = {name: spread(mixed([data.rows_of(c, split, T, pack, config.seed)
+                                    for c, split in parts]), count)
+                for name, parts in sources.evaluated.items()}
+    # (Their weights together, and the bytes of text that their targets stand for, each as often as
+    # its weight says.)
+    weight, size, lengths = 0.0, 0.0, tokenizer.lengths() * sources.bytes_per_spelled
+    for part in (p for rows in held_out.values() for row in rows for p in parts_of(row)):
+        weight += part.weights.sum(dtype=float)
+        size += float(lengths[part.targets] @ part.weights)
+    if config.eval_every and not weight and any(map(len, held_out.values())):
+        raise ConfigError("all held-out weights are 0 (of conversations: within --seq_len), so "
+                          "there is nothing to evaluate; give --held_out other data, a longer "
+                          "--seq_len, or --eval_every 0")
+
+    def write(params, batch):
+        more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)
+        return sample.generate_ids(params, batch, config.network, more,
+                                   Sampling(config.sample_temperature), config.seed)
+
+    # What an evaluation shows: the first question of a held-out conversation, or a few tokens.
+    asked = (row for name, parts in sources.evaluated.items() for row in held_out[name]
+             if pack == "documents" and parts[0][0].is_learned_in_part)
+    predict, show = preview(tokenizer, write, begin,
+                            question_in(asked, max(room // 2, room - NEW_IDS)))
+    init, loss, _ = language(config)
+    return Task(init=init, loss=loss, tokenizer=tokenizer,
+                collate=lambda examples: data.collate(examples, T),
+                predict=predict, examples=training_rows(config, sources) if rows is None else rows,
+                held_out=mixed(list(held_out.values())),
+                sources={name: len(part) for name, part in held_out.items()},
+                show=show, predicted=1, flops=flops_of_update(config),
+                bits_per_nat=weight / size / math.log(2) if size else None)

@@ -1,0 +1,121 @@
+"""Chips: their published numbers, their memory, and topologies of absent hardware."""
+
+import contextlib
+import importlib.util
+import os
+import resource
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.start import LIBTPU
+
+# How papers count the FLOPs of an update.
+USUAL_COUNT = "6 per weight per token, and attention to every key"
+
+
+class Chip(NamedTuple):
+    """One device, as published."""
+    flops: float        # operations a second in bfloat16
+    memory: float       # bytes
+    bandwidth: float    # bytes a second from memory
+    links: float        # bytes a second to other chips over all links, one way
+
+
+# {the start of a device's name: its numbers}. (Each of the two cores of a TPU7x chip is a device.)
+CHIPS = {"TPU v4": Chip(275e12, 32 * 2**30, 1.228e12, 300e9),
+         "TPU v5 lite": Chip(197e12, 16 * 2**30, 0.819e12, 200e9),
+         "TPU v5": Chip(459e12, 95 * 2**30, 2.765e12, 600e9),
+         "TPU v6 lite": Chip(918e12, 32 * 2**30, 1.64e12, 448e9),
+         "TPU7x": Chip(1153e12, 96 * 2**30, 3.69e12, 600e9),
+         "NVIDIA A100": Chip(312e12, 80e9, 2.04e12, 300e9),
+         "NVIDIA H100": Chip(989e12, 80e9, 3.35e12, 450e9),
+         "NVIDIA H200": Chip(989e12, 141e9, 4.8e12, 450e9)}
+
+
+def chip_of(device: Any) -> Chip | None:
+    """The published numbers of this device, if it is a known chip."""
+    return next((c for name, c in CHIPS.items() if device.device_kind.startswith(name)), None)
+
+
+def mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
+    """The share of the devices' peak rate that an update reaches (MFU); None if unknown."""
+    chip = chip_of(mesh.devices.flat[0])
+    return flops / seconds / (chip.flops * mesh.size) if flops and chip else None
+
+
+def peak_memory(compiled: jax.stages.Compiled) -> int:
+    """The peak memory of a compiled program on one device, in bytes."""
+    m = compiled.memory_analysis()
+    at_most = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
+               - m.alias_size_in_bytes)
+    # (With --remat offload the peak includes the host's memory; a CPU's does not count what is
+    # computed.)
+    if m.host_temp_size_in_bytes or m.peak_memory_in_bytes < m.temp_size_in_bytes:
+        return at_most
+    return m.peak_memory_in_bytes or at_most
+
+
+def memory_in_use(what: str = "bytes_in_use") -> int:
+    """Bytes of the first device's memory, if it counts them, else the process's peak memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get(what) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# -------------------------------------------------------------------------------------------
+# Absent hardware
+
+# The cuDNN version assumed for an H100. (By default jax asks the installed cuDNN.)
+_CUDNN_VERSION = 91000
+# The description of an H100 with which XLA compiles for it, as a text proto.
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" device_address_bits: 64
+  pcie_bandwidth: 34359738368 name: "NVIDIA H100 80GB HBM3" driver_version: "12.9.0"
+  runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.8.0" }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3" """
+
+
+def topology_devices(name: str) -> list[Any]:
+    """The devices of absent hardware, v5e:4x4 or h100:1x2x8 for example. Programs can be compiled
+    for them, but not run."""
+    kind, _, size = name.partition(":")
+    jax.config.update("jax_platforms", "cpu")       # do not look for an accelerator, nor occupy one
+    _check_compiler(name, kind)
+    for key, value in LIBTPU.items():
+        os.environ.setdefault(key, value)
+    try:
+        if kind == "h100":
+            from jax._src.cudnn import fused_attention_stablehlo
+            fused_attention_stablehlo.check_cudnn_version = lambda: _CUDNN_VERSION
+            return topologies.get_topology_desc(size, "cuda", topology=size,
+                                                target_config=_H100).devices
+        # (v4: both cores of a chip are one device, as in real use)
+        options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        return topologies.get_topology_desc(name, "tpu", **options).devices
+    except Exception as e:      # (the compilers raise their own types)
+        raise ConfigError(
+            f"--topology {name}: not known ({' '.join(str(e).split())[:150]}); expected one like "
+            f"v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2 or h100:1x2x8 "
+            f"(slices x hosts x GPUs)") from None
+
+
+def _check_compiler(name, kind):
+    module = wheels = "libtpu"
+    if kind == "h100":
+        module = "jax_plugins.xla_cuda12"
+        wheels = f"jax-cuda12-plugin=={jax.__version__} nvidia-cuda-nvcc-cu12"
+    with contextlib.suppress(ModuleNotFoundError):      # (jax_plugins may not exist)
+        if importlib.util.find_spec(module):
+            return
+    raise ConfigError(f"--topology {name}: its compiler is not installed: pip install {wheels}")

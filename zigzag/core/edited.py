@@ -1,0 +1,93 @@
+"""The files on which the tests have passed, and which of them were edited since.
+
+    pytest test_all.py, if all of it passes      writes .tested: a hash of each file (conftest.py)
+    a run on several devices, if a hash differs  first compares its loss and its gradients with one
+                                                 device's (must_compare in
+                                                 zigzag/run/custom_loss.py)
+
+A network's own loss is not compared at the start of a run, because the tests have compared it on
+every axis. After an edit that no longer holds, until they have passed again.
+
+Where a network's loss, shard.py, train.py or the machinery below them (MACHINERY) was edited, the
+loss on a mesh may be another one.
+data.py and sample.py are recorded with them, but no run is compared because of these two: no loss
+imports them, and the mesh and the one device would be given the same batch.
+
+test_all.py trains model.py's network. Those of published/ have their tests in tests/published, so a
+run of one of them asks for the folder published/ in place of model.py, and test_all.py does not
+renew that entry. When these tests have passed:
+
+    python -m zigzag.core.edited        records published/
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, Sequence
+
+from zigzag.core.files import write_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = ".tested"
+# What every loss on a mesh depends on, below model.py and shard.py.
+MACHINERY = ("zigzag/core/mesh.py", "zigzag/parallel", "zigzag/run/modes.py")
+FILES = ("model.py", "shard.py", "train.py", "data.py", "sample.py", *MACHINERY)
+
+
+def hash_of(path: Path) -> str:
+    """The hash of a file's text, or of all Python files in a folder; "" if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + file.read_bytes().replace(b"\r\n", b"\n"))
+    except OSError:
+        return ""
+    return digest.hexdigest()[:12]
+
+
+# {file or folder: its hash}, read once: as it is when this process imports it.
+RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")}
+
+
+def read_record(root: Path = ROOT) -> dict[str, str]:
+    """{file or folder: its hash when its tests passed}; {} without a record that can be read."""
+    try:
+        record = json.loads((root / NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def renew_record(names: Sequence[str]) -> bool:
+    """Record that these files, as this process imported them, have passed their tests. Returns
+    whether that changed the record."""
+    old = read_record()
+    new = {name: RUNNING[name] if name in names else old[name]
+           for name in RUNNING if name in names or name in old}
+    if new != old:
+        write_whole(ROOT / NAME, json.dumps(new).encode() + b"\n")
+    return new != old
+
+
+def file_of(function: Any) -> str:
+    """The file, or "published", in which a function is, as the record names it. For a function that
+    is in none of them, its file's whole path."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    path = Path(getattr(module, "__file__", None) or "an unknown file").resolve()
+    if path.parent == ROOT / "published":
+        return "published"
+    return path.name if path.parent == ROOT else str(path)
+
+
+def why_untested(names: Sequence[str]) -> str:
+    """Text that says which of these files have changed since their tests passed, or of which no
+    record says that they did; "" if none."""
+    record, tests = read_record(), "the tests" if "published" in names else "test_all.py"
+    edited = [name for name in names
+              if not RUNNING.get(name) or record.get(name) != RUNNING[name]]
+    return f"{' and '.join(edited)} edited since {tests} passed" if edited else ""
+
+
+if __name__ == "__main__":
+    renew_record(["published"])

@@ -1,0 +1,86 @@
+"""The parts: folders beside zigzag/ that a fork may delete, and the one way to what is in them.
+
+    part("published", "--model gpt2")      the module, or a refusal in one line
+    has_part("forecast")                   whether this copy has it
+    added("flags", "OfTraining")           what each part there adds: its table of flags
+
+Nothing in zigzag/ and none of the five files imports a part. What they need of one they ask for
+here, by the name of its module. A part adds flags and commands in its file flags.py:
+
+    OfTraining      a dataclass: flags of train.py, and of scripts that call train.parse
+    OfSampling      a dataclass: flags of sample.py
+    COMMANDS        {flag: Command}: what train.py does instead of training
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from zigzag.core import start
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import parse_flags, run_main
+
+ROOT = Path(__file__).parents[2]
+PARTS = {"published": "models that others made: networks, folders, presets",
+         "forecast": "dry runs, expected traffic, --mesh auto",
+         "tools": "chat, choices, scores, beams, --bench, plots, loggers",
+         "tasks": "data besides running text: pairs and arrays"}
+
+
+class Unused(NamedTuple):
+    """The groups of options, and the single ones, that have no effect beside a flag."""
+    groups: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+class Command(NamedTuple):
+    """What a flag of a part asks for instead of training, or of answering prompts."""
+    module: str                     # where its function `run` is
+    unused: Unused | None = None    # None: every other option has no effect on it
+    beside: tuple[str, ...] = ()    # but these. (Such a command is run before jax is imported)
+
+
+def has_part(name: str) -> bool:
+    """Whether this copy has a part."""
+    return (ROOT / name / "__init__.py").exists()
+
+
+def part(module: str, asked: str) -> ModuleType:
+    """A module of a part, `tools.beams` for example. `asked` says in the refusal what needs it."""
+    name = module.partition(".")[0]
+    if not has_part(name):
+        raise ConfigError(f"{asked}: needs {name}/, which this copy does not have")
+    return importlib.import_module(module)
+
+
+def added(file: str, name: str) -> list[Any]:
+    """What the parts of this copy declare by this name in their file of flags."""
+    found = [importlib.import_module(f"{one}.{file}") for one in PARTS
+             if (ROOT / one / f"{file}.py").exists()]
+    return [getattr(module, name) for module in found if hasattr(module, name)]
+
+
+def commands() -> dict[str, Command]:
+    """{flag: Command} of all parts of this copy."""
+    return {flag: command for table in added("flags", "COMMANDS")
+            for flag, command in table.items()}
+
+
+def begin() -> None:
+    """What train.py does before it imports jax: a command of a part that does not need it
+    (--plot), and end; else begin."""
+    words = [word.partition("=")[0] for word in sys.argv[1:]]
+    for flag, command in commands().items():
+        if command.beside and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):
+            run_main(lambda: _run_alone(flag, command))
+            sys.exit(0)
+    start.begin()
+
+
+def _run_alone(flag, command):
+    given, _ = parse_flags(tuple(added("flags", "OfTraining")), None)
+    if other := given.keys() - {flag, *command.beside}:
+        raise ConfigError(f"--{min(other)}: no effect with --{flag}; leave it out")
+    part(command.module, f"--{flag}").run(**given)

@@ -1,0 +1,145 @@
+"""Low-rank adapters (LoRA): --lora_rank r trains two small matrices beside each matrix of a layer.
+
+    x [B, T, D] --> w [D, F] -------------> + --> y [B, T, F]     w   as it was, never trained
+          |                                 |                     a   [D, r], random
+          +-------> a [D, r] --> b [r, F] --+                     b   [r, F], zeros at first
+
+The model computes with w + a b, which is w at first. Adapters are leaves beside the weights that
+they belong to (wq, wq_a, wq_b), and are split as it is. All other weights are frozen: they are
+stored in the dtype of the computation, have no gradient and no optimizer state, and are not in
+checkpoints, which hold only the adapters. To read such a checkpoint, the frozen weights are loaded
+from where the run got them, and a fingerprint is compared.
+
+There is no alpha, the usual factor on a b: the first values of a, with standard deviation
+1 / sqrt(D), are about those of the usual alpha = 2 r (times a, uniform between -1 / sqrt(D) and
+1 / sqrt(D)).
+"""
+
+import dataclasses
+import hashlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast
+from zigzag.disk import checkpoint
+from zigzag.parallel.products import Adapted
+from zigzag.parallel.table import Weight
+
+
+def with_adapters(table: Any, rank: int) -> Any:
+    """The table of weights with adapters of this rank (0: none) beside each matrix of a layer that
+    leads into a block or out of it: each one that tensor may split and that is not only looked up.
+
+    A column matrix contracts its first dimension after those of layers and experts. A row matrix,
+    of which tensor may split that dimension, contracts all but its last."""
+    if not rank:
+        return table
+    made = {}
+    for name, w in table.items():
+        if isinstance(w, dict):
+            made[name] = with_adapters(w, rank)
+        elif "L" in w.axes and w.tensor >= 0 and not w.is_table and "1" not in w.axes:
+            made |= _adapters(name, w, rank)
+    return table | made
+
+
+def _adapters(name, w, rank):
+    first = sum(letter in "LE" for letter in w.axes)
+    is_row = w.tensor == first
+    last = len(w.axes) - 1 if is_row else first + 1
+    a = Weight((*w.axes[:last], "r"), (*w.shape[:last], rank),
+               math.prod(w.shape[first:last])**-0.5, (*w.mesh_axes[:last], ""))
+    b = Weight((*w.axes[:first], "r", *w.axes[last:]), (*w.shape[:first], rank, *w.shape[last:]),
+               0.0, (*w.mesh_axes[:first], "", *w.mesh_axes[last:]))
+    return {f"{name}_{end}": _over_fsdp(x) if "fsdp" in w.mesh_axes else x
+            for end, x in (("a", a), ("b", b))}
+
+
+def _over_fsdp(w):
+    """The adapter with fsdp at its longest free dimension, if it is the other one that has the
+    dimension at which fsdp splits their weight."""
+    if "fsdp" in w.mesh_axes:
+        return w
+    free = [d for d, axis in enumerate(w.mesh_axes) if not axis]
+    longest = max(free, key=w.shape.__getitem__)
+    return dataclasses.replace(w, mesh_axes=tuple(
+        "fsdp" if d == longest else axis for d, axis in enumerate(w.mesh_axes)))
+
+
+def adapted(w: dict[str, Any]) -> dict[str, Any]:
+    """A layer's weights, with each weight that has adapters, and its adapters, as one Adapted."""
+    pairs = {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
+             for name in w if f"{name}_a" in w and f"{name}_b" in w}
+    return {name: x for name, x in w.items() if not _is_adapter(name, w)} | pairs
+
+
+def merged(params: dict[str, Any]) -> dict[str, Any]:
+    """The float32 weights of the model without adapters: w + a b for each weight that has some."""
+    def merge(w, a, b):
+        if a.ndim + b.ndim - w.ndim > 2:        # over layers, then over experts
+            return jax.vmap(merge)(w, a, b)
+        return w.astype(jnp.float32) + jnp.tensordot(a, b, 1, precision="highest")
+
+    new = {}
+    for name, w in params.items():
+        if isinstance(w, dict):
+            new[name] = merged(w)
+        elif f"{name}_a" in params:
+            new[name] = merge(w, params[f"{name}_a"], params[f"{name}_b"])
+        elif not _is_adapter(name, params):
+            new[name] = cast(w, "float32")
+    return new
+
+
+# -------------------------------------------------------------------------------------------
+# Trained and frozen weights
+
+def _is_adapter(name, beside):
+    return name[-2:] in ("_a", "_b") and name[:-2] in beside
+
+
+def split(tree: Any) -> tuple[Any, Any]:
+    """A tree like the weights as two trees: the entries of adapters, and all others."""
+    adapters, others = {}, {}
+    for name, x in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(x, dict):
+            parts = split(x)
+        else:
+            parts = (x, {}) if _is_adapter(name, tree) else ({}, x)
+        for side, part in zip((adapters, others), parts):
+            if not isinstance(part, dict) or part:
+                side[name] = part
+    return adapters, others
+
+
+def join(adapters: Any, others: Any) -> Any:
+    """The tree that `split` has split into these two."""
+    if not isinstance(others, dict) or not others:
+        return adapters
+    return {**others, **{name: join(x, others.get(name)) for name, x in adapters.items()}}
+
+
+def as_stored(params: Any, dtype: str) -> Any:
+    """The weights with the frozen ones in this dtype."""
+    adapters, frozen = split(params)
+    if not adapters:
+        raise ConfigError("--lora_rank is for the networks of this codebase: these weights have no "
+                          "adapters; leave it out to train all of them")
+    return join(adapters, cast(frozen, dtype))
+
+
+def mark_frozen(decisions: Any) -> Any:
+    """The rule's decisions, with is_trained=False for frozen weights."""
+    adapters, frozen = split(decisions)
+    return join(adapters, jax.tree.map(
+        lambda d: dataclasses.replace(d, is_trained=False), frozen))
+
+
+def fingerprint(frozen: Any) -> str:
+    """16 hex digits that identify the frozen weights with which adapters were trained."""
+    sums = sorted(checkpoint.checksums(frozen).items())
+    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]

@@ -1,0 +1,397 @@
+"""`Network`: a kind of model as the machinery sees it. It has a class of configurations, a table of
+weights, a loss, and functions that answer questions about a configuration. model.py has the plain
+decoder, published/ has the others.
+
+First values, counts and the sharding of the weights follow from the table and the loss.
+
+    network_of          the network of a configuration
+    network_of_record   the network of a run, from its config.json
+    config_of_run       the configuration of a run's network
+    describe            which network a configuration has, and why, as text
+    own_loss            the network whose own loss a function is
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from typing import Any, Callable, Mapping, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from zigzag.core.errors import (
+    ConfigError,
+    check_length,
+    nearest_divisor,
+)
+from zigzag.core.mesh import is_spec, make_mesh, shardings, spec_axes
+from zigzag.core.options import check_values, flag, options
+from zigzag.core.parts import part
+from zigzag.disk.checkpoint import run_config, run_record
+from zigzag.parallel import lora
+from zigzag.parallel.remat import remat_of
+from zigzag.parallel.rotary import check_rotary, scaling_type
+from zigzag.parallel.rule import plan_sharding
+from zigzag.parallel.table import (
+    attention_flops,
+    first_values,
+    padded,
+    parameters,
+    product_flops,
+)
+
+Params = dict[str, Any]
+
+# {name for --model: fields of model.Config}: the block of model.py, in the sizes of GPT-2 small and
+# of a model of 1.2 billion parameters.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
+                 tied=True),
+    "1.2b": dict(layers=24, d_model=2048, heads=16, d_ff=5504, vocab_size=32000, seq_len=2048)}
+
+
+def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a preset, except those that depend on a given width."""
+    dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
+    dropped |= {"d_ff"} if "d_model" in given else set()
+    return {name: value for name, value in fields.items() if name not in dropped}
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """How a network is computed: options that change no result, except for rounding and for which
+    weights are trained. The base class of every network's configuration."""
+    # training
+    dtype: str = flag("", one_of=("", "float32", "bfloat16"), same=True)
+                                  # float32 or bfloat16 to compute in; empty: float32 on CPU only
+    # mesh
+    remat: str = flag("none", check=remat_of)
+                                  # what to recompute in the backward pass: none, selective, full,
+                                  # full:0.5 (of half of the layers), attention, mlp, attention,mlp;
+                                  # or offload: keep each layer's input in the host's memory
+    microbatches: int = flag(1, least=1)
+                                  # parts into which a device's rows are cut for the pipeline
+    schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
+                                  # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
+    # model
+    lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
+    # mesh (rare)
+    kernel: bool = True           # use the device's own kernel for attention, where it has one
+    chunks: int = flag(1, least=1, beside="schedule")
+                                  # pieces of consecutive layers on each stage of the pipeline
+    overlap: bool = False         # send over tensor in parts, and multiply each part while the next
+                                  # one travels
+    sum_dtype: str = flag("", one_of=("", "float32"))
+                                  # float32: fsdp sums gradients in it, not in dtype; sends more
+    # training (rare)
+    accuracy: bool = False        # also log the share of targets that are the likeliest id or class
+    # model (rare)
+    published: str = flag("", same=True)
+                                  # config.json of the published model that this came from
+
+
+def with_hits(total: Any, count: Any, hits: Any, c: Any) -> tuple:
+    """What a network's loss returns: (sum, count), and with --accuracy the weights of the targets
+    that it predicted."""
+    return (total, count, {"accuracy": hits}) if c.accuracy else (total, count)
+
+
+def check_published(c: Any) -> None:
+    """Refuse a `published` that is not a config.json, in a run written by another program."""
+    try:
+        known = json.loads(c.published or '{"model_type": ""}')
+    except (ValueError, RecursionError):
+        known = None
+    if not isinstance(known, dict) or not isinstance(known.get("model_type"), str):
+        raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
+                          f"model, with its model_type")
+
+
+def facts_of_network(config: type) -> list[str]:
+    """The options of a network's configuration that must be the same when a run continues: all but
+    those of Computed that change no result."""
+    return [name for name, option in options(config).items()
+            if option.same or name not in options(Computed)]
+
+
+# The options that may change when a run continues.
+COMPUTED = tuple(name for name, option in options(Computed).items() if not option.same)
+
+
+def check_heads(c: Any) -> None:
+    """Refuse a d_model that does not divide by the heads, if head_dim has to follow from it."""
+    if not c.head_dim and c.d_model % c.heads:
+        near = nearest_divisor(c.d_model, c.heads)
+        raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
+                          f"nearest that does is --heads {near}, or give --head_dim")
+
+
+# Rows (option, whether its value is wrong, why) of what is refused.
+Rows = list[tuple[str, Any, str]]
+
+
+def refuse_rows(c: Any, rows: Rows) -> None:
+    """Refuse the first option of these that is wrong."""
+    for name, is_wrong, why in rows:
+        if is_wrong:
+            raise ConfigError(f"--{name} {getattr(c, name)}: {why}")
+
+
+def of_decoders(c: Any) -> Rows:
+    """What no network's options may be."""
+    return [
+        ("heads", c.heads % (c.kv_heads or c.heads), f"does not divide by --kv_heads {c.kv_heads}"),
+        ("rope_theta", not c.rope_theta > 1, "must be above 1"),
+        ("dropout", c.dropout >= 1, "at least 0 and below 1"),
+        ("experts_per_token", 0 < c.experts < c.experts_per_token,
+         f"there are only --experts {c.experts}")]
+
+
+def check_decoder(c: Any) -> None:
+    """Refuse options that the plain decoder does not support."""
+    check_values(c)
+    check_published(c)
+    check_heads(c)
+    head_dim, kind = c.head_dim or c.d_model // c.heads, scaling_type(c.rope_scaling)
+    refuse_rows(c, [
+        *of_decoders(c),
+        ("head_dim", head_dim % 2 or head_dim > 2**16,
+         f"rotary positions need an even one, of at most {2**16}, not {head_dim}"),
+        ("rope_scaling", kind not in ("default", "linear", "llama3"),
+         "the plain decoder has linear and llama3; --model transformer has the others")])
+    check_rotary(c, head_dim)
+
+
+def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: bool = False
+                ) -> None:
+    """Refuse a stack of layers that the mesh cannot split. (Tensor never stops a run: a weight that
+    it does not divide is not split.) `time_of_stages` says that the stages share the time of the
+    head; `time_is_padded`, that the network pads sequences, so any length will do."""
+    sizes = mesh.shape
+    if c.experts % sizes["expert"]:
+        raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
+                          f"{c.experts}; the nearest that does is "
+                          f"expert={nearest_divisor(c.experts, sizes['expert'])}")
+    stages, ring = sizes["pipe"], sizes["seq"]
+    with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
+    check_length(f"pipe={stages}{with_chunks}", "layers", c.layers, stages * c.chunks)
+    if time_is_padded:
+        return
+    if stages > 1 and time_of_stages:
+        check_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
+                     " (what follows the layers is shared out by time)")
+    if ring > 1:
+        check_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
+                     " (each device has an early and a late part)")
+
+
+def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
+    """Refuse an axis tensor that splits no weight of the model: each of its devices would do what
+    one device does. `specs` are those of its weights."""
+    size = mesh.shape["tensor"]
+    if size > 1 and not any("tensor" in spec_axes(spec)
+                            for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
+        heads = getattr(c, "heads", 1)
+        raise ConfigError(f"mesh axis tensor={size} divides no weight of this model, nor its "
+                          f"{heads} heads, so each device would do all of the work; the nearest "
+                          f"that divides the heads is tensor={nearest_divisor(heads, size)}")
+
+
+class Layer(NamedTuple):
+    """The shape of one layer's cache."""
+    widths: dict[str, int]  # {array: the width of a head in it}
+    heads: int              # the number of heads in each array
+    window: int = 0         # the most keys that a query sees; 0: all before it
+    source: tuple[str, ...] = ()    # what it also holds, of the source: encode_source makes it, and
+                            # its names begin with cross
+    weights: tuple[str, ...] = ("wq", "wk", "wv")   # the weights that make the heads
+
+
+class Traffic(NamedTuple):
+    """What a decoder's blocks send over tensor, for forecast/traffic.py."""
+    pairs: int = 2          # pairs of a gather into a block and a reduction out of it, in a layer
+    beside: bool = False    # whether a block of experts has another branch beside them
+    head_norms: bool = False    # whether queries and keys have norms over all heads
+
+
+def expert_share(config: Any) -> float:
+    """The share of the experts that one token visits; 1 if there are none."""
+    experts = getattr(config, "experts", 0)
+    return config.experts_per_token / experts if experts else 1.0
+
+
+def _none(config):
+    return None
+
+
+# {name: network}, of those that were imported: model.py's, and those of published/.
+NETWORKS: dict[str, "Network"] = {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
+    """A kind of model: its name, configurations, weights and functions. A comment a, b -> c says
+    that a function of (a, b) returns c."""
+    name: str                           # the name in a run's config.json
+    config: type                        # the class of its configurations, based on Computed
+    weights: Callable                   # config -> a tree of table.Weight
+    loss: Callable                      # params, batch, config[, specs] -> sum, count[, others]
+    batch_shapes: Callable              # config, rows -> shapes of a batch
+    apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
+    families: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #                                     {model_type: how published models are read and written}
+    check: Callable = check_stack       # config, mesh: refuses what a mesh cannot split
+
+    # Generation: None if the network writes no text.
+    extend: Callable | None = None      # a step of decoding with a cache; model.extend explains it
+    head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
+    cache_layer: Callable | None = None     # config, i -> Layer, of layer i
+    encode_source: Callable | None = None   # params, source, config, specs -> for the caches
+    gives: Callable = lambda config: "text"     # config -> its output; only "text" can generate
+    max_positions: Callable = lambda config: sys.maxsize    # config -> the number of positions
+    decoding_length: Callable = lambda config, tokens, slots: 0     # -> the length on which the
+    #                                     scaling of rotary positions may depend
+    source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) is a text
+    source_ids: Callable = lambda config: ()    # config -> ids that stand for the source, at the
+    #                                     beginning of each row
+    decoder_of: Callable | None = None  # a tree of weights -> the same with those of the decoder at
+    #                                     the top; None: they are there
+
+    # Training
+    limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
+    #                                     config -> {array of a batch: the bound of its ids}
+    trained: tuple[str, ...] = ("seq_len", "dropout", "balance", "router_z")
+    #                                     options that may change when its weights are fine-tuned
+    block_traffic: Callable = _none     # config -> Traffic, or None if there are no formulas for it
+    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: the
+    #                                     formula of a decoder
+    couples_rows: bool = False          # whether its loss compares the rows of a batch
+    why: Callable = lambda config: ""   # config -> text: why this network and not the plain decoder
+
+    def __post_init__(self) -> None:
+        NETWORKS.setdefault(self.name, self)    # (so importing a network makes it known)
+
+    def table(self, config: Any) -> Params:
+        """The table of all weights, with adapters if config.lora_rank."""
+        return lora.with_adapters(self.weights(config), config.lora_rank)
+
+    def init(self, config: Any, key: Array) -> Params:
+        """New float32 weights. They depend on the key and each weight's path, not on the mesh."""
+        table = self.table(config)
+        if any(0 in w.shape for w in jax.tree.leaves(table)):
+            raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
+        return first_values(table, key)
+
+    def weight_shapes(self, config: Any) -> Params:
+        return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
+
+    def forward(self, params: Params, tokens: Array | None, config: Any, **more: Any) -> Array:
+        """The logits [B, T, V] of tokens [B, T], or [T, V] of one row [T]. `more` are other arrays
+        that the network reads (source, mask, positions ...) or None."""
+        more = {name: x for name, x in more.items() if x is not None}
+        if tokens is not None and (tokens := jnp.asarray(tokens)).ndim == 1:
+            more = {name: jnp.asarray(x)[None] for name, x in more.items()}
+            return self.forward(params, tokens[None], config, **more)[0]
+        if "source" in more and self.source_shape(config) is None:
+            raise ConfigError("this model has no encoder to give a source to")
+        return self.apply(params, tokens, config, **more)
+
+    def mesh_axes(self, config: Any) -> Params:
+        """The mesh axis that each weight's row names behind each dimension, or ''."""
+        return jax.tree.map(lambda w: w.mesh_axes, self.table(config))
+
+    def parameters(self, config: Any) -> tuple[int, int]:
+        """(the number of parameters, how many of them one token visits)."""
+        return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size,
+                          expert_share(config))
+
+    def training_flops(self, config: Any, tokens: int) -> float:
+        """FLOPs of training on that many tokens."""
+        c, table = config, self.table(config)
+        if self.flops:
+            return self.flops(c, tokens, table)
+        products = product_flops(table, expert_share(c), getattr(c, "tied", False))
+        return tokens * (products + attention_flops(
+            c.layers * c.seq_len, c.heads, c.head_dim, c.head_dim))
+
+    def cache_layers(self, config: Any) -> list[Layer]:
+        return [self.cache_layer(config, i) for i in range(config.layers)]
+
+    # Weights on a mesh
+
+    def plan_weights(self, config: Any, mesh: Any, **options: Any) -> Params:
+        """A rule.Decision for each weight: how it is split over the mesh, and why."""
+        return plan_sharding(
+            lambda p, b: self.loss(p, b, config)[:2], self.weight_shapes(config),
+            self.batch_shapes(config, 1), mesh=mesh, mesh_axes=self.mesh_axes(config),
+            **options)
+
+    def weight_specs(self, config: Any, mesh: Any) -> Params:
+        return jax.tree.map(lambda d: d.spec, self.plan_weights(config, mesh))
+
+    def places(self, config: Any, mesh: Any = None) -> Params:
+        """The shapes of the weights, with their shardings on the mesh (None: on one device)."""
+        mesh, shapes = mesh or make_mesh(devices=jax.devices()[:1]), self.weight_shapes(config)
+        specs = (self.weight_specs(config, mesh) if mesh.size > 1 else
+                 jax.tree.map(lambda _: PartitionSpec(), shapes))
+        return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
+                            shardings(specs, mesh))
+
+
+def model_type(published: str) -> str:
+    """The model_type in the config.json of a published model; "" if there is none."""
+    try:
+        return json.loads(published)["model_type"] if published else ""
+    except (ValueError, TypeError, KeyError):       # (check_published refuses it)
+        return ""
+
+
+def network_of(config: Any) -> Network:
+    """The network of a configuration, a network's own or a run's. Where several have one class of
+    configurations, the family of the published model decides, or else the first is meant."""
+    config = getattr(config, "network", config)
+    known = [network for network in NETWORKS.values() if network.config is type(config)]
+    if not known:
+        raise TypeError(f"{type(config)} is the configuration of no registered network")
+    kind = model_type(config.published) if len(known) > 1 else ""
+    return next((network for network in known if kind in network.families), known[0])
+
+
+def network_of_record(record: dict[str, Any]) -> Network:
+    """The network of a run, from its config.json."""
+    name = record.get("network")
+    if name not in NETWORKS:        # (importing the part makes its networks known)
+        part("published", f"config.json: the network {name!r:.80}")
+    if name not in NETWORKS:
+        raise ConfigError(f"config.json: the network {name!r:.80} is not known; expected one of "
+                          f"{', '.join(NETWORKS)}")
+    return NETWORKS[name]
+
+
+def config_of_run(folder: str, flag: str = "--run") -> Any:
+    """The configuration of a run's network."""
+    return run_config(folder, network_of_record(run_record(folder, flag)).config, flag)
+
+
+def describe(config: Any) -> str:
+    """Text that says which network a configuration has, and why."""
+    network, config = network_of(config), getattr(config, "network", config)
+    place = f"{network.name} ({network.loss.__module__.replace('.', '/')}.py)"
+    return f"{place}: {why}" if (why := network.why(config)) else place
+
+
+def own_loss(config: Any, loss: Callable) -> Network | None:
+    """The network of a configuration, if `loss` is its own, as run/task.py gives it: the tests
+    compare that one with one device. None for any other, even one that only wraps it: a custom
+    loss, which is compared before its run begins."""
+    network = network_of(config)
+    return network if isinstance(loss, functools.partial) and loss.func is network.loss else None
+
+
+def flops_of_update(config: Any) -> float:
+    """FLOPs of an update of a run with this configuration."""
+    return network_of(config).training_flops(config.network, config.batch * config.network.seq_len)

@@ -1,0 +1,111 @@
+"""Rotary positions: the rotation, and the rate of each pair with the published scalings of these
+rates, which are computed by numpy in float64, as constants of a program."""
+
+import functools
+import json
+import math
+from typing import Any, Callable, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from zigzag.core.errors import ConfigError, one_line
+
+
+def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
+                 ) -> tuple[np.ndarray, float]:
+    """(rates [dim / 2], factor): the angle by which one position rotates each pair, and a factor on
+    sine and cosine. `scaling` is JSON, as in a published config.json; `length` is the length of the
+    sequence, on which some scalings depend."""
+    known = parse_scaling(scaling)
+    scaling_of = SCALINGS[known["rope_type"]]
+    rates = scaling_of.rates(dim, theta, known, length)
+    return rates.astype(np.float32), scaling_of.factor(known)
+
+
+def rotate(x: Array, positions: Array, rates: Array, factor: Any = None) -> Array:
+    """Rotary positions: x [B, T, H, N] with each pair (x[i], x[i + N/2]) of a head rotated by its
+    rate times the position, so that q.k depends on their distance. If there are rates for only
+    a part of a head, its first numbers are rotated. `factor` is one on sine and cosine."""
+    half = rates.shape[-1]
+    angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    if factor is not None:
+        sin, cos = sin * factor, cos * factor
+    a, b = jnp.split(x[..., :2 * half].astype(jnp.float32), 2, -1)
+    parts = [jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)]
+    return jnp.concatenate([*parts, x[..., 2 * half:]], -1) if x.shape[-1] > 2 * half else parts[0]
+
+
+@functools.cache
+def parse_scaling(scaling: str) -> dict[str, Any]:
+    """A scaling as a dict."""
+    known = json.loads(scaling or '{"rope_type": "default"}')
+    if known["rope_type"] not in SCALINGS:
+        raise ConfigError(f"--rope_scaling: the type {known['rope_type']!r:.80} is not known; "
+                          f"expected one of {', '.join(SCALINGS)}")
+    return known
+
+
+def scaling_type(scaling: str) -> Any:
+    """The rope_type of a scaling; "default" if the text is not a scaling."""
+    try:
+        return parse_scaling(scaling)["rope_type"]
+    except (ValueError, TypeError, KeyError):
+        return "default"        # (check_rotary refuses it, and says why)
+
+
+def scaled_length(scaling: str, length: int) -> int:
+    """How many positions a sequence may have whose configuration says `length`."""
+    known = parse_scaling(scaling)
+    return SCALINGS[known["rope_type"]].positions(known, length)
+
+
+def check_rotary(c: Any, dim: int = 0) -> None:
+    """Refuse an invalid scaling, for heads of which `dim` numbers are rotated (0: all)."""
+    try:
+        with np.errstate(all="ignore"):
+            for length in (1, 2**30):
+                rates, factor = rotary_rates(dim or c.head_dim, c.rope_theta, c.rope_scaling,
+                                             length)
+                if not (np.isfinite(rates) & (rates > 0)).all() or not 0 < factor < math.inf:
+                    raise ValueError("it makes numbers that are not finite or not above 0")
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:
+        raise ConfigError(f"--rope_scaling {c.rope_scaling:.200}: expected JSON as in a published "
+                          f'config.json, {{"rope_type": "linear", "factor": 2}} for example '
+                          f"({one_line(e)})") from None
+
+
+def plain_rates(dim: int, theta: float, known: Any = None, length: int = 0) -> np.ndarray:
+    return theta ** (-np.arange(0, dim, 2) / dim)
+
+
+def _linear(dim, theta, known, length):
+    """Every position divided by the factor."""
+    return plain_rates(dim, theta) / known["factor"]
+
+
+def _llama3(dim, theta, known, length):
+    """Long wavelengths stretched by the factor, short ones unchanged, and in between a mix."""
+    rates = plain_rates(dim, theta)
+    turns = known["original_max_position_embeddings"] * rates / (2 * math.pi)
+    low, high = known["low_freq_factor"], known["high_freq_factor"]
+    if not low < high:
+        raise ValueError("low_freq_factor must be below high_freq_factor")
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return rates * (keep + (1 - keep) / known["factor"])
+
+
+class Scaling(NamedTuple):
+    """A way to scale the rates. `known` is its record, as a dict."""
+    rates: Callable                             # dim, theta, known, length -> rates [dim / 2]
+    factor: Callable = lambda known: 1.0        # known -> the factor on sine and cosine
+    positions: Callable = lambda known, length: length      # known, the length of a configuration
+    #                                             -> how many positions a sequence may have
+
+
+# {rope_type: Scaling}. (published/positions.py adds those that the plain decoder does not have.)
+SCALINGS = {"default": Scaling(plain_rates), "linear": Scaling(_linear), "llama3": Scaling(_llama3)}

@@ -1,0 +1,638 @@
+"""The rule: how to split the weights of any function, derived from how the function uses them.
+
+                 x [B, T, D]          unsplit: every device of the tensor axis has all of it
+                   |
+       w_up   [D, F | F | F | F]      column: each device makes its own part of F, sends nothing
+                   |
+          h [B, T, F | F | F | F]     split
+                   |
+       w_down [F | F | F | F, D]      row: each device has a partial sum of all of y
+                   |
+                 y [B, T, D]          unsplit again, after one all-reduce
+
+The choice for the tensor axis takes four steps (`_Choice.split`). For the two matrices above, with
+a residual connection, x + y:
+
+  1. Groups. trace.py finds which dimensions must be split together: D of x, w_up, w_down and y is
+     one group, F of w_up, h and w_down is another.
+  2. Refusals (`refuse`), before any price. D is refused because its first use is that w_up reads it
+     (contracts it): no weight has made D, so nothing inside the function could have split x along
+     it. That is so for every residual stream that begins as data or as rows of a table. Also
+     refused: lengths that do not divide by the axis; the inside of an attention head; experts,
+     which have an axis of their own; and what is not worth a reduction (`not_worth_it`): low
+     ranks, a few labels, a stem.
+  3. Prices (`price`) of the groups that are left, the candidates:
+
+         (bytes + 256 KiB x reductions) / weight elements
+
+     Bytes and reductions are what devices would send in one step because the group is split, and
+     the elements are those of all weights with a dimension in the group. 256 KiB is what an
+     interconnect carries while one more reduction starts. F costs a reduction of y, over which
+     w_down sums, and one of x's gradient (if x has one: here it is data). With B T = 64, D = 64,
+     F = 256 in float32 that is (16 KiB + 256 KiB) / 32,768 = 8.5. D, if it were a candidate, would
+     cost a reduction of h and one of h's gradient: (128 KiB + 512 KiB) / 32,768 = 20.
+  4. Choice (`ranked`, `independent`): from the cheapest candidate up, take each one that shares no
+     weight with a group already taken. Ties go to the group with more weight elements, then to the
+     one used first. Afterwards a group of about the same price may replace the groups that exclude
+     it, if it splits 25% more weight elements. Last, `begun` and `arriving` drop groups whose split
+     comes from, or leads to, nothing that is split.
+
+Taking F makes w_up a column and w_down a row. The two alternate by themselves, because tensor
+splits only one dimension of a weight. No names are read.
+
+The other axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one that
+counts experts, and `fsdp` the largest that is left.
+
+All this is for functions without a table of weights. Where a network has one, its rows say which
+dimension each axis splits, and the rule chooses nothing.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.errors import ConfigError, did_you_mean, human_bytes
+from zigzag.core.mesh import (
+    AXES,
+    drop_trivial_axes,
+    entry_axes,
+    flatten,
+    full_spec,
+    is_spec,
+    shardings,
+    spec_axes,
+    trimmed,
+    within,
+)
+from zigzag.parallel.trace import trace
+
+# Not worth a reduction: a group NARROW times narrower than what its columns read (a low rank, a few
+# labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
+# that only read raw features or only make last outputs, if they are less than ENDS of all weights.
+NARROW, SHORT, ENDS = 4, 16, 1 / 8
+# The bytes that an interconnect carries while one more reduction starts.
+LATENCY = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one leaf is split, and why."""
+    spec: P
+    reason: str
+    is_matrix: bool = False     # in a product with another value, or looked up; else scale or bias
+    stacked: bool = False       # its dimension 0 counts layers: `pipe` may split it
+    # The dimensions contracted with an activation, and those left in the result of that product.
+    matmul_dims: tuple = ((), ())
+    used_as: P | None = None    # the spec that the loss uses, if it is another than `spec`
+    is_trained: bool = True
+
+    @property
+    def used(self) -> P:
+        """The spec of the leaf as the loss receives it; `spec` says how it is stored."""
+        return self.spec if self.used_as is None else self.used_as
+
+
+def matrices_of_layers(decisions: Any) -> Any:
+    """The matmul_dims of each weight that is a matrix of a layer (of any matrix, if there are no
+    layers), and None for the others. Muon makes the former orthogonal."""
+    has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
+    return jax.tree.map(lambda d: d.matmul_dims if all(d.matmul_dims) and (
+        d.stacked or not has_layers) else None, decisions)
+
+
+def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
+                overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096) -> Any:
+    """A PartitionSpec for each leaf of `params`, derived from how `fn(params, *args)` uses it.
+
+    `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device. Leaves
+    that are not arrays (an Equinox module's functions) get the spec P(). `overrides`, a list of
+    (path regex, PartitionSpec), win over the rule. Leaves of fewer than `fsdp_min` elements are not
+    split over fsdp: gathering them would cost more time than the memory saved is worth."""
+    return jax.tree.map(lambda d: d.spec, plan_sharding(
+        fn, params, *args, mesh=mesh, overrides=overrides, fsdp_min=fsdp_min))
+
+
+def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
+                  overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096,
+                  mesh_axes: Any = None) -> Any:
+    """A Decision for each leaf of `params`; the arguments are those of infer_specs.
+
+    `mesh_axes` is for a model with a table of weights, whose code accepts no other split: a tree
+    like `params` with the mesh axis that the leaf's row names behind each dimension, or ''. An axis
+    splits that dimension or nothing: nothing if its size does not divide it, or (fsdp) if the leaf
+    is small."""
+    sizes = _axis_sizes(mesh)
+    _, leaves, tree = flatten(params)
+    choice, places = _choice(fn, params, args, sizes["tensor"])
+    rows = choice.rows() if mesh_axes is None else [
+        _row_of_table(row) for row in tree.flatten_up_to(mesh_axes)]
+    decisions = [Decision(P(), "not an array")] * len(leaves)
+    for leaf, (i, row) in enumerate(zip(places.values(), rows)):
+        decisions[i] = _decide(choice.facts, leaf, row, mesh, fsdp_min)
+    shapes = {path: leaves[i].shape for path, i in places.items()}
+    for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
+        i, stored = places[path], drop_trivial_axes(spec, mesh)
+        used = _spec_the_loss_gets(stored, decisions[i], mesh_axes is not None)
+        decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
+                                           reason=f"override {pattern!r}")
+    return jax.tree.unflatten(tree, decisions)
+
+
+def _choice(fn, params, args, shards):
+    """(the _Choice for a function, {path: the number of the leaf} of the leaves that are
+    arrays)."""
+    paths, leaves, tree = flatten(params)
+    places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
+
+    def call(values, args):
+        merged = list(leaves)
+        for i, value in zip(places.values(), values):
+            merged[i] = value
+        return fn(jax.tree.unflatten(tree, merged), *args)
+
+    with within(tensor=shards):
+        closed = jax.make_jaxpr(call)([leaves[i] for i in places.values()], args)
+    return _Choice(trace(closed, len(places), shards), shards), places
+
+
+class Group(NamedTuple):
+    """Dimensions that can only be split together, and what the rule makes of them."""
+    members: list[tuple[str, int, str]]     # (path of the weight, its dimension, the roles)
+    elements: int           # of all these weights
+    reductions: int         # collectives in a step, if they are split
+    bytes: float            # in all of them
+    price: float
+    verdict: str            # split, or why not
+
+
+def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
+    """The groups of a function's dimensions, those that are split first, each kind by price (step 3
+    of the rule). For learn/prices.py."""
+    (choice, places), found = _choice(fn, params, args, shards), []
+    paths = list(places)
+    _, verdicts = choice.split()
+    for group, members in choice.members.items():
+        costs = choice.facts.costs[group]
+        named = [(paths[leaf], d, " ".join(sorted(choice.facts.roles[leaf][d])))
+                 for leaf, d in members]
+        found.append(Group(named, choice.size(group), sum(c.count for c in costs),
+                           sum(c.bytes for c in costs), choice.price(group), verdicts[group]))
+    return sorted(found, key=lambda g: (g.verdict != "split", g.price, g.members))
+
+
+def _axis_sizes(mesh):
+    return {a: 1 for a in AXES} | dict(mesh.shape)
+
+
+# -------------------------------------------------------------------------------------------
+# The choice for the tensor axis
+
+class _Row(NamedTuple):
+    """What may be split of a leaf, as a row of a table of weights or the rule says."""
+    dims: dict[str, Sequence[int]]      # {axis: the dimensions of which it splits one}
+    whole: str = "as its row says"      # why tensor splits none
+
+
+def _row_of_table(mesh_axes):
+    return _Row({axis: [d for d, name in enumerate(mesh_axes) if name == axis] for axis in AXES})
+
+
+class _Choice:
+    """The choice of the groups to split over `tensor`, from the facts about a function."""
+
+    def __init__(self, facts, shards):
+        self.facts, self.shards = facts, shards
+        self.sizes = [math.prod(shape) for shape in facts.shapes]
+        self.members = defaultdict(list)    # {group: its (leaf, dimension) pairs}
+        for leaf, groups in enumerate(facts.groups):
+            for d, group in enumerate(groups):
+                if "stacked" not in facts.roles[leaf][d]:
+                    self.members[group].append((leaf, d))
+        self.read = facts.groups_with("contracted")
+        self.raw = self.read - facts.groups_with("free", "batch", "grouped", "entry", "inner")
+        # Groups that count experts: a batch dimension of products, and never contracted. (Heads
+        # with a weight of their own are a batch dimension too, but the output weight contracts
+        # them.)
+        self.experts = facts.groups_with("batch") - self.read
+        self.onward = defaultdict(set)      # {group: the only groups that can carry its split on}
+        for a, b, only_way in facts.reshards:
+            if only_way:
+                self.onward[a].add(b)
+        self.forbidden = self.forbid_tables() | facts.forbidden
+        # A group whose split could only go on as one of forbidden groups is forbidden itself.
+        while new := {a: self.forbidden[min(bs)] for a, bs in self.onward.items()
+                      if a not in self.forbidden and bs <= self.forbidden.keys()}:
+            self.forbidden |= new
+        # Weights in groups of one form (the same shapes and dimensions: one for each layer, say)
+        # count together.
+        self.size_by_form = Counter()
+        for group in self.members:
+            self.size_by_form[self.form(group)] += self.size(group)
+
+    def size(self, group):
+        """The number of elements of all weights with a dimension in the group."""
+        return sum(self.sizes[leaf] for leaf, _ in self.members[group])
+
+    def price(self, group):
+        """(bytes + 256 KiB x reductions) / weight elements. (The costs include reshards: sending a
+        value that must be split along another dimension.)"""
+        paid = sum(c.bytes + LATENCY * c.count for c in self.facts.costs[group])
+        return paid / self.size(group)
+
+    def form(self, group):
+        return tuple(sorted((self.facts.shapes[leaf], d) for leaf, d in self.members[group]))
+
+    def forbid_tables(self):
+        """{group: reason} of the tables that may not be split because another one is. If the rows
+        of several tables are added (tokens, positions), only one table is split: the one that is
+        also the output head, else the one with the most rows. Splitting the second would cost a
+        second reduction."""
+        facts, forbidden, added = self.facts, {}, {}    # added: {table: all tables of its sum}
+        for tables in facts.added_tables:
+            tables = tables.union(*[added[t] for t in tables if t in added])
+            added.update(dict.fromkeys(tables, tables))
+        why = "its rows are added to those of a larger table, whose reduction would be one more"
+
+        def rank(table):
+            leaf, d = table
+            return "free" in facts.roles[leaf][d], facts.shapes[leaf][d], -facts.first_use[leaf], d
+
+        for tables in added.values():
+            others = tables - {max(tables, key=rank)}
+            forbidden |= {facts.groups[leaf][d]: why for leaf, d in others}
+        return forbidden
+
+    def split(self):
+        """({leaf: the dimension of it that tensor splits}, {group: "split", or why not})."""
+        refused = {group: why for group in self.members if (why := self.refuse(group))}
+        begun = self.begun(self.independent(self.ranked(refused)), refused)
+        groups = self.arriving(begun, refused)
+        verdicts = dict.fromkeys(self.members, "a cheaper group splits a weight of it") | refused
+        verdicts |= dict.fromkeys(groups, "split")
+        return {leaf: d for group in groups for leaf, d in self.members[group]}, verdicts
+
+    def ranked(self, refused):
+        """All groups that are not refused, cheapest first. Ties go to the group with more weight
+        elements, then to the one that is used first."""
+        def rank(group):
+            first_use = min((self.facts.first_use.get(leaf, math.inf), d)
+                            for leaf, d in self.members[group])
+            return self.price(group), -self.size(group), first_use, group
+
+        return sorted(self.members.keys() - refused.keys(), key=rank)
+
+    def independent(self, ranked):
+        """The chosen groups, no two of which share a weight. The first round takes them greedily,
+        cheapest first. Two more rounds let a group replace the ones that share a weight with it
+        (`out`) if it has over 1.25 times their weight elements, at no more than 1.25 times their
+        average price."""
+        owner = {}     # {leaf: the chosen group that splits it}
+        for again in (False, True, True):
+            for group in ranked:
+                leaves = [leaf for leaf, _ in self.members[group]]
+                out = {owner[leaf] for leaf in leaves if leaf in owner} - {group}
+                lost = sum(self.size(g) for g in out)
+                paid = sum(self.price(g) * self.size(g) for g in out)
+                if not out or (again and self.size(group) > 1.25 * lost
+                               and self.price(group) * lost <= 1.25 * paid):
+                    owner = {leaf: g for leaf, g in owner.items() if g not in out}
+                    owner |= dict.fromkeys(leaves, group)
+        return set(owner.values())
+
+    def begun(self, groups, refused):
+        """The groups, without any that no weight makes and that is not reached by a reshard of
+        one that is: a matrix that reads four neighbouring positions of a residual stream side by
+        side would be split along its input, which nothing before it has split."""
+        reach = groups & self.facts.groups_with("free", "indexed", "batch", "grouped")
+        while new := {b for a, b, _ in self.facts.reshards if a in reach} - reach:
+            reach |= new
+        refused.update(dict.fromkeys(groups - reach, "it reads what comes in whole"))
+        return groups & reach
+
+    def arriving(self, groups, refused):
+        """The groups, without those whose slices would all have to be gathered because no group
+        that they go on to is split. The slices of a fused query, key and value stay split, by
+        heads; the slices of a modulation (scale and shift of an unsplit stream) would not."""
+        while True:
+            reach = set(groups)
+            while new := {a for a, bs in self.onward.items() if bs & reach} - reach:
+                reach |= new
+            lost = {g for g in groups
+                    if self.onward[g] & self.members.keys() and not self.onward[g] & reach}
+            if not lost:
+                return groups
+            refused.update(dict.fromkeys(lost, "its slices would be gathered again"))
+            groups = groups - lost
+
+    def rows(self):
+        """The rule's _Row for each leaf."""
+        (chosen, verdicts), rows = self.split() if self.shards > 1 else ({}, {}), []
+        for leaf, groups in enumerate(self.facts.groups):
+            dims = {"tensor": [chosen[leaf]] if leaf in chosen else [],
+                    "pipe": self.facts.dims(leaf, "stacked"), "expert": self.expert_dims(leaf),
+                    "fsdp": range(len(groups))}
+            rows.append(_Row(dims, self.why_whole(leaf, verdicts)))
+        return rows
+
+    # -- refusals
+    def refuse(self, group):
+        """Why a group is not split, whatever its price, or '' if it is a candidate."""
+        facts, members = self.facts, self.members[group]
+        if group not in facts.made or not any(facts.roles[w][d] for w, d in members):
+            return "it reads what comes in whole"
+        if group in self.experts:
+            return "it counts experts, whose place is the expert axis"
+        for leaf, d in members:
+            if facts.shapes[leaf][d] % self.shards:
+                return f"{facts.shapes[leaf][d]} does not divide by {self.shards}"
+        if group in self.forbidden:
+            return self.forbidden[group]
+        if len(dict(members)) < len(members):
+            return "it is two dimensions of one weight"
+        return self.not_worth_it(group)
+
+    def not_worth_it(self, group):
+        """Why the group is too small to be worth a reduction, or ''. Weights of the group are its
+        columns (which make it), its rows (which sum over it) and its tables (looked up along it).
+        """
+        dim = dict(self.members[group])     # {weight: its dimension in the group}
+        columns, rows, tables = ([w for w, d in dim.items() if role in self.facts.roles[w][d]]
+                                 for role in ("free", "contracted", "indexed"))
+        makes, reads = ({w: math.prod(self.facts.shapes[w][d] for d in self.facts.dims(w, role))
+                         for w in columns + rows} for role in ("free", "contracted"))
+        if (columns and all(NARROW * makes[w] <= reads[w] for w in columns)
+                and all(NARROW * reads[w] <= makes[w] for w in rows)):
+            return f"{makes[columns[0]]} is too narrow to be worth a reduction"
+        lengths = [self.facts.shapes[w][dim[w]] for w in tables]
+        if tables and not columns and all(
+                SHORT * n <= self.sizes[w] // n for n, w in zip(lengths, tables)):
+            return f"{lengths[0]} rows are not worth a reduction"
+        has, sent = 4 * self.size(group), sum(c.bytes for c in self.facts.costs[group])
+        if tables and not columns and has < LATENCY and sent > SHORT * has:
+            return f"{lengths[0]} rows, each looked up often, are not worth a reduction"
+        if tables or self.size_by_form[self.form(group)] >= ENDS * sum(self.sizes):
+            return ""
+        if columns and all(self.groups(w, "contracted") <= self.raw for w in columns):
+            return "a small part of the model at its input"
+        if rows and not any(self.groups(w, "free") & self.read for w in rows):
+            return "a small part of the model at its output"
+        return ""
+
+    def groups(self, leaf, role):
+        return {self.facts.groups[leaf][d] for d in self.facts.dims(leaf, role)}
+
+    def why_whole(self, leaf, verdicts):
+        """The verdict on a dimension of the leaf that a product or a lookup uses."""
+        for role in ("indexed", "free", "grouped", "contracted"):
+            for d in self.facts.dims(leaf, role):
+                return verdicts.get(self.facts.groups[leaf][d], "")
+        return "it meets nothing that is split" if self.facts.is_matrix(leaf) else (
+            "it scales, or is added to, what is whole")
+
+    def expert_dims(self, leaf):
+        """The leaf's dimensions that count experts. None in a router, whose only dimensions are its
+        experts and the one that it contracts."""
+        groups, roles = self.facts.groups[leaf], self.facts.roles[leaf]
+        mine = [d for d, group in enumerate(groups) if group in self.experts]
+        others = [d for d, group in enumerate(groups)
+                  if group not in self.experts and not roles[d] & {"contracted", "stacked"}]
+        return [d for d in mine if others or "batch" in roles[d]]
+
+
+# -------------------------------------------------------------------------------------------
+# All axes
+
+def _decide(facts, leaf, row, mesh, fsdp_min):
+    """The Decision for one leaf: of the dimensions that its _Row has for an axis, tensor, pipe and
+    expert split the first, and fsdp the largest that is left."""
+    sizes, shape, roles = _axis_sizes(mesh), facts.shapes[leaf], facts.roles[leaf]
+    entries, why = [None] * len(shape), []
+    reasons = {"tensor": _why_split(facts, leaf, row), "pipe": "pipe: it counts layers",
+               "expert": "expert: it counts experts"}
+    for axis, reason in reasons.items():
+        free = [d for d in row.dims[axis] if entries[d] is None]
+        if free and shape[free[0]] % sizes[axis]:
+            reason = f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}"
+        elif free:
+            entries[free[0]] = axis
+        if sizes[axis] > 1 and (free or axis == "tensor"):
+            why.append(reason)
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min, row.dims["fsdp"])
+    if "fsdp" in entries:
+        why.append("fsdp: gathered where it is used")
+    elif sizes["fsdp"] > 1:
+        why.append("whole over fsdp: " + (
+            f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
+            else f"no dimension for it divides by {sizes['fsdp']}"))
+    contracted, free = (
+        tuple(d for d in facts.dims(leaf, role) if "batch" not in roles[d])
+        for role in ("contracted", "free"))
+    if facts.dims(leaf, "indexed") or set(contracted) & set(free):
+        contracted = free = ()
+    return Decision(drop_trivial_axes(P(*entries), mesh), "; ".join(why), facts.is_matrix(leaf),
+                    bool(facts.dims(leaf, "stacked")), (contracted, free))
+
+
+def _why_split(facts, leaf, row):
+    """Why tensor splits the dimension that the row has for it, or why it splits none."""
+    roles = set().union(*[facts.roles[leaf][d] for d in row.dims["tensor"]])
+    if not row.dims["tensor"]:
+        return f"whole: {row.whole}"
+    if "indexed" in roles:
+        return "table: looked up by row" + (", and used again as a product's columns"
+                                            if "free" in roles else "")
+    if "contracted" in roles:
+        return "row: meets an activation split the same way; its sum is one reduction"
+    if "free" in roles:
+        return "column: meets a whole activation"
+    return "follows the split activation it meets"
+
+
+def _put_on_largest(entries, shape, axis, size, fsdp_min, places):
+    """Write `axis` into `entries` at the largest unsplit dimension of `places` that it divides, if
+    there is one and the weight has at least `fsdp_min` elements."""
+    free = [d for d in places if entries[d] is None and shape[d] % size == 0]
+    if size > 1 and free and math.prod(shape) >= fsdp_min:
+        entries[max(free, key=lambda d: shape[d])] = axis
+
+
+# -------------------------------------------------------------------------------------------
+# Overrides
+
+def parse_overrides(texts: Sequence[str]) -> list[tuple[str, P]]:
+    """The values of --override, 'REGEX=axis,-,axis', as (regex, spec) pairs for plan_sharding."""
+    found = []
+    for text in texts:
+        pattern, _, spec = text.rpartition("=")
+        if not pattern:
+            raise ConfigError(f"--override {text}: expected REGEX=axis,-,axis: a regular "
+                              f"expression for paths of weights, and for each dimension the axis "
+                              f"that splits it, or -")
+        names = [name.strip() for name in spec.split(",")] if spec else []
+        found.append((pattern, P(*[None if name == "-" else name for name in names])))
+    return found
+
+
+def apply_overrides(shapes: dict[str, tuple[int, ...]], overrides: Sequence[tuple[str, P]],
+                    sizes: dict[str, int]) -> list[tuple[str, str, P]]:
+    """(path, pattern, spec) for each weight that an override matches. If several match a path, the
+    last wins."""
+    found = []
+    for pattern, spec in overrides:
+        try:
+            hits = [path for path in shapes if re.search(pattern, path)]
+        except re.error as e:
+            raise ConfigError(f"override {pattern!r} is not a regular expression: {e}") from None
+        if not hits:
+            raise ConfigError(f"override {pattern!r} matches no parameter"
+                              + did_you_mean(pattern, shapes, near=0.5))
+        for path in hits:
+            if why := _why_refused(shapes[path], spec, sizes):
+                raise ConfigError(f"{path}: {spec} {why}")
+            found.append((path, pattern, spec))
+    return found
+
+
+def _why_refused(shape, spec, sizes):
+    names = [name for entry in spec for name in entry_axes(entry)]
+    if len(spec) > len(shape):
+        return f"has {len(spec)} dimensions, the weight has {len(shape)}"
+    for name in names:
+        if name not in AXES:
+            return (f"names the axis {name!r}; the axes are {', '.join(AXES)}"
+                    + did_you_mean(name, AXES))
+    if len(set(names)) < len(names):
+        return "names an axis twice"
+    for dim, entry in zip(shape, spec):
+        if dim % (parts := math.prod(sizes[a] for a in entry_axes(entry))):
+            return f"splits {dim} into {parts}, which does not divide"
+    return ""
+
+
+def _spec_the_loss_gets(stored, decision, has_table):
+    """The spec that the loss receives for a weight that an override stores as `stored`. `pipe`,
+    `expert` and, if there is a table, `tensor` are where they would be without it. `fsdp` stays
+    where the override has it, except on the dimension that counts layers: a device uses all of its
+    own layers. Every other axis of the override is gathered before the loss."""
+    entries = []
+    for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
+        if rule in ("pipe", "expert") or has_table and rule == "tensor":
+            axis = rule
+        elif not (axis == "tensor" and not has_table
+                  or axis == "fsdp" and not (decision.stacked and d == 0)):
+            axis = None
+        entries.append(axis)
+    return trimmed(entries)
+
+
+# -------------------------------------------------------------------------------------------
+# The optimizer's state
+
+def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any:
+    """Specs for the optimizer's state under ZeRO 1: each leaf's spec, with its largest unsplit
+    dimension split over data."""
+    def one(leaf, spec):
+        entries = full_spec(spec, leaf.ndim)
+        if "data" not in entries:
+            _put_on_largest(entries, leaf.shape, "data", mesh.shape["data"], fsdp_min,
+                            range(leaf.ndim))
+        return trimmed(entries)
+
+    return jax.tree.map(one, params, specs)
+
+
+def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
+    """Specs for an optax optimizer's state, found by tracing its update. A dimension of the state
+    that is in one group with a dimension of a weight's gradient is split with it: those of a
+    moment, and the rows of a factored moment. A dimension that is in a group with none, or with
+    gradients that are split differently, is not split."""
+    state = jax.eval_shape(optimizer.init, params)
+    closed = jax.make_jaxpr(lambda s, g: optimizer.update(g, s, g))(state, params)
+    leaves, tree = jax.tree.flatten(state)
+    groups = trace(closed, len(closed.jaxpr.invars), 1).groups
+    home = defaultdict(set)     # {group: the entries of specs in it}
+    for mine, spec in zip(groups[len(leaves):], jax.tree.leaves(specs)):
+        for group, entry in zip(mine, full_spec(spec, len(mine))):
+            home[group].add(entry)
+
+    placed = []
+    for mine in groups[:len(leaves)]:
+        entries = []
+        for group in mine:
+            entry, *others = home[group] or [None]
+            entries.append(None if others or entry in entries else entry)
+        placed.append(trimmed(entries))
+    return jax.tree.unflatten(tree, placed)
+
+
+def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
+    """The shapes of the optimizer's state for weights `params`, each with its sharding on the mesh,
+    if moments are split by `specs`."""
+    state = jax.eval_shape(optimizer.init, params)
+    return jax.tree.map(lambda x, place: x.update(sharding=place), state,
+                        shardings(state_specs(optimizer, params, specs), mesh))
+
+
+# -------------------------------------------------------------------------------------------
+# The table
+
+def explain(decisions: Any, params: Any, mesh: Any, state: Any = None, is_short: bool = False
+            ) -> str:
+    """The table of how each weight is split, and why, as text. `decisions` comes from
+    plan_sharding, or from infer_specs (a table without reasons). Ends with the bytes that a device
+    holds and how much of them other devices hold too. `state` is the optimizer's (shapes with
+    shardings); without it the count is AdamW's two moments, split as their weights. `is_short`
+    puts all small unsplit weights into one line."""
+    paths, leaves, _ = flatten(params)
+    sizes, table = _axis_sizes(mesh), []
+    gradients = 0                       # bytes, of trained weights
+    copied = {axis: 0 for axis in ("tensor", "fsdp", "pipe") if sizes[axis] > 1}    # bytes
+    for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
+        if not hasattr(leaf, "shape"):
+            continue
+        d = Decision(d, "") if is_spec(d) else d
+        here = math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
+            sizes[a] for a in spec_axes(d.spec))
+        gradients += here * d.is_trained
+        for axis in copied.keys() - spec_axes(d.spec):
+            copied[axis] += here
+        split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
+        is_small = is_short and not (spec_axes(d.spec) or d.is_matrix)
+        table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
+                      here, d.reason, is_small))
+    total = sum(row[3] for row in table)
+    moments, what = 2 * gradients, "AdamW's two moments"
+    if state is not None:
+        what = "the optimizer's state"
+        moments = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+                      for x in jax.tree.leaves(state))
+    lines = _aligned(table)
+    lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
+                 f"gradients and {human_bytes(moments)} of {what}: "
+                 f"{human_bytes(total + gradients + moments)}")
+    lines += [f"of the weights {human_bytes(held)} ({held / total:.2%}) are the same on all "
+              f"{sizes[axis]} devices of {axis}" for axis, held in copied.items() if held]
+    return "\n".join(lines)
+
+
+def _aligned(rows):
+    """Lines of text, from rows of (path, shape, split, bytes, why, whether it is small). Several
+    small ones share the last line."""
+    small = [row for row in rows if row[5]]
+    small = small if len(small) > 1 else []
+    table = [("weight", "shape", "split", "per device", "why"),
+             *((*row[:3], human_bytes(row[3]), row[4]) for row in rows if row not in small)]
+    if small:
+        names = dict.fromkeys(path.split(".")[-1] for path, *_ in small)
+        table.append((f"{len(small)} small weights", "", "whole",
+                      human_bytes(sum(row[3] for row in small)),
+                      f"scales and biases: {', '.join(names)}"))
+    a, b, c, d, _ = (max(map(len, column)) for column in zip(*table))
+    return [f"{path:{a}}  {shape:{b}}  {split:{c}}  {size:>{d}}  {why}".rstrip()
+            for path, shape, split, size, why in table]

@@ -1,0 +1,76 @@
+"""Reading the weights of a run.
+
+    load_run            (weights, configuration) of a run of our networks or of a custom task
+    read_run_weights    the weights of a run as they are sharded, with adapters merged
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zigzag.core.compiler import compiler_options
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import cast, make_mesh, mesh_of
+from zigzag.core.parts import part
+from zigzag.disk import checkpoint
+from zigzag.parallel import lora
+from zigzag.parallel.network import Network, Params, config_of_run, network_of_record
+
+
+def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
+             dtype: str = "float32") -> tuple[Params, Any]:
+    """(weights in this dtype, the network's configuration) of a run's newest or given step. The
+    weights go straight into their shards on the mesh (None: onto one device). Those of a custom
+    task (train.fit) are nested dicts, as they were saved, whole on every device."""
+    record = checkpoint.run_record(folder)
+    if record.get("own_weights") or record.get("vocab_size") == 0:
+        place = NamedSharding(mesh or make_mesh(jax.devices()[:1]), P())
+        wanted = jax.tree.map(lambda x: x.update(sharding=place),
+                              checkpoint.saved_shapes(folder, step))
+        return cast(checkpoint.read_newest(folder, wanted, step), dtype), config_of_run(folder)
+    network = network_of_record(record)
+    config = dataclasses.replace(checkpoint.run_config(folder, network.config), lora_rank=0)
+    params = read_run_weights(network, folder, network.places(config, mesh), step)
+    return cast(params, dtype), config
+
+
+def read_run_weights(network: Network, folder: str | Path, wanted: Params,
+                     step: int | None = None, flag: str = "--run") -> Params:
+    """The weights of the run that `flag` names, sharded as `wanted` (shapes with shardings).
+    Adapters are merged into the weights with which their run began. A damaged checkpoint is
+    reported and skipped."""
+    record, config = (read(folder, network.config, flag)
+                      for read in (checkpoint.read_run, checkpoint.run_config))
+    if not config.lora_rank:
+        return checkpoint.read_newest(folder, wanted, step, flag)
+    adapters, _ = lora.split(network.places(config, mesh_of(wanted)))
+    adapters = checkpoint.read_newest(folder, adapters, step, flag)
+    without, source = dataclasses.replace(config, lora_rank=0), record["init_from"]
+    compiled = functools.partial(jax.jit, compiler_options=compiler_options(mesh_of(wanted)),
+                                 out_shardings=jax.tree.map(lambda w: w.sharding, wanted))
+    if not source:
+        where, read = f"--seed {record['seed']}", lambda: compiled(
+            functools.partial(network.init, without))(jax.random.key(record["seed"]))
+    elif source == record["model"]:
+        where, read = source, lambda: part("published.folders", f"{flag} {folder}").read_hf(
+            network, source, without, wanted)
+    else:
+        where, read = f"the run {source}", lambda: read_run_weights(
+            network, source, wanted, record.get("base_step"), flag)
+    about = (f"{flag} {folder} has only adapters (--lora_rank {config.lora_rank}), for weights "
+             f"that came from {where}")
+    try:
+        frozen = read()
+    except ConfigError as e:
+        raise ConfigError(f"{about}, which are not there: {e}") from None
+    found = lora.fingerprint(cast(frozen, record["dtype"]))
+    if found != record["base_weights"]:
+        raise ConfigError(f"{about}, and these have changed (their fingerprint is {found}, and "
+                          f"was {record['base_weights']})")
+    return compiled(lambda adapters, frozen: lora.merged(lora.join(adapters, frozen)),
+                    donate_argnums=1)(adapters, frozen)

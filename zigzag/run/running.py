@@ -1,0 +1,166 @@
+"""How a run begins and ends: everything between its program and its first update, and after the
+last.
+
+    check_start     what can be refused of a program before anything runs
+    running         opens the run's folder, makes or restores the state, compiles the step
+    open_folder     the run's folder
+    machine         the mesh of a run, on the devices of this machine, of many, or of --topology
+"""
+
+import contextlib
+import functools
+import hashlib
+import math
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from zigzag.core import chips, hosts
+from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
+from zigzag.core.parts import has_part, part
+from zigzag.core.report import Reporter
+from zigzag.disk.checkpoint import RunFolder, check_kept
+from zigzag.disk.corpus import tokenizer_record
+from zigzag.disk.mixture import numbers_at
+from zigzag.disk.tokenizers import Tokenizer, copy_files
+from zigzag.parallel.hlo import collectives
+from zigzag.parallel.network import network_of
+from zigzag.run import continuing
+from zigzag.run.custom_loss import must_compare
+from zigzag.run.evaluation import check_task, evaluate
+from zigzag.run.loop import (
+    Loop,
+    end_early,
+    end_run,
+    flush_metrics,
+    frozen_state,
+    prepare,
+    report_header,
+)
+from zigzag.run.plan import Program, in_one, shapes_hash
+from zigzag.run.task import Made, Task
+
+
+@contextlib.contextmanager
+def running(program: Program, task: Task, learning_rate: Callable, say: Reporter,
+            stop: list[int], log: Callable | None = None) -> Iterator[Loop]:
+    """Yield the loop, with the state of the run so far, and the compiled step (None if all steps
+    are done). At the end, or after a signal (in `stop`), save what is left, wait for that, and say
+    what has become of the run. learning_rate(config, update) is train.py's; `log` is fit's."""
+    config, plan = program.config, program.plan
+    is_made = isinstance(task.examples, Made)
+    record = task.record or (first_example(task) if config.out and not is_made else {})
+    facts = {"shapes": shapes_hash(plan.params), **record,
+             **(tokenizer_record(task.tokenizer) if task.tokenizer else {})}
+    hosts.assert_same_everywhere(facts)     # (check_start has compared the configurations)
+
+    def schedule_of(config):
+        return plan.schedule or functools.partial(learning_rate, config)
+
+    continuing.check_rates(config, schedule_of)
+    if config.out:
+        check_kept(program.saved(program.state))
+    if config.out and "fingerprint" not in facts:       # (else main has looked, and printed them)
+        for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
+            say.line(line)
+    first, of_first = frozen_state(program, task.weights)
+    rates = continuing.rates(config, schedule_of(config))
+    folder = open_folder(program, facts | of_first, rates, say, task.tokenizer)
+    with folder or contextlib.nullcontext(), jax.set_mesh(program.mesh):
+        loop = Loop(program, task, folder, say, lambda at: numbers_at(
+            task.examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
+        del first
+        if is_made:
+            task.examples.weights = lambda: program.permute(
+                in_one(loop.state["params"], loop.state["frozen"]), back=True)
+        report_header(program, say)
+        loop.step = prepare(loop)
+        if loop.step:
+            say.collectives(collectives(loop.step), *expected(program))
+        say.start_clock()
+        yield loop
+        flush_metrics(loop)
+        if stop:
+            end_early(loop, stop)       # saves, and says how to go on
+        elif not loop.evaluation and config.eval_every:     # a finished run was started again
+            evaluate(loop, is_new=False)
+    if not stop:
+        end_run(loop)
+
+
+def expected(program: Program) -> tuple[list, bool]:
+    """(what a device is expected to send in an update, whether that is all of it), by the formulas
+    of forecast/. (A step of one's own has none.)"""
+    if program.own or not has_part("forecast"):
+        return [], False
+    traffic = part("forecast.traffic", "")
+    return traffic.expected_traffic(program.plan), traffic.is_complete(program.plan)
+
+
+def first_example(task: Task) -> dict[str, str]:
+    """A fact about examples of which nothing else is recorded: a digest of the first one's row."""
+    digest = hashlib.sha256()
+    for name, rows in sorted(task.first_row.items()):
+        digest.update(name.encode() + np.ascontiguousarray(rows).tobytes())
+    return {"first_example": hosts.process_allgather(digest.hexdigest())[0]}
+
+
+def has_own_weights(program: Program) -> bool:
+    """Whether the weights are a custom task's, not those of the configuration's network."""
+    plan, config = program.plan, program.config
+    if plan.trusted or config.network.lora_rank:
+        return False
+    return not config.network.vocab_size or shapes_hash(plan.params) != shapes_hash(
+        network_of(config).weight_shapes(config.network))
+
+
+def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float], say: Reporter,
+                tokenizer: Tokenizer | None) -> RunFolder | None:
+    """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
+    recorded beside the configuration; when a run continues, they must be the same as before."""
+    config, cls = program.config, type(program.config)
+    if not config.out:
+        return None
+    record = continuing.record_of(config) | facts | {
+        "rates": rates, "own_weights": has_own_weights(program)}
+    folder = RunFolder(config.out, record, [*continuing.facts_of(config), *facts],
+                       functools.partial(continuing.read_old, cls), program.saved(program.state),
+                       config.keep, config.verify == "on", config.patience,
+                       continuing.may_change(cls), config.change)
+    if folder.changed:
+        say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
+    if tokenizer and jax.process_index() == 0:
+        copy_files(tokenizer, Path(config.out))
+    return folder
+
+
+def check_start(program: Program, task: Task, say: Reporter) -> bool:
+    """Refuse a program that its task does not fit, or that differs between processes. Returns
+    whether its loss must be compared with one device."""
+    hosts.assert_same_everywhere(continuing.record_of(program.config))
+    check_task(program.config, program, task)
+    compares = must_compare(program.plan, say.line)
+    if compares:
+        hosts.watchdog.arm("compiling")
+    return compares
+
+
+def machine(config: Any) -> Any:
+    """The mesh of a configuration: on the devices of --topology, on the accelerators of all its
+    processes, or, without accelerators, on as many simulated CPU devices as it needs."""
+    sizes = mesh_sizes(config.mesh, config.shards)
+    count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
+    if not config.distributed and rest == 0:
+        simulate_devices(count)
+    return make_mesh(devices_of(config), **sizes)
+
+
+def devices_of(config: Any) -> Sequence[Any]:
+    """The devices of --topology, or all devices of this run, after its processes have met."""
+    hosts.init_distributed(config)
+    topology = getattr(config, "topology", "")      # (an option of forecast/)
+    devices = chips.topology_devices(topology) if topology else jax.devices()
+    hosts.end_at_sigterm()
+    return devices

@@ -1,0 +1,63 @@
+"""What a run learns from, and what it begins with.
+
+    kind_of         the kind of data that its network learns from: text, pairs or arrays
+    needs           what a run must have recorded to continue
+    first_weights   the weights of a published model or of another run, and its tokenizer
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Callable
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.parts import part
+from zigzag.disk import examples
+from zigzag.disk.checkpoint import read_run, run_record, run_steps
+from zigzag.disk.corpus import tokenizer_of
+from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
+from zigzag.parallel.network import network_of
+from zigzag.parallel.saved import read_run_weights
+
+
+def kind_of(config: Any) -> str:
+    """The kind of data that a configuration's network learns from: running text (text), or a file
+    of tasks/ (pairs, arrays)."""
+    network = network_of(config)
+    shape = network.source_shape(config.network)
+    if network.gives(config.network) != "text":
+        return "arrays"
+    reads_arrays = shape is not None and len(shape) > 1     # (a batch may be given as arrays, too)
+    return "text" if shape is None else "arrays" if reads_arrays and all(
+        map(examples.is_arrays, config.data)) else "pairs"
+
+
+def needs(config: Any) -> tuple[str, ...]:
+    """The facts that a run must have recorded, to continue with this configuration."""
+    return () if kind_of(config) == "arrays" else ("tokenizer",)
+
+
+def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[str, int]]:
+    """For a model that has weights already: a function that reads them for train.fit, its tokenizer
+    (if it reads text), and facts about them for config.json. Else None, None and {}."""
+    network, reads_text = network_of(config), kind_of(config) != "arrays"
+    source, own = config.init_from, Path(config.out)
+    if not source:
+        return None, None, {}
+    if source == config.model:
+        whole = dataclasses.replace(config.network, lora_rank=0)
+        folders = part("published.folders", f"--model {source}")
+        folders.check_hf(network, source, whole, config.edited)
+        return (functools.partial(folders.read_hf, network, source, whole), published_tokenizer(
+            source, config.network.vocab_size) if reads_text else None, {})
+    record = read_run(source, network.config, "--init_from")
+    if "tokenizer" not in record and reads_text:
+        raise ConfigError(f"--init_from {source}: a run of another task, without a tokenizer for "
+                          f"text")
+    # The other run may have continued since this one began.
+    begun = run_record(own, "--out") if (own / "config.json").exists() else {}
+    step = begun.get("base_step")
+    if step is None:
+        step = run_steps(source, "--init_from")[0]
+    return (functools.partial(read_run_weights, network, source, step=step, flag="--init_from"),
+            tokenizer_of(Path(source), record) if reads_text else None, {"base_step": step})
