@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 
+import networks
 import tasks
 import train
 from tests.helpers import ROOT, batch_of, make, mesh_of, program_of, without_times

@@ -19,9 +19,9 @@ import optax
 import pytest
 
 import data
+import networks
 import train
-from zigzag.core import edited as tested
-from zigzag.core import report
+from zigzag.core import report, tested
 from zigzag.core.mesh import by_path, make_mesh, mesh_sizes
 from zigzag.disk.batches import place_batch
 from zigzag.run.task import without_data

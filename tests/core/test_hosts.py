@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import data
+import networks
 from tests.common import SMALL, command, ends, hosts, started, survives_kills, until_step
 from zigzag.core import hosts as hosts_lib
 from zigzag.core.errors import ConfigError

@@ -11,10 +11,10 @@ import pytest
 
 from tests.common import SMALL
 from tests.helpers import ROOT
-from zigzag.core import edited as tested
+from zigzag.core import tested
 
 HOW = {name: "pytest test_all.py" for name in tested.FILES} | {
-    "networks": "pytest tests/networks, then python -m zigzag.core.edited"}
+    "networks": "pytest tests/networks, then python -m zigzag.core.tested"}
 
 
 def test_the_record_is_up_to_date():
@@ -36,7 +36,7 @@ def small(tmp_path):
     for name in ("zigzag/__init__.py", "conftest.py", "pytest.ini"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "networks").mkdir()
-    for name in (*tested.FILES, "published/clip.py", "published/swin.py"):
+    for name in (*tested.FILES, "networks/clip.py", "networks/swin.py"):
         path = tmp_path / (name if name.endswith(".py") else f"{name}/one.py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n")
@@ -55,8 +55,8 @@ def run_tests(folder, *words):
 
 
 def module_in(folder):
-    """zigzag/core/edited.py as a process that runs in this folder imports it."""
-    spec = importlib.util.spec_from_file_location("tested_there", folder / "zigzag/core/edited.py")
+    """zigzag/core/tested.py as a process that runs in this folder imports it."""
+    spec = importlib.util.spec_from_file_location("tested_there", folder / "zigzag/core/tested.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -114,7 +114,7 @@ def test_what_was_edited_is_named(small):
     assert module_in(small).why_untested(["model.py", "shard.py", "train.py"]) == (
         "model.py and shard.py edited since test_all.py passed")
     assert "networks" in module_in(small).why_untested(["networks", "train.py"])
-    subprocess.run([sys.executable, "-m", "zigzag.core.edited"], cwd=small, check=True)
+    subprocess.run([sys.executable, "-m", "zigzag.core.tested"], cwd=small, check=True)
     assert module_in(small).why_untested(["networks", "train.py"]) == ""
     (small / "networks/alibi.py").write_text("")
     assert module_in(small).why_untested(["networks"]) == (

@@ -9,14 +9,15 @@ import pytest
 
 import data
 import sample
+import tasks
 from tests.common import full, go, peer, published_files, refused
 from tests.helpers import TINY, learn, run_of
-from tools.chat import chat_ids, user
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
 from zigzag.disk.corpus import Corpus, Sources
 from zigzag.disk.output import SPLITS
 from zigzag.disk.tokenizers import tokenizer_at
+from zigzag.generate.chat import chat_ids, user
 
 # With and without marks around what the assistant wrote.
 MARKED = """{% for m in messages %}<{{ m.role }}>
@@ -185,7 +186,7 @@ def test_a_held_out_loss_of_nothing_is_refused(folder, tmp_path):
     config = run_of(**{**TINY, "vocab_size": 300, "seq_len": 64, "layers": 1, "steps": 1,
                        "data": (str(tmp_path / "out"),)})
     with pytest.raises(ConfigError, match="nothing to evaluate; .* a longer --seq_len"):
-        zigzag.commands.text.task_of(config, Sources([Corpus(tmp_path / "out")], [""]))
+        tasks.text.task_of(config, Sources([Corpus(tmp_path / "out")], [""]))
 
 
 def test_a_preference_is_two_documents(folder, tmp_path, capsys):
@@ -327,7 +328,7 @@ def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
     assert all(text.startswith("<user>") and text.endswith("<assistant>") for text in asked)
     config = run_of(**{**TINY, "vocab_size": 300, "seq_len": 64, "layers": 1, "steps": 1,
                        "sample_temperature": 0.0, "data": (str(tmp_path / "out"),)})
-    task = zigzag.commands.text.task_of(config, Sources([corpus], [""]))
+    task = tasks.text.task_of(config, Sources([corpus], [""]))
     _, result = learn(config, mesh, **vars(task))
     shown = task.show(result.outputs)
     assert list(shown) == ["question", "answer"] and shown["question"] in asked
@@ -341,7 +342,7 @@ def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
     assert task.show(outputs)["answer"] == "It is."
     # (One that is too long is cut on the left: half of the context is for the answer.)
     short = dataclasses.replace(config, network=dataclasses.replace(config.network, seq_len=32))
-    task = zigzag.commands.text.task_of(short, Sources([corpus], [""]))
+    task = tasks.text.task_of(short, Sources([corpus], [""]))
     outputs = task.predict(result.params, {"tokens": np.zeros((1, 32), np.int32)})
     assert outputs.shape == (1, 16 + 17) and begin > 16
     end = tokenizer.spelled(outputs[0, :16].tolist())

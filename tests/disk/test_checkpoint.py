@@ -24,16 +24,17 @@ import pytest
 
 import data
 import model
+import networks
 import sample
 import train
-from published import transformer
+from networks import transformer
 from tests.common import SMALL, command, full, refused, started, survives_kills, until_step
 from tests.helpers import learn, make, mesh_of, without_times
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
-from zigzag.parallel.table import Weight
 from zigzag.run.continuing import facts_of, read_old
+from zigzag.weights.table import Weight
 
 
 @pytest.fixture(scope="module")

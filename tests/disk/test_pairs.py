@@ -11,7 +11,6 @@ import pytest
 import data
 import sample
 import train
-from published.llama import special_ids
 from tasks.pairs import collate
 from tests.common import WORDS, command, digit_pairs, net, opened, peer, published_files, refused
 from tests.helpers import config_of
@@ -21,6 +20,7 @@ from zigzag.disk.corpus import tokenizer_of, tokenizer_record
 from zigzag.disk.examples import Arrays, Pairs, collate_arrays
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.rows import cut_at_end
+from zigzag.hub.llama import special_ids
 
 END, START = 1, 0
 

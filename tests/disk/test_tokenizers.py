@@ -8,12 +8,12 @@ import pytest
 
 import data
 from tests.common import peer, published_files
-from tools import chat
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
 from zigzag.disk.corpus import Corpus
 from zigzag.disk.reading import find
 from zigzag.disk.tokenizers import is_tenth
+from zigzag.generate import chat
 
 TEXTS = ("7 and 8 are 15\n", "  two  spaces\n\n\ttab", "naïve 日本語 🙂", "", " x")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import data
+import tasks
 from tests.common import SMALL, full, go, net, peer, published_files, refused
 from tests.disk.test_chats import MARKED, PLAIN
 from tests.helpers import ROOT, TINY, learn, run_of
@@ -314,7 +315,7 @@ def test_losses_are_weighted_means(weighted, tmp_path, pack, mesh):
     config = run_of(**{**TINY, "vocab_size": 257, "data": (str(weighted),), "weight_field": "w",
                        "pack": pack, "steps": 1, "eval_tokens": 256})
     with opened_sources(config.data, False, (), tmp_path / "run", weight_field="w") as sources:
-        task = zigzag.commands.text.task_of(config, sources)
+        task = tasks.text.task_of(config, sources)
         (first, last), result = learn(config, mesh, **vars(task))
         chosen = numbers_at(task.examples, config.seed, np.arange(config.batch))
         learned = task.collate([task.examples[int(i)] for i in chosen])

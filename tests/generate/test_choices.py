@@ -12,7 +12,7 @@ from tests.common import net, refused
 from tests.generate.test_generation import compiled_forward, log_probabilities, placed
 from tests.generate.test_sample_command import FakeModel, sampled
 from tests.helpers import config_of
-from tools.choices import Item, logprobs, read_items, split_ids
+from zigzag.commands.choices import Item, logprobs, read_items, split_ids
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes
 

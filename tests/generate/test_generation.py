@@ -9,18 +9,17 @@ import jax
 import numpy as np
 import pytest
 
+import networks
 import sample
-from published import transformer
-from published.llama import start_id
+from networks import transformer
 from tests.common import net, peer
 from tests.helpers import make, mesh_of
 from tests.networks import test_families, test_pairs_families
-from tools import scores
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
-from zigzag.generate import batching as turns
-from zigzag.generate import cache, passes, rows
+from zigzag.generate import cache, passes, rows, scores, turns
 from zigzag.generate.rows import context_of, cut_at_end, padded_length
+from zigzag.hub.llama import start_id
 
 PAIRS = ("t5", "bart", "whisper")
 NEW, LENGTHS = 7, (3, 11, 1, 17)     # of prompts: all are padded to 32, the cache has 48 slots

@@ -9,6 +9,7 @@ import pytest
 
 import data
 import model
+import networks
 import sample
 import train
 from tests.common import command

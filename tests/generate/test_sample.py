@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import networks
 import sample
 from tests.common import ends, full, hosts, net, slow
 from tests.helpers import learn, make, mesh_of
@@ -364,8 +365,8 @@ SEEDS = list(range(13))
 IN_PROCESSES = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
-import published, sample, train
-from zigzag.run.running import machine
+import networks, sample, train
+from zigzag.run.begin import machine
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 config = train.parse(sys.argv[1:])
 params, c = networks.load_run(config.out, machine(config))

@@ -16,13 +16,14 @@ import time
 
 import pytest
 
+import networks
 import sample
 from tests.common import command, ends, hosts, published_files, refused, started
 from tests.helpers import ROOT, config_of, learn, make
-from tools import chat
 from zigzag.commands import sampling
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
+from zigzag.generate import chat
 from zigzag.generate.answers import Answer
 from zigzag.generate.prompts import Prompt, step_of, whole_context
 from zigzag.generate.rows import context_of

@@ -14,8 +14,7 @@ from zigzag.commands import sampling
 from zigzag.core.flags import change
 from zigzag.core.mesh import shardings
 from zigzag.disk.tokenizers import Bytes
-from zigzag.generate import batching as turns
-from zigzag.generate import passes
+from zigzag.generate import passes, turns
 from zigzag.generate.prompts import Flags
 
 assert small_chunks     # (a fixture)

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+import networks
 from tests.common import peer
 from tests.hub.option_cases import bases, cases_of, changed, speaks_5
 from tests.networks.test_families import NOT_TRAINED

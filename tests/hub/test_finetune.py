@@ -11,11 +11,10 @@ import pytest
 
 import data
 import model
-import published
+import networks
 import sample
 import tasks
 import train
-from published import folders, reference
 from tests.common import (
     command,
     continued,
@@ -34,9 +33,10 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
 from zigzag.disk.corpus import tokenizer_of
-from zigzag.parallel import lora
+from zigzag.hub import folders, reference
 from zigzag.run.continuing import record_of
 from zigzag.run.loop import first_state
+from zigzag.weights import lora
 
 # 3 heads, 1 key head and 300 ids: what 2 devices do not divide, and rows of padding.
 SHAPE = dict(layers=4, d_model=24, heads=3, kv_heads=1, head_dim=8, d_ff=40, vocab_size=300,

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from published.arrays_of_folder import check_arrays
+import networks
 from tests.common import full, peer
 from tests.hub import options
 from tests.hub.option_cases import BASES, bases, speaks_5
 from tests.hub.test_published import edit_arrays
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import published_tokenizer
+from zigzag.hub.published import check_arrays
 
 RENAMED = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_neox", "vit", "vit bare", "beit",
            "beit of 6 heads", "swin", "swin bare")

@@ -7,9 +7,7 @@ import json
 
 import pytest
 
-from published import llama
-from published import record as published_config
-from published.llama import FAMILIES
+import networks
 from tests.common import full
 from tests.hub import options
 from tests.hub.option_cases import (
@@ -25,6 +23,8 @@ from tests.hub.option_cases import (
     values_of,
 )
 from zigzag.core.errors import ConfigError
+from zigzag.hub import llama, published_config
+from zigzag.hub.llama import FAMILIES
 
 EVERY = 240     # (every 240th case, and all causes, take less than a minute on two cores)
 PARTS = 3       # parts of a base's cases, so that workers have about equal work

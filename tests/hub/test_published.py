@@ -17,15 +17,14 @@ import numpy as np
 import pytest
 
 import model
-import published
-from published import arrays_of_folder as published
-from published import folders, llama
-from published.arrays_of_folder import layouts
+import networks
 from tests.common import net, peer
 from tests.helpers import config_of, mesh_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
-from zigzag.parallel.table import Table
+from zigzag.hub import folders, llama, published
+from zigzag.hub.published import layouts
+from zigzag.weights.table import Table
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install safetensors")
 

@@ -11,8 +11,8 @@ import train
 from learn import explain
 from tests.common import refused
 from zigzag.commands import dry_runs
-from zigzag.parallel.network import network_of
 from zigzag.run.continuing import record_of
+from zigzag.weights.network import network_of
 
 FLAGS = "--layers 4 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 16"
 

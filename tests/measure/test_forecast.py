@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 import shard
-from forecast import estimate as forecast
-from forecast.traffic import expected_traffic
 from tests.common import SMALL, check_network, command, full, net, peer, refused, slow, started
 from tests.helpers import make, program_of
-from zigzag.core import chips
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import AXES, make_mesh, mesh_sizes
+from zigzag.measure import chips, forecast
+from zigzag.measure.traffic import expected_traffic
 from zigzag.run.plan import compiled
 
 # -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tests.common import full, net, slow
 from tests.helpers import make, mesh_of, program_of
 from zigzag.core.mesh import abstract_mesh
-from zigzag.parallel import hlo
+from zigzag.measure import hlo
 from zigzag.parallel.pipeline import ticks
 from zigzag.run.plan import compiled
 

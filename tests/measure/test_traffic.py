@@ -9,15 +9,15 @@ from jax.sharding import PartitionSpec as P
 
 import shard
 import train
-from forecast.traffic import expected_traffic, is_complete
 from tests.common import full, net
 from tests.helpers import build, make, mesh_of, program_of
 from zigzag.core.mesh import by_path
 from zigzag.core.report import Reporter
-from zigzag.parallel.hlo import Collective, collectives
-from zigzag.parallel.table import count
+from zigzag.measure.hlo import Collective, collectives
+from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run.plan import compiled
 from zigzag.run.task import without_data
+from zigzag.weights.table import count
 
 
 def sent_and_expected(program):

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import networks
 import train
-from tasks import metrics
 from tests.common import full, peer
 from tests.helpers import KeepRows, mesh_of, run_of
 from zigzag.commands import training
 from zigzag.core.errors import ConfigError
+from zigzag.run import metrics
 
 SIZES = dict(vocab_size=61, pad_token_id=0)
 OLD = dict(n_embd=32, n_head=4, n_layer=2, n_positions=32)

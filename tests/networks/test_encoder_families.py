@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import networks
 import tasks
 import train
-from published import llama, transformer
-from published.arrays_of_folder import Folder
-from published.record import as_config
+from networks import transformer
 from tests.common import assert_same_on, check_network, mean_loss, net, peer, sums_and_gradients
 from tests.helpers import mesh_of, run_of
 from tests.networks.test_families import (
@@ -38,6 +37,9 @@ from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
+from zigzag.hub import llama
+from zigzag.hub.published import Folder
+from zigzag.hub.published_config import as_config
 
 # -------------------------------------------------------------------------------------------
 # Tiny models, of numbers that differ from all defaults and divide by little

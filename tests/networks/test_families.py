@@ -17,15 +17,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import published
-from published import arrays_of_folder as published
-from published import gpt, llama
+import networks
 from tests.common import check_network, mean_loss, net, peer, slow, sums_and_gradients
 from tests.helpers import mesh_of, run_of
 from tests.readme import block
 from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
+from zigzag.hub import gpt, llama, published
 
 # -------------------------------------------------------------------------------------------
 # Tiny models, of numbers that differ from all defaults and divide by little

@@ -11,13 +11,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import networks
 import shard
 from tests.common import full, gradients_of, net, peer, slow
 from tests.helpers import batch_of, learn, make, mesh_of, program_of
 from zigzag.core.mesh import by_path, shardings
-from zigzag.parallel import attention, hlo, remat
-from zigzag.parallel.table import count
+from zigzag.measure import hlo
+from zigzag.parallel import attention, remat
 from zigzag.run.plan import compiled
+from zigzag.weights.table import count
 
 # -------------------------------------------------------------------------------------------
 # First values

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import networks
 import sample
-from published import llama, transformer
-from published.record import as_config
+from networks import transformer
 from tests.common import check_network, mean_loss, net, peer, sums_and_gradients
 from tests.helpers import config_of, mesh_of, run_of
 from tests.networks.test_families import (
@@ -37,6 +37,8 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path, shardings
 from zigzag.generate.prompts import load_sources
+from zigzag.hub import llama
+from zigzag.hub.published_config import as_config
 
 # -------------------------------------------------------------------------------------------
 # Tiny models, of numbers that differ from all defaults and divide by little

@@ -14,10 +14,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import published
-from published import arrays_of_folder as published
-from published import sam, swin
-from published.llama import family_of, fields_of
+import networks
+from networks import sam, swin
 from tests.common import check_network, full, mean_loss, peer, slow, sums_and_gradients
 from tests.helpers import mesh_of, program_of, run_of
 from tests.networks.test_families import assert_close
@@ -25,6 +23,8 @@ from tests.rule.test_rule import by_hand, no_worse_than_by_hand, sent_by
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
+from zigzag.hub import published
+from zigzag.hub.llama import family_of, fields_of
 
 # -------------------------------------------------------------------------------------------
 # Tiny models. Pictures that patches do not fill, tokens that windows do not, an odd row to merge.

@@ -14,17 +14,19 @@ import optax
 import pytest
 
 import model
+import networks
 import sample
 import shard
-from published import reference, transformer
-from published.llama import as_llama
-from published.reference import code_difference, plain_attention
+from networks import transformer
 from tests.common import full, gradients_of, in_float64, slow, sums_and_gradients
 from tests.helpers import ROOT, batch_of, make, run_of
 from tests.parallel.test_attention import give_kernel, one_kernel
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
+from zigzag.hub import reference
+from zigzag.hub.llama import as_llama
+from zigzag.hub.reference import code_difference, plain_attention
 from zigzag.parallel import attention
 
 # -------------------------------------------------------------------------------------------

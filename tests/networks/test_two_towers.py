@@ -14,11 +14,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import published
+import networks
 import sample
-from published import arrays_of_folder as published
-from published import blip2, clip
-from published.record import Record
+from networks import blip2, clip
 from tests.common import (
     check_network,
     full,
@@ -34,6 +32,8 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
 from zigzag.disk.tokenizers import published_tokenizer
+from zigzag.hub import published
+from zigzag.hub.published_config import Record
 
 # -------------------------------------------------------------------------------------------
 # Tiny models, of widths that differ from each other and from all defaults

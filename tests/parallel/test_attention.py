@@ -18,7 +18,8 @@ import train
 from tests.common import full, gradients_of, in_float64, net, slow
 from tests.helpers import batch_of, make, mesh_of, program_of
 from zigzag.core.flags import change
-from zigzag.parallel import attention, hlo, ring_kernel
+from zigzag.measure import hlo
+from zigzag.parallel import attention, ring_kernel
 from zigzag.parallel.attention import block_ends, kernel_name
 from zigzag.run import loop
 from zigzag.run.plan import compiled

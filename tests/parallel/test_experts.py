@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import shard
-from published import transformer
+from networks import transformer
 from tests.common import full, gradients_of, net
 from tests.helpers import batch_of, learn, make
 from zigzag.core import mesh as mesh_tools
-from zigzag.parallel import experts, network
+from zigzag.parallel import experts
 from zigzag.parallel.experts import _by_blocks
+from zigzag.weights import network
 
 # -------------------------------------------------------------------------------------------
 # Grouped products

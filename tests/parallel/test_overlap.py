@@ -6,15 +6,15 @@ import pytest
 
 import model
 import train
-from forecast.traffic import expected_traffic
-from published.llama import OF_TRAINING
 from tests.common import assert_same_on, full, peer
 from tests.helpers import make, program_of
 from tests.measure.test_traffic import ONE_F_ONE_B
 from zigzag.core.options import options
-from zigzag.parallel.hlo import collectives
-from zigzag.parallel.network import Computed
+from zigzag.hub.llama import OF_TRAINING
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic
 from zigzag.run.plan import compiled
+from zigzag.weights.network import Computed
 
 CASES = [
     full("tensor=2", {}), ("tensor=4", dict(remat="full")),

@@ -8,7 +8,7 @@ import train
 from tests.common import assert_same_on, full, peer, refused, slow
 from tests.helpers import make, program_of
 from tests.measure.test_traffic import ONE_F_ONE_B
-from zigzag.core import chips
+from zigzag.measure import chips
 from zigzag.parallel.remat import remat_of
 from zigzag.run.plan import compiled
 

@@ -6,13 +6,13 @@ import pytest
 
 import model
 import train
-from forecast.traffic import expected_traffic
 from tests.common import assert_same_on, full, slow
 from tests.helpers import learn, make, mesh_of, program_of
 from tests.measure.test_traffic import ONE_F_ONE_B
 from zigzag.core.errors import ConfigError
-from zigzag.parallel import layer_strips as strips
-from zigzag.parallel.hlo import collectives
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic
+from zigzag.parallel import strips
 from zigzag.run.plan import compiled
 from zigzag.run.task import without_data
 

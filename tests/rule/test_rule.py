@@ -34,8 +34,8 @@ from tests.rule.test_rule_forms import (
 )
 from zigzag.core.errors import ConfigError, human_bytes
 from zigzag.core.mesh import abstract_mesh, flatten, full_spec, is_spec, shardings
-from zigzag.parallel.hlo import collectives
-from zigzag.parallel.rule import (
+from zigzag.measure.hlo import collectives
+from zigzag.rule.rule import (
     explain,
     infer_specs,
     parse_overrides,

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.helpers import mesh_of
 from zigzag.core.mesh import is_spec
-from zigzag.parallel import jaxprs
-from zigzag.parallel.rule import groups, infer_specs
+from zigzag.rule import jaxprs
+from zigzag.rule.rule import groups, infer_specs
 
 COLUMN, ROW = P(None, "tensor"), P("tensor")
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import data
+import networks
 import train
 from tests.common import full, net, slow
 from tests.helpers import KeepRows, learn, make, mesh_of, run_of, tokens_of

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import data
+import networks
 import train
 from tests.common import SMALL, continued, ends, go, hosts, opened, refused, started
 from tests.helpers import StopAt, learn, make

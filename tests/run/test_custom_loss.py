@@ -18,12 +18,12 @@ import train
 from tests.common import full, net, slow
 from tests.helpers import build, learn, make, mesh_of, program_of, tokens_of
 from tests.readme import block
-from zigzag.core import edited as tested
+from zigzag.core import tested
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mesh_sizes
 from zigzag.disk.batches import batch_shapes
 from zigzag.parallel import attention
-from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in
+from zigzag.rule.jaxprs import DIFFERENTIATED, names_in
 from zigzag.run import custom_loss
 from zigzag.run.evaluation import predict_all
 

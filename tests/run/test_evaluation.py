@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import model
+import networks
 import sample
 import tasks
-from tasks import metrics
 from tests.common import (
     SMALL,
     command,
@@ -40,7 +40,7 @@ from zigzag.disk.corpus import opened_sources
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import step_of
-from zigzag.run import evaluation
+from zigzag.run import evaluation, metrics
 from zigzag.run.continuing import record_of
 from zigzag.run.evaluation import predict_all
 
@@ -339,7 +339,7 @@ def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
     """A limited number of windows, all from the first held-out file."""
     config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
     with opened as corpus:
-        held_out = zigzag.commands.text.task_of(config, corpus).held_out
+        held_out = tasks.text.task_of(config, corpus).held_out
         windows, (whole,) = held_out.examples, corpus.corpora
         assert len(held_out) == 4 < len(windows)
         where = [i * len(windows) // 4 * 16 for i in range(4)]
@@ -578,7 +578,7 @@ def test_the_text_that_is_shown_has_its_own_temperature(tmp_path, text, capsys):
     ids = Bytes().prompt("17 and")
     config, opened = corpus_of(tmp_path, text, layers=1, sample_temperature=0.0)
     with opened as corpus:
-        task = zigzag.commands.text.task_of(config, corpus)
+        task = tasks.text.task_of(config, corpus)
     params = model.init(config.network, jax.random.key(0))
     found = task.predict(params, {"tokens": np.array([ids])})[0, 4:10]
     want, = sample.generate(params, [ids[:4]], config.network, 6, temperature=0)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.common import peer, refused
 from tests.helpers import learn, make, tokens_of
-from tools import loggers
 from zigzag.core.errors import ConfigError
+from zigzag.run import loggers
 
 
 def config_of(out, **changes):

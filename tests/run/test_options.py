@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+import networks
 import train
 from tests.common import SMALL, continued, go, refused
 from tests.helpers import ROOT, learn, make, run_of, tokens_of

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from tests.common import command, peer, refused
-from tools import plots
 from zigzag.core.errors import ConfigError
+from zigzag.run import plots
 
 
 @pytest.fixture

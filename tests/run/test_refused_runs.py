@@ -11,13 +11,14 @@ import optax
 import pytest
 
 import data
+import networks
 import train
-from published import folders
 from tests.common import SMALL, ends, go, hosts, opened, refused
 from tests.helpers import learn, make, run_of, tokens_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
+from zigzag.hub import folders
 
 
 def all_of(folder):

@@ -16,15 +16,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import data
+import networks
 import train
-from forecast.traffic import expected_traffic
 from tests.common import SMALL, check_network, command, full, in_float64, net, order, slow
 from tests.helpers import ROOT, build, learn, make, mesh_of, program_of, tokens_of
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.mesh import by_path, mesh_sizes
 from zigzag.disk.batches import batch_shapes, place_batch
 from zigzag.disk.checkpoint import run_steps
-from zigzag.parallel.hlo import collectives
+from zigzag.measure.hlo import collectives
+from zigzag.measure.traffic import expected_traffic
 from zigzag.parallel.storage import layer_order
 from zigzag.run.plan import compiled
 from zigzag.run.task import without_data

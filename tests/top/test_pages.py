@@ -13,9 +13,9 @@ import pytest
 
 import data
 import model
+import networks
 import sample
 import train
-from published.folders import Export
 from tests.helpers import KeepRows, mesh_of
 from tests.readme import PAGES, README, ROOT, block, blocks
 from zigzag.core.errors import ConfigError
@@ -24,6 +24,7 @@ from zigzag.disk.corpus import Corpus
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import GROUPS
+from zigzag.hub.folders import Export
 
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import networks
 import sample
 import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
 from tests.common import command, ends, hosts, net, peer, published_files
 from tests.generate.test_generation import log_probabilities
 from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
-from zigzag.run import running as begin
+from zigzag.run import begin
 
 
 def run_recipe(name, *words, **environment):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import networks
 import sample
 import shard
 import train
@@ -29,11 +30,12 @@ from zigzag.core import report
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec, shardings
-from zigzag.parallel import hlo, lora
-from zigzag.parallel.hlo import collectives
-from zigzag.parallel.table import count as count_of
+from zigzag.measure import hlo
+from zigzag.measure.hlo import collectives
 from zigzag.run import loop
 from zigzag.run.plan import compiled
+from zigzag.weights import lora
+from zigzag.weights.table import count as count_of
 
 RANK = 4
 EXPERTS = dict(experts=4, shared_experts=1, kv_heads=2)

@@ -7,10 +7,11 @@ import jax
 import pytest
 
 import model
+import networks
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
-from zigzag.parallel.network import check_tensor
-from zigzag.parallel.table import Table, parameters, product_flops
+from zigzag.weights.network import check_tensor
+from zigzag.weights.table import Table, parameters, product_flops
 
 DENSE = dict(layers=4, d_model=256, heads=8, kv_heads=4, d_ff=1024, vocab_size=512)
 
