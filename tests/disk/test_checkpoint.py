@@ -10,10 +10,8 @@ import fcntl
 import functools
 import json
 import os
-import re
 import resource
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +26,8 @@ import networks
 import sample
 import train
 from networks import transformer
-from tests.common import SMALL, command, full, refused, started, survives_kills, until_step
-from tests.helpers import learn, make, mesh_of, without_times
+from tests.common import SMALL, command, full, refused, started, survives_kills
+from tests.helpers import learn, make, mesh_of
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
@@ -70,29 +68,6 @@ def flip(file, byte=None, bit=2):
 
 # -------------------------------------------------------------------------------------------
 # Continuing a run
-
-@pytest.mark.full       # (test_all.py stops a run, too, and the next test kills one)
-@pytest.mark.parametrize("mesh", ["tensor=2", "data=2,tensor=2"])
-def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, text, mesh):
-    """Weights, optimizer, randomness (dropout is on) or the position in the data that are lost; a
-    step that is twice in the metrics. Stopped by SIGTERM, by Ctrl-C, and by kill -9."""
-    words = (*SMALL, "--mesh", mesh, "--steps", 150, "--save_every", 20, "--eval_every", 35,
-             "--dropout", 0.1, "--data", text)
-    assert command(*words, "--out", tmp_path / "whole").returncode == 0
-    out = tmp_path / "stopped"
-    for number, at in ((signal.SIGTERM, 8), (signal.SIGINT, 48), (signal.SIGKILL, 75), (None, 0)):
-        process = started(*words, "--out", out)
-        if number:
-            until_step(at, out, process)
-            process.send_signal(number)
-        printed, error = process.communicate(timeout=300)
-        assert process.returncode == (-9 if number == signal.SIGKILL else 0), error
-        if number in (signal.SIGTERM, signal.SIGINT):
-            assert "to continue" in printed and number.name in printed
-            step = re.search(r"stopped at step (\d+) by", printed)[1]
-            assert (out / "checkpoints" / step).is_dir()
-    assert without_times(out / "metrics.jsonl") == without_times(tmp_path / "whole/metrics.jsonl")
-
 
 @pytest.mark.full
 def test_kills_at_random_moments_change_nothing(tmp_path, text):

@@ -263,7 +263,7 @@ def test_each_file_is_read_once_and_through_links(tmp_path):
     (disk / "above").symlink_to(folder)
     everything = {str(path / name) for path in (folder, disk) for name in names}
     for words in ([folder], [folder, disk, folder / "00.txt"], [folder / "*"], [folder / "**"],
-                  [folder / "0[0-3].txt", disk, folder]):
+                  [folder / "0[0-3].txt", disk, folder], [tmp_path / "*" / "*.txt"]):
         found = reading.find([str(word) for word in words]).files
         assert sorted(os.path.realpath(file.path) for file in found) == sorted(everything), words
     assert reading.find([str(folder)]).files[-1].name == "part/07.txt"
@@ -418,15 +418,9 @@ def test_a_line_without_an_end_takes_no_memory(tmp_path, monkeypatch, packing, s
 
 
 def test_patterns_and_the_standard_input(tmp_path, monkeypatch):
-    """A pattern in quotes that is no file; an empty one that trains on nothing."""
-    (tmp_path / "in" / "deep").mkdir(parents=True)
-    for i in range(4):
-        (tmp_path / "in" / "deep" / f"{i}.txt").write_text(f"text {i}\n" * 9)
-        (tmp_path / "in" / f"{i}.md").write_text("other\n")
-    found = reading.find([str(tmp_path / "in" / "*" / "*.txt")])
-    assert [f.name for f in found.files] == [f"{i}.txt" for i in range(4)]
+    """An empty pattern that trains on nothing; a pipe that is no file."""
     with pytest.raises(ConfigError, match="no file matches"):
-        reading.find([str(tmp_path / "in" / "*.csv")])
+        reading.find([str(tmp_path / "*.csv")])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(
         b'{"text": "from a pipe"}\n{"text": "and more"}\n')))
     corpus = prepared("-", tmp_path / "o")

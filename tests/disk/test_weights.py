@@ -18,7 +18,6 @@ from tests.common import SMALL, documents_of, full, go, json_lines, net, peer, p
 from tests.disk.test_chats import MARKED, PLAIN
 from tests.helpers import ROOT, TINY, learn, run_of
 from zigzag.core.errors import ConfigError
-from zigzag.disk import output
 from zigzag.disk.corpus import Corpus, opened_sources
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.packing import Documents
@@ -79,26 +78,26 @@ def test_a_batch_has_the_weights_of_its_targets(tmp_path, pack):
     """Weights one token off, of the inputs in place of the targets, or cut to whole numbers; an end
     of a document that is learned more, or less, than the document."""
     long = "".join(map(chr, range(33, 126)))        # (each token once)
-    rows = [row for row in rows_of_text() if row["text"]]
-    rows += [{"text": long, "w": [i / 93 for i in range(93)]}]
+    rows = [*rows_of_text(), {"text": long, "w": [i / 93 for i in range(93)]}]
     corpus = prepared(json_lines(tmp_path / "a.jsonl", *rows), tmp_path / "out", options=WEIGHTED)
-    for split in output.SPLITS:
-        examples = data.rows_of(corpus, split, 32, pack)
-        batch = data.collate([examples[i] for i in range(len(examples))], 32)
-        if pack == "stream":
-            found = batch["weights"].ravel()
-            assert found.any() and "segments" not in batch
-            assert found.tolist() == corpus.weights[split][1:len(found) + 1].tolist()
-            continue
-        weight_of = dict((tuple(ids), w) for ids, w in by_hand(rows, Bytes()))
-        for row, segments in enumerate(batch["segments"]):
-            for number in range(1, segments.max() + 1):
-                here = row, segments == number
-                ids, w = tuple(batch["tokens"][here].tolist()), batch["weights"][here].tolist()
-                whole = ids if ids in weight_of else (256, *long.encode())
-                of_whole, first = weight_of[whole], whole.index(ids[0])
-                want = [*of_whole, of_whole[-1]][first + 1:first + 1 + len(ids)]
-                assert w == want and batch["positions"][here].tolist() == [*range(len(ids))]
+    examples = data.rows_of(corpus, "train", 32, pack)
+    batch = data.collate([examples[i] for i in range(len(examples))], 32)
+    if pack == "stream":
+        found = batch["weights"].ravel()
+        assert found.any() and "segments" not in batch
+        assert found.tolist() == corpus.weights["train"][1:len(found) + 1].tolist()
+        return
+    found = []
+    for row, segments in enumerate(batch["segments"]):
+        for number in range(1, segments.max() + 1):
+            ids, w, positions = (batch[name][row, segments == number].tolist()
+                                 for name in ("tokens", "weights", "positions"))
+            assert positions == [*range(len(ids))]
+            found.append((ids, w))
+    assert sorted(found) == sorted(
+        (ids[i:i + 32], [*w, w[-1]][i + 1:i + 1 + len(ids[i:i + 32])])
+        for ids, w in documents_of(corpus)[:corpus.record["train"]["documents"]]
+        for i in range(0, len(ids), 32))
 
 
 def edited(*changes):
@@ -213,7 +212,7 @@ def test_weights_beside_token_files(tmp_path, capsys):
         if name != "val":
             np.save(folder / f"{name}.weights.npy", WEIGHTS[part].astype(
                 np.float32 if name == "train_1" else np.float16))
-    for paths in ([folder], sorted(folder.glob("*.bin")), [f"{folder}/*"]):
+    for paths in ([folder], [f"{folder}/*"]):
         files = TokenFiles([str(path) for path in paths], 300)
         assert np.array_equal(files.train[:], TOKENS[:4500])
         assert np.array_equal(files.weights["train"][:], np.float32(WEIGHTS[:4500]))
