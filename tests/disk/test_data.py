@@ -141,8 +141,7 @@ def test_windows_cover_everything_once():
     rows = data.Windows(np.arange(101), 10)
     assert len(rows) == 10 and [r[0] for r in rows] == list(range(0, 100, 10))
     assert all(len(r) == 11 for r in rows)
-    few = spread(rows, 3)
-    assert [few[i][0] for i in range(3)] == [0, 30, 60] and len(spread(rows, 99)) == 10
+    assert len(spread(rows, 99)) == 10
 
 
 def test_bad_data_is_one_line(capsys, tmp_path):

@@ -10,9 +10,8 @@ import pytest
 
 import data
 import sample
-import train
 from tests.common import SMALL, go, net, prepared, refused
-from tests.helpers import make, mesh_of
+from tests.helpers import make
 from zigzag.core.errors import ConfigError
 from zigzag.disk import mixture, packing
 from zigzag.disk.corpus import opened_sources
@@ -110,42 +109,21 @@ def two(tmp_path):
                                           for i in range(30)]) for name in "ab"]
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """(a configuration, its weights, a batch of packed rows, the sum and the count of the losses of
-    their documents, each alone)."""
-    tmp_path = tmp_path_factory.mktemp("packed")
+def test_the_loss_of_a_packed_document_is_its_loss_alone(tmp_path):
+    """Attention, or positions, that go on from one document into the next; sums that count the
+    padding. (tests/parallel/test_attention.py compares meshes.)"""
     rng = np.random.default_rng(0)
     texts = ["".join(map(chr, rng.integers(97, 123, n))) for n in rng.integers(3, 15, 60)]
     corpus = prepared(text_folder(tmp_path / "t", texts), tmp_path / "d")
-    config = make(vocab_size=257, seq_len=32, batch=8)
-    rows = data.rows_of(corpus, "train", 32, "documents")
-    batch = data.collate([rows[i] for i in range(8)], 32)
-    params = net.init(config.network, jax.random.key(0))
-    loss = jax.jit(lambda batch: net.loss(params, batch, config.network))
-    total = count = 0.0
-    for row in map(rows.__getitem__, range(8)):
-        for part in row:
-            alone = {"tokens": part.tokens[None], "targets": part.targets[None],
-                     "weights": part.weights[None]}
-            s, n = loss(alone)
-            total, count = total + float(s), count + float(n)
-    assert count == batch["weights"].sum()
-    return config, params, batch, total, count
-
-
-@pytest.mark.parametrize("mesh", ["", "seq=2", "pipe=2", "tensor=2"])
-def test_the_loss_of_a_packed_document_is_its_loss_alone(packed, mesh):
-    """Attention, or positions, that go on from one document into the next; sums that count the
-    padding."""
-    config, params, batch, total, count = packed
-    task = train.Task(lambda key: params, dict, train.language(config)[1])
-    program = train.build(config, mesh_of(mesh), task,
-                          {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
-                          | {"seeds": jax.ShapeDtypeStruct((8,), np.uint32)})
-    with jax.set_mesh(program.mesh):
-        s, n, *_ = program.evaluate(program.permute(params), batch)
-    assert float(n) == count and float(s) == pytest.approx(total, rel=1e-5)
+    config = make(vocab_size=257, seq_len=32, batch=8).network
+    examples = data.rows_of(corpus, "train", 32, "documents")
+    rows = [examples[i] for i in range(8)]
+    params = net.init(config, jax.random.key(0))
+    loss = jax.jit(lambda batch: net.loss(params, batch, config))
+    got, count = map(float, loss(data.collate(rows, 32)))
+    total, targets = np.sum([loss({name: x[None] for name, x in part._asdict().items()})
+                             for row in rows for part in row], 0)
+    assert count == targets and got == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.full
