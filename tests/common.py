@@ -78,6 +78,18 @@ def json_lines(path, *rows):
     return path
 
 
+def rewrite(path, **fields):
+    """Change fields of an object in a file of JSON. Returns the object as it was."""
+    was = json.loads(path.read_text())
+    path.write_text(json.dumps({**was, **fields}))
+    return was
+
+
+def data_py(*words):
+    """data.py in this process."""
+    data.main([str(word) for word in words])
+
+
 def prepared(path, out, *more, **given):
     """The corpus that data.py makes of a path."""
     return data.prepare([str(path)], out, *more, **given)

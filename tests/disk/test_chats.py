@@ -10,7 +10,7 @@ import pytest
 import data
 import sample
 import tasks
-from tests.common import documents_of, full, go, json_lines, peer, prepared, refused
+from tests.common import data_py, documents_of, full, go, json_lines, peer, prepared, refused
 from tests.helpers import TINY, learn, run_of
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
@@ -126,7 +126,7 @@ def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
     bad = [[{"role": "bot", "content": "x"}], [{"role": "user", "content": "x"}],
            [{"role": "user", "content": 3}, {"role": "assistant", "content": "x"}], []]
     path = write_chats(tmp_path / "chats.jsonl", CHATS[:20] + bad)
-    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    data_py(path, "--tokenizer", folder, "--out", tmp_path / "out")
     said = capsys.readouterr().out
     assert "skipped  4 lines without messages; the first is" in said and "the role 'bot'" in said
     assert "tokens are answers" in said
@@ -224,7 +224,7 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
                {**rows[0], "prompt": [{"role": "bot"}]}, {**rows[0], "chosen": "x"},
                {**rows[2], "prompt": "What?"},
                {"chosen": before, "rejected": [*before, *answers[0]]})
-    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    data_py(path, "--tokenizer", folder, "--out", tmp_path / "out")
     said = capsys.readouterr().out
     assert "skipped  4 lines without preference; the first is" in said and "are the same" in said
     assert "skipped  1 preference that cannot be encoded" in said and "has no answer that" in said

@@ -26,7 +26,7 @@ import networks
 import sample
 import train
 from networks import transformer
-from tests.common import SMALL, command, full, refused, started, survives_kills
+from tests.common import SMALL, command, full, refused, rewrite, started, survives_kills
 from tests.helpers import learn, make, mesh_of
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
@@ -307,12 +307,10 @@ def test_a_flipped_byte_passes_only_where_nobody_looks(run):
     """Arrays of another dtype, which orbax casts silently; --verify off that verifies."""
     meta = largest(run / "checkpoints/6/meta")
     was = json.loads(meta.read_text())
-    leaves = {**was["leaves"], "params.embed": "bfloat16[128, 32]"}
-    meta.write_text(json.dumps({**was, "leaves": leaves}))
+    rewrite(meta, leaves={**was["leaves"], "params.embed": "bfloat16[128, 32]"})
     with pytest.raises(ConfigError, match="embed was bfloat16.* and is float32"):
         train_in(run, 9, 9)
-    sums = {**was["checksums"], "params.embed": 1}
-    meta.write_text(json.dumps({**was, "checksums": sums}))
+    rewrite(meta, leaves=was["leaves"], checksums={**was["checksums"], "params.embed": 1})
     rows, _ = train_in(run, 7, 9, dict(verify="off"))
     assert rows[0]["step"] == 7
 

@@ -278,6 +278,9 @@ def test_bart_texts_end_as_in_transformers(tmp_path, text):
 # -------------------------------------------------------------------------------------------
 # Arrays
 
+CLASSES = {"tokens": np.ones((8, 4), int), "labels": np.zeros(8, int), "mask": np.ones((8, 4))}
+
+
 def some(count=20):
     rng = np.random.default_rng(0)
     return {"pixels": rng.random((count, 4, 3)), "labels": rng.integers(0, 9, count),
@@ -365,16 +368,18 @@ def test_bad_arrays_are_one_line(tmp_path):
 def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
     """Numbers that are not ids; a token type for which a lookup would take another row; a traceback
     in the middle of a step."""
-    tokens, labels = np.ones((8, 4), int), np.zeros(8, int)
+    tokens, labels = CLASSES["tokens"], CLASSES["labels"]
     config = config_of(causal=False, head="classes", labels=2, vocab_size=9, seq_len=4)
     limits = {"tokens": 9, "labels": 2, "token_types": 2}
-    good = {"tokens": tokens, "labels": labels, "mask": np.ones((8, 4), bool)}
+
+    def first(**changes):
+        np.savez(tmp_path / "a.npz", **CLASSES | changes)
+        return examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1),
+                                    limits).train[0]
 
     def says(text, **changes):
-        np.savez(tmp_path / "a.npz", **{**good, **changes})
         with pytest.raises(ConfigError, match=text):
-            examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1),
-                                 limits).train[0]
+            first(**changes)
 
     says("tokens has rows of float64.4.; expected whole numbers of .4.", tokens=tokens * 1.0)
     says("labels has rows of bool", labels=labels > 0)
@@ -382,15 +387,13 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
     says("token_types has rows of int64.1.", token_types=tokens[:, :1])
     says("token_types has 2 in row 0; expected 0 to 1", token_types=tokens * 2)
     says("segments has rows of float64", segments=tokens * 1.0)
-    np.savez(tmp_path / "a.npz", **good, token_types=tokens)
-    examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1), limits).train[0]
+    first(token_types=tokens, mask=CLASSES["mask"] > 0)
 
 
 @pytest.mark.full
 def test_a_run_of_arrays_goes_on(tmp_path, capsys):
     """A run of arrays refused as one of another task, because it has no tokenizer; also --bench."""
-    np.savez(tmp_path / "a.npz", tokens=np.ones((8, 4), int), labels=np.zeros(8, int),
-             mask=np.ones((8, 4)))
+    np.savez(tmp_path / "a.npz", **CLASSES)
     words = ["--model", "transformer", "--data", tmp_path / "a.npz", "--causal", "false",
              "--head", "classes", "--labels", 2,
              "--vocab_size", 9, "--seq_len", 4, "--layers", 1, "--d_model", 8, "--heads", 2,

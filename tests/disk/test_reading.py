@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import data
-from tests.common import json_lines, prepared, refused
+from tests.common import data_py, json_lines, prepared, refused
 from tests.helpers import ROOT
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.files import lock, run_has_begun
@@ -209,7 +209,7 @@ def test_a_file_that_breaks_off_is_named(tmp_path):
 def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
     """A corpus of which two thirds are missing without a word; one bad document that stops all
     others; Latin-1 that is learned as raw bytes, or of which a tokenizer makes pieces."""
-    folder, words = tmp_path / "in", ["--vocab_size", "300" if pieces else "0"]
+    folder, words = tmp_path / "in", ["--vocab_size", 300 * pieces]
     folder.mkdir()
     (folder / "good.txt").write_text(WORDS)
     (folder / "latin.txt").write_bytes("café\n".encode("latin-1") * 9)
@@ -221,7 +221,7 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
         b'{"text": "one"}\nnot json\n{"other": 1}\n{"text": "\xff"}\n{"text": "two"}\n')
     whole = gzip.compress(b"a line of text\n" * 9000)
     (folder / "short.txt.gz").write_bytes(whole[:len(whole) // 2])
-    data.main([str(folder), "--out", str(tmp_path / "out"), *words])
+    data_py(folder, "--out", tmp_path / "out", *words)
     said = capsys.readouterr().out
     assert "read     5 files; skipped 3: 2 .png, 1 without a suffix" in said
     hint = r"not UTF-8 \(b'caf\\xe9'; iconv converts it\)"
@@ -240,7 +240,7 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
     assert "no text" in (error := refused(
         capsys, folder / "latin.txt", "--out", tmp_path / "p", *words, main=data.main))
     assert "that can be read; " in error and "latin.txt: not UTF-8" in error
-    data.main([str(folder / "good.txt"), "--out", str(tmp_path / "p"), "--vocab_size", "0"])
+    data_py(folder / "good.txt", "--out", tmp_path / "p", "--vocab_size", 0)
 
 
 def test_each_file_is_read_once_and_through_links(tmp_path):

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.common import peer, prepared
+from tests.common import peer, prepared, rewrite
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
 from zigzag.disk.corpus import Corpus
@@ -21,10 +21,6 @@ def read(folder, rows=400):
     return tokenizers.published_tokenizer(folder, rows)
 
 
-def change(path, **fields):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 # -------------------------------------------------------------------------------------------
 # tokenizer.json
 
@@ -33,7 +29,7 @@ def test_a_tokenizer_gives_the_text_back_and_ends_it(tmp_path, folder, text, kin
     """Newlines, runs of spaces, tabs and other scripts that a normaliser changes; text that is
     truncated or padded as a tokenizer.json says, special tokens in decoded text, bits per byte with
     a wrong number of bytes; bytes that are not text; a target without an end."""
-    change(folder / "tokenizer.json",
+    rewrite(folder / "tokenizer.json",
            truncation={"max_length": 3, "stride": 0, "strategy": "LongestFirst",
                        "direction": "Right"})
     if kind == "pieces":
@@ -93,7 +89,7 @@ def test_a_prompt_begins_as_the_model_expects(folder):
     tokenizer = read(folder)
     ids = tokenizer.encode("and").tolist()
     assert tokenizer.prompt("and") == ids and tokenizer.prompt("") == [0]
-    change(folder / "tokenizer.json", post_processor={
+    rewrite(folder / "tokenizer.json", post_processor={
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
                    {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
@@ -172,7 +168,7 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}
 
 
 def set_template(folder, template):
-    change(folder / "tokenizer_config.json", chat_template=template)
+    rewrite(folder / "tokenizer_config.json", chat_template=template)
 
 
 @pytest.mark.slow

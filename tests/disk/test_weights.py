@@ -14,7 +14,18 @@ import pytest
 
 import data
 import tasks
-from tests.common import SMALL, documents_of, full, go, json_lines, net, peer, prepared, refused
+from tests.common import (
+    SMALL,
+    data_py,
+    documents_of,
+    full,
+    go,
+    json_lines,
+    net,
+    peer,
+    prepared,
+    refused,
+)
 from tests.disk.test_chats import MARKED, PLAIN
 from tests.helpers import ROOT, TINY, learn, run_of
 from zigzag.core.errors import ConfigError
@@ -63,10 +74,9 @@ def test_the_weights_of_lines_are_those_of_their_tokens(tmp_path, text, kind, ca
         rows = [{**row, "w": w} for row, w in zip(rows, lists)]
         peer("pyarrow.parquet").write_table(arrow.table({
             "w": lists, "text": [row["text"] for row in rows]}), path)
-    out, words = tmp_path / "out", (["--tokenizer", str(tmp_path / "t")] if kind == "pieces" else
-                                    ["--vocab_size", "0"])
-    data.main([str(path), "--out", str(out), "--weight_field", "w", *words])
-    corpus, want = Corpus(out), by_hand(rows, tokenizer)
+    words = ["--tokenizer", tmp_path / "t"] if kind == "pieces" else ["--vocab_size", 0]
+    data_py(path, "--out", tmp_path / "out", "--weight_field", "w", *words)
+    corpus, want = Corpus(tmp_path / "out"), by_hand(rows, tokenizer)
     assert sorted(documents_of(corpus)) == sorted(want)
     learned, total = sum(x > 0 for _, w in want for x in w), sum(len(w) for _, w in want)
     assert 0 < learned < total and (f"learned  {learned:,} of {total:,} tokens have a weight above "

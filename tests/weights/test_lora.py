@@ -14,7 +14,16 @@ import networks
 import sample
 import shard
 import train
-from tests.common import exact_inputs, full, in_float64, net, refused, slow, sums_and_gradients
+from tests.common import (
+    exact_inputs,
+    full,
+    in_float64,
+    net,
+    refused,
+    rewrite,
+    slow,
+    sums_and_gradients,
+)
 from tests.helpers import (
     batch_of,
     learn,
@@ -329,9 +338,7 @@ def test_a_run_is_read_merged(trained, capsys):
 
 def rewritten(folder, to, **changes):
     """A copy of a run whose config.json says something else."""
-    shutil.copytree(folder, to)
-    record = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**record, **changes}))
+    rewrite(shutil.copytree(folder, to) / "config.json", **changes)
     return to
 
 
