@@ -95,6 +95,18 @@ def prepared(path, out, *more, **given):
     return data.prepare([str(path)], out, *more, **given)
 
 
+TOKENS = np.random.default_rng(0).integers(0, 300, 5000)
+
+
+def token_shards(folder):
+    """A folder with TOKENS in three files, of which the last is held out."""
+    folder.mkdir()
+    parts = np.split(TOKENS.astype(np.uint16), (2000, 4500))
+    for name, part in zip(("train_0", "train_1", "val"), parts):
+        part.tofile(folder / f"{name}.bin")
+    return folder
+
+
 def documents_of(corpus):
     """[(ids, their weights)] of all documents, those to learn from first."""
     found = []

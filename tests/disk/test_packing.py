@@ -10,7 +10,7 @@ import pytest
 
 import data
 import sample
-from tests.common import SMALL, go, net, prepared, refused
+from tests.common import SMALL, TOKENS, go, net, prepared, refused, token_shards
 from tests.helpers import make
 from zigzag.core.errors import ConfigError
 from zigzag.disk import mixture, packing
@@ -122,7 +122,7 @@ def test_the_loss_of_a_packed_document_is_its_loss_alone(tmp_path):
     loss = jax.jit(lambda batch: net.loss(params, batch, config))
     got, count = map(float, loss(data.collate(rows, 32)))
     total, targets = np.sum([loss({name: x[None] for name, x in part._asdict().items()})
-                             for row in rows for part in row], 0)
+                             for row in rows for part in row], 0, np.float64)
     assert count == targets and got == pytest.approx(total, rel=1e-5)
 
 
@@ -157,9 +157,6 @@ def test_documents_and_streams_are_trained(tmp_path, text, two, capsys):
         assert says in refused(capsys, "--data", *two, *more, "--out", tmp_path / "no")
 
 
-TOKENS = np.random.default_rng(0).integers(0, 300, 5000)
-
-
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "llmc", "llama", "npy"])
 def test_token_files_of_other_programs(tmp_path, kind):
     """A header that is learned as tokens; 32 bits read as 16."""
@@ -186,11 +183,7 @@ def test_token_files_of_other_programs(tmp_path, kind):
 def test_token_files_are_read_by_pattern_or_one_by_one_as_their_folder(tmp_path, capsys):
     """A pattern in quotes, or several files, in which no text is found; other tokens than those of
     the folder; a validation file that is trained on, or a text beside them that is left out."""
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for name, part in (("train_0", TOKENS[:2000]), ("train_1", TOKENS[2000:4500]),
-                       ("val", TOKENS[4500:])):
-        part.astype(np.uint16).tofile(shards / f"{name}.bin")
+    shards = token_shards(tmp_path / "shards")
     (shards / "readme.md").write_text("tokens")
     files = [str(file) for file in sorted(shards.glob("*.bin"))]
 

@@ -16,6 +16,7 @@ import data
 import tasks
 from tests.common import (
     SMALL,
+    TOKENS,
     data_py,
     documents_of,
     full,
@@ -25,6 +26,7 @@ from tests.common import (
     peer,
     prepared,
     refused,
+    token_shards,
 )
 from tests.disk.test_chats import MARKED, PLAIN
 from tests.helpers import ROOT, TINY, learn, run_of
@@ -207,21 +209,15 @@ def test_weights_of_conversations_are_those_of_their_answers(tmp_path, folder, t
     assert {*pairs[0][1]} == {0, 0.5} and pairs[0][1][-1] == 0.5
 
 
-TOKENS = np.random.default_rng(0).integers(0, 300, 5000).astype(np.uint16)
 WEIGHTS = np.random.default_rng(1).random(5000).astype(np.float16)
 
 
 def test_weights_beside_token_files(tmp_path, capsys):
     """Weights that are read as tokens, or loaded whole; of another file, or of the tokens before;
     a run that goes on with others."""
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for name, part in ("train_0", slice(0, 2000)), ("train_1", slice(2000, 4500)), (
-            "val", slice(4500, 5000)):
-        TOKENS[part].tofile(folder / f"{name}.bin")
-        if name != "val":
-            np.save(folder / f"{name}.weights.npy", WEIGHTS[part].astype(
-                np.float32 if name == "train_1" else np.float16))
+    folder = token_shards(tmp_path / "shards")
+    np.save(folder / "train_0.weights.npy", WEIGHTS[:2000])
+    np.save(folder / "train_1.weights.npy", np.float32(WEIGHTS[2000:4500]))
     for paths in ([folder], [f"{folder}/*"]):
         files = TokenFiles([str(path) for path in paths], 300)
         assert np.array_equal(files.train[:], TOKENS[:4500])

@@ -33,12 +33,10 @@ from tests.helpers import (
     without_times,
 )
 from zigzag.commands import dry_runs
-from zigzag.core import report
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
 from zigzag.measure import hlo
-from zigzag.run import loop
 from zigzag.run.plan import compiled
 from zigzag.weights import lora
 from zigzag.weights.table import count as count_of
@@ -414,15 +412,9 @@ def test_a_loss_of_ones_own_has_adapters_too():
         learn(config, init=functools.partial(net.init, plain(config)))
 
 
-def test_a_start_tells_how_many_are_trained(capsys):
-    """A start with only the number of all parameters, which says little about the cost."""
-    config = adapted()
-    say = report.Reporter(1)
-    loop.report_header(program_of(config, "tensor=2"), say)
-    printed = capsys.readouterr().out
-    count = count_of(lora.split(net.weight_shapes(config))[0])
-    assert f", of which {count:,} are trained" in printed
-    assert "layers.w_down_a" in printed
+def test_the_table_of_weights_has_adapters(capsys):
+    """A table of the weights before adapters are added. (tests/hub/test_finetune.py has the start
+    of a run.)"""
     dry_runs.show_sharding(["--lora_rank", "4", "--shards", "2"])
     assert "layers.wq_b" in capsys.readouterr().out
 
