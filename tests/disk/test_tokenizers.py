@@ -29,9 +29,8 @@ def test_a_tokenizer_gives_the_text_back_and_ends_it(tmp_path, folder, text, kin
     """Newlines, runs of spaces, tabs and other scripts that a normaliser changes; text that is
     truncated or padded as a tokenizer.json says, special tokens in decoded text, bits per byte with
     a wrong number of bytes; bytes that are not text; a target without an end."""
-    rewrite(folder / "tokenizer.json",
-           truncation={"max_length": 3, "stride": 0, "strategy": "LongestFirst",
-                       "direction": "Right"})
+    rewrite(folder / "tokenizer.json", truncation={
+        "max_length": 3, "stride": 0, "strategy": "LongestFirst", "direction": "Right"})
     if kind == "pieces":
         prepared(text, folder := tmp_path / "p", 400)
     is_json, tokenizer = kind == "tokenizer.json", Bytes() if kind == "bytes" else read(folder)

@@ -24,14 +24,7 @@ from tests.common import (
     slow,
     sums_and_gradients,
 )
-from tests.helpers import (
-    batch_of,
-    learn,
-    make,
-    mesh_of,
-    program_of,
-    without_times,
-)
+from tests.helpers import batch_of, learn, make, mesh_of, program_of, without_times
 from zigzag.commands import dry_runs
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -237,8 +230,7 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
 @pytest.mark.full
 def test_selective_remat_keeps_one_product_not_two():
     """x w and (x a) b both saved for every matrix, although only their sum is needed."""
-    config = adapted(**WIDE | dict(
-        layers=8, seq_len=64, vocab_size=64, remat="selective"))
+    config = adapted(**WIDE | dict(layers=8, seq_len=64, vocab_size=64, remat="selective"))
     took = [compiled(program_of(c, "tensor=2")).memory_analysis().temp_size_in_bytes
             for c in (config, plain(config))]
     assert took[0] < 1.1 * took[1], took
