@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 
+import data
 import networks
 import tasks
 import train
@@ -31,6 +32,7 @@ from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
 from zigzag.disk.batches import place_batch
+from zigzag.disk.output import SPLITS
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks
 from zigzag.run.plan import resolve_dtype
@@ -70,14 +72,59 @@ def published_files(folder, text):
     return folder
 
 
+def json_lines(path, *rows):
+    """A file of lines of JSON."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rewrite(path, **fields):
+    """Change fields of an object in a file of JSON. Returns the object as it was."""
+    was = json.loads(path.read_text())
+    path.write_text(json.dumps({**was, **fields}))
+    return was
+
+
+def data_py(*words):
+    """data.py in this process."""
+    data.main([str(word) for word in words])
+
+
+def prepared(path, out, *more, **given):
+    """The corpus that data.py makes of a path."""
+    return data.prepare([str(path)], out, *more, **given)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 300, 5000)
+
+
+def token_shards(folder):
+    """A folder with TOKENS in three files, of which the last is held out."""
+    folder.mkdir()
+    parts = np.split(TOKENS.astype(np.uint16), (2000, 4500))
+    for name, part in zip(("train_0", "train_1", "val"), parts):
+        part.tofile(folder / f"{name}.bin")
+    return folder
+
+
+def documents_of(corpus):
+    """[(ids, their weights)] of all documents, those to learn from first."""
+    found = []
+    for split in SPLITS:
+        documents = corpus.documents(split)
+        bounds = [*documents.starts.tolist(), len(documents.tokens)]
+        found += [tuple(array[a:b].tolist() for array in (documents.tokens, documents.weights))
+                  for a, b in zip(bounds, bounds[1:])]
+    return found
+
+
 def digit_pairs(path, count, digits=8, seed=0):
     """A file of pairs with something to learn in them: up to so many digits, and the same ones from
     the last to the first."""
     rng = np.random.default_rng(seed)
     words = ["".join(map(str, rng.integers(0, 10, rng.integers(1, digits + 1))))
              for _ in range(count)]
-    path.write_text("".join(json.dumps({"source": w, "target": w[::-1]}) + "\n" for w in words))
-    return path
+    return json_lines(path, *({"source": w, "target": w[::-1]} for w in words))
 
 
 def order(count, seed, first, size):
@@ -168,13 +215,13 @@ def _of_the_formula(config):
         sums = net.loss(params, batch, config, with_aux=True)
         return sums[0], sums
 
-    params, batch = _exact_inputs(config)
+    params, batch = exact_inputs(config)
     (_, sums), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
     return jax.device_get((gradients, sums))
 
 
 @functools.lru_cache(maxsize=None)
-def _exact_inputs(config):
+def exact_inputs(config):
     """First weights, and a batch in which rows have different numbers of targets."""
     params = jax.jit(functools.partial(net.init, config))(jax.random.key(0))
     rng = np.random.default_rng(0)
@@ -214,7 +261,7 @@ def assert_same_on(mesh, rtol=1e-9, **changes):
     with in_float64():
         plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})
         want = _of_the_formula(plain)
-        got = sums_and_gradients(config, mesh, *_exact_inputs(plain))
+        got = sums_and_gradients(config, mesh, *exact_inputs(plain))
     size = float(optax.tree.norm(want[0]))
     for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
         error = np.linalg.norm(a - b)

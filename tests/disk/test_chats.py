@@ -10,12 +10,11 @@ import pytest
 import data
 import sample
 import tasks
-from tests.common import full, go, peer, published_files, refused
+from tests.common import data_py, documents_of, full, go, json_lines, peer, prepared, refused
 from tests.helpers import TINY, learn, run_of
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
 from zigzag.disk.corpus import Corpus, Sources
-from zigzag.disk.output import SPLITS
 from zigzag.disk.tokenizers import tokenizer_at
 from zigzag.generate.chat import chat_ids, user
 
@@ -32,30 +31,44 @@ CHATS = [[{"role": "user", "content": f"{i} and {i + 1}?"},
           {"role": "assistant", "content": "Bye"}][:2 + i % 3] for i in range(40)]
 
 
+LONG = [{**CHATS[0][0], "content": "so " * 200}, CHATS[0][1]]
+
+
 @pytest.fixture
-def folder(tmp_path, text):
+def folder(folder):
     """A tokenizer with a chat template that marks the answers."""
-    folder = published_files(tmp_path / "published", text)
+    (folder / "chat_template.jinja").write_text(MARKED)
+    return folder
+
+
+@pytest.fixture
+def pieces(tmp_path, text):
+    """A folder with a tokenizer.model alone, and the template."""
+    folder = prepared(text, tmp_path / "tokens", 300).folder
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     (folder / "chat_template.jinja").write_text(MARKED)
     return folder
 
 
 def write_chats(path, rows):
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    return path
+    return json_lines(path, *({"messages": row} for row in rows))
 
 
-def learned_of(corpus):
-    """[(ids, which are learned)] of all conversations."""
-    found = []
-    for split in SPLITS:
-        documents = corpus.documents(split)
-        for number in range(len(documents)):
-            start = int(documents.starts[number])
-            end = start + int(documents.lengths(np.array([number]))[0])
-            found.append((documents.tokens[start:end].tolist(),
-                          documents.weights[start:end].tolist()))
-    return found
+def corpus_of(out, rows, folder):
+    """Conversations as data.py encodes them, into `out`."""
+    return prepared(write_chats(out.with_suffix(".jsonl"), rows), out,
+                    tokenizer=tokenizer_at(folder))
+
+
+def encoded(folder, *messages, **more):
+    """(ids, which are learned) of a conversation."""
+    return chats.encode_chat({"messages": messages, **more}, chats.Template(folder),
+                             tokenizer_at(folder))
+
+
+def config_on(corpus):
+    return run_of(**{**TINY, "vocab_size": 300, "seq_len": 64, "layers": 1, "steps": 1,
+                     "sample_temperature": 0.0, "data": (str(corpus.folder),)})
 
 
 @pytest.mark.slow
@@ -69,19 +82,17 @@ def test_ids_and_answers_are_those_of_transformers(folder, tmp_path):
     want = [theirs.apply_chat_template(row, return_dict=True, return_assistant_tokens_mask=True)
             for row in CHATS]
     want = sorted((w["input_ids"], w["assistant_masks"]) for w in want)
-    path = write_chats(tmp_path / "chats.jsonl", CHATS)
-    corpus = data.prepare([str(path)], tmp_path / "marked", tokenizer=tokenizer_at(str(folder)))
-    assert sorted(learned_of(corpus)) == want
+    assert sorted(documents_of(corpus_of(tmp_path / "marked", CHATS, folder))) == want
     (folder / "chat_template.jinja").write_text(PLAIN)
-    corpus = data.prepare([str(path)], tmp_path / "plain", tokenizer=tokenizer_at(str(folder)))
-    got = sorted(learned_of(corpus))
+    corpus = corpus_of(tmp_path / "plain", CHATS, folder)
+    got = sorted(documents_of(corpus))
     assert [ids for ids, _ in got] == [ids for ids, _ in want]
     # (What an answer adds to the text has the line break after it, too.)
-    assert all(np.greater_equal(a, b).all() and 0 <= sum(a) - sum(b) <= 2 * CHATS[0].__len__()
+    assert all(np.greater_equal(a, b).all() and 0 <= sum(a) - sum(b) <= 2 * len(CHATS[0])
                for (_, a), (_, b) in zip(got, want))
     record = corpus.record["train"]
     assert record["learned"] == sum(
-        sum(learned) for _, learned in learned_of(corpus)[:record["documents"]])
+        sum(learned) for _, learned in documents_of(corpus)[:record["documents"]])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
@@ -98,13 +109,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(folder):
 
 def test_a_completion_is_learned_and_its_prompt_is_not(folder, tmp_path):
     """A prompt that is learned, or a completion without its end."""
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i} and 1 are", "completion": f" {i + 1}"})
-                            + "\n" for i in range(30)))
-    tokenizer = tokenizer_at(str(folder))
-    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer)
-    texts = []
-    for ids, learned in learned_of(corpus):
+    path = json_lines(tmp_path / "pairs.jsonl", *(
+        {"prompt": f"{i} and 1 are", "completion": f" {i + 1}"} for i in range(30)))
+    texts, tokenizer = [], tokenizer_at(folder)
+    for ids, learned in documents_of(prepared(path, tmp_path / "out", tokenizer=tokenizer)):
         at = learned.index(1)
         assert learned == [0] * at + [1] * (len(ids) - at) and ids[-1] == tokenizer.ends[0]
         texts.append((tokenizer.decode(ids[:at]), tokenizer.decode(ids[at:])))
@@ -118,7 +126,7 @@ def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
     bad = [[{"role": "bot", "content": "x"}], [{"role": "user", "content": "x"}],
            [{"role": "user", "content": 3}, {"role": "assistant", "content": "x"}], []]
     path = write_chats(tmp_path / "chats.jsonl", CHATS[:20] + bad)
-    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    data_py(path, "--tokenizer", folder, "--out", tmp_path / "out")
     said = capsys.readouterr().out
     assert "skipped  4 lines without messages; the first is" in said and "the role 'bot'" in said
     assert "tokens are answers" in said
@@ -128,7 +136,7 @@ def test_what_is_no_conversation_is_counted(folder, tmp_path, capsys):
                                main=data.main)
 
 
-def test_what_is_no_message_is_skipped(folder, tmp_path):
+def test_what_is_no_message_is_skipped(folder):
     """Empty turns that are learned for a field of another name; Python's own notation of a list."""
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {"role": "assistant", "tool_calls": tools}
@@ -144,49 +152,38 @@ def test_what_is_no_message_is_skipped(folder, tmp_path):
         wrong = chats.check_record({"messages": messages}, "messages")
         if says.startswith("tools"):
             with pytest.raises(ConfigError, match=says):
-                chats.encode_chat({"messages": messages, **more}, chats.Template(folder),
-                                  tokenizer_at(str(folder)))
+                encoded(folder, *messages, **more)
         else:
             assert says in wrong and bool(says) == bool(wrong)
     (folder / "chat_template.jinja").write_text("{{ tools[0].function.name }} " + MARKED)
-    as_list, as_text = (chats.encode_chat(
-        {"messages": [question, answer], "tools": x}, chats.Template(folder),
-        tokenizer_at(str(folder)))[0].tolist() for x in (tools, json.dumps(tools)))
-    assert as_list == as_text and tokenizer_at(str(folder)).spelled(as_list).startswith("add")
+    as_list, as_text = (encoded(folder, question, answer, tools=x)[0].tolist()
+                        for x in (tools, json.dumps(tools)))
+    assert as_list == as_text and tokenizer_at(folder).spelled(as_list).startswith("add")
 
 
 def test_answers_that_no_row_reaches_are_told(folder, tmp_path, capsys):
     """A run that learns nothing, with a loss of 0."""
-    long = [{**CHATS[0][0], "content": "so " * 200}, CHATS[0][1]]
-    tokenizer = tokenizer_at(str(folder))
-    path = write_chats(tmp_path / "a.jsonl", [long] * 20)
-    corpus = data.prepare([str(path)], tmp_path / "long", tokenizer=tokenizer)
+    corpus = corpus_of(tmp_path / "long", [LONG] * 20, folder)
     begins = int(np.argmax(corpus.documents("train").weights))
     for length in (64, begins - 1):
         assert f"comes after {begins:,} tokens" in refused(
             capsys, "--data", tmp_path / "long", "--seq_len", length, "--out", tmp_path / "no")
     assert corpus.documents("train").unlearned(begins) == 0
     # (Ends of the tokens: the last conversation is a long one, or a short one.)
-    for number, chats_ in enumerate(([*CHATS[:30], long], [long, *CHATS[:30]])):
-        path = write_chats(tmp_path / f"{number}.jsonl", chats_)
-        corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
+    for number, rows in enumerate(([*CHATS[:30], LONG], [LONG, *CHATS[:30]])):
+        corpus = corpus_of(tmp_path / f"{number}", rows, folder)
         documents = corpus.documents("train")
-        last = int(documents.lengths(np.array([len(documents) - 1]))[0])
-        for length in (1, 5, 64, 300, last - 1, last):
-            want = sum(n > length and not any(marks[1:length + 1])
-                       for ids, marks in learned_of(corpus)[:len(documents)] for n in [len(ids)])
-            assert documents.unlearned(length) == want
+        marks = [marks for _, marks in documents_of(corpus)[:len(documents)]]
+        for length in (1, 5, 64, 300, len(marks[-1]) - 1, len(marks[-1])):
+            assert documents.unlearned(length) == sum(
+                len(m) > length and not any(m[1:length + 1]) for m in marks)
 
 
 def test_a_held_out_loss_of_nothing_is_refused(folder, tmp_path):
     """A held-out loss of 0, of conversations whose answers no row reaches."""
-    long = [{**CHATS[0][0], "content": "so " * 200}, CHATS[0][1]]
-    path = write_chats(tmp_path / "a.jsonl", [*CHATS[:20], long, long])
-    data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer_at(str(folder)))
-    config = run_of(**{**TINY, "vocab_size": 300, "seq_len": 64, "layers": 1, "steps": 1,
-                       "data": (str(tmp_path / "out"),)})
+    corpus = corpus_of(tmp_path / "out", [*CHATS[:20], LONG, LONG], folder)
     with pytest.raises(ConfigError, match="nothing to evaluate; .* a longer --seq_len"):
-        tasks.text.task_of(config, Sources([Corpus(tmp_path / "out")], [""]))
+        tasks.text.task_of(config_on(corpus), Sources([corpus], [""]))
 
 
 def test_a_preference_is_two_documents(folder, tmp_path, capsys):
@@ -197,37 +194,37 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
     before = [question, {"role": "assistant", "content": "Hm"}, question]
     names, texts = ("chosen", "rejected"), ("Because.", "No.")
     system = [{"role": "system", "content": "Be short"}]
-    rows = [{"prompt": before, **dict(zip(names, answers))},
-            {"prompt": "Why?", **dict(zip(names, answers))},
-            {"prompt": "Why?", **{n: [question, *a] for n, a in zip(names, answers)}},
-            {n: [*before, *a] for n, a in zip(names, answers)},
-            {"prompt": system, **{n: [question, *a] for n, a in zip(names, answers)}},
-            {"prompt": before[:2], **{n: [question, *a] for n, a in zip(names, answers)}},
-            {"prompt": [*system, question], **{n: [question, *a] for n, a in zip(names, answers)}},
+
+    def both(*begin):
+        return {name: [*begin, *answer] for name, answer in zip(names, answers)}
+
+    rows = [{"prompt": before, **both()}, {"prompt": "Why?", **both()},
+            {"prompt": "Why?", **both(question)}, both(*before),
+            {"prompt": system, **both(question)}, {"prompt": [*system, question], **both(question)},
             {"prompt": "Why? ", **dict(zip(names, texts))},
             {"prompt": "Why? ", **{n: "Why? " + t for n, t in zip(names, texts)}},
             {n: "Why? " + t for n, t in zip(names, texts)}]
-    path, tokenizer = tmp_path / "dpo.jsonl", tokenizer_at(str(folder))
+    path, tokenizer = tmp_path / "dpo.jsonl", tokenizer_at(folder)
     template = chats.Template(folder)
     for number, (row, messages) in enumerate(zip(rows, (
-            before, [question], [question], before, [*system, question], before,
-            [*system, question], None, None, None), strict=True)):
-        path.write_text((json.dumps(row) + "\n") * 3)
-        corpus = data.prepare([str(path)], tmp_path / f"{number}", tokenizer=tokenizer)
+            before, [question], [question], before, [*system, question], [*system, question],
+            None, None, None), strict=True)):
+        corpus = prepared(json_lines(path, row, row, row), tmp_path / f"{number}",
+                          tokenizer=tokenizer)
         held_out = corpus.record["held_out"]["documents"]
         assert held_out in (0, 2) and corpus.record["documents"] == 6
-        for at, (ids, learned) in enumerate(learned_of(corpus)):
+        for at, (ids, learned) in enumerate(documents_of(corpus)):
             text = texts[at % 2]
             whole = "Why? " + text if messages is None else template.render(
                 [*messages, {"role": "assistant", "content": text}])
             assert tokenizer.spelled(ids).replace("</s>", "").split() == whole.replace(
                 "</s>", "").split()
             assert tokenizer.decode(np.array(ids)[np.array(learned) > 0]).strip() == text
-    path.write_text("".join(json.dumps(row) + "\n" for row in [
-        *rows[:1], {**rows[7], "rejected": "Because."}, {**rows[0], "prompt": [{"role": "bot"}]},
-        {**rows[0], "chosen": "x"}, {**rows[2], "prompt": "What?"},
-        {n: [*before[:2], *a] for n, a in zip(names, (before[:1], [*before[:1], *answers[0]]))}]))
-    data.main([str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out")])
+    json_lines(path, rows[0], {**rows[6], "rejected": "Because."},
+               {**rows[0], "prompt": [{"role": "bot"}]}, {**rows[0], "chosen": "x"},
+               {**rows[2], "prompt": "What?"},
+               {"chosen": before, "rejected": [*before, *answers[0]]})
+    data_py(path, "--tokenizer", folder, "--out", tmp_path / "out")
     said = capsys.readouterr().out
     assert "skipped  4 lines without preference; the first is" in said and "are the same" in said
     assert "skipped  1 preference that cannot be encoded" in said and "has no answer that" in said
@@ -238,59 +235,48 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
         capsys, path, "--out", tmp_path / "no", "--tokenizer", "bytes", main=data.main)
 
 
-@pytest.mark.parametrize("template, learned", [
-    (MARKED, "Because.</s>"), (PLAIN, "Because.</s>"),
+@pytest.mark.parametrize("template", [
+    MARKED, PLAIN,
     # One that marks only the last answer, and one that marks two parts of each.
-    (MARKED.replace("{% generation %}", "{% if loop.last %}{% generation %}").replace(
+    MARKED.replace("{% generation %}", "{% if loop.last %}{% generation %}").replace(
         "{{ eos_token }}{% endgeneration %}", "{{ eos_token }}{% endgeneration %}{% else %}"
-        "{{ m.content | trim }}{{ eos_token }}{% endif %}"), "Because.</s>"),
-    (MARKED.replace("{{ m.content | trim }}{{ eos_token }}{% endgen", "{{ m.content | trim }}"
-                    "{% endgeneration %}{% generation %}{{ eos_token }}{% endgen"),
-     "Because.</s>"),
+        "{{ m.content | trim }}{{ eos_token }}{% endif %}"),
+    MARKED.replace("{{ m.content | trim }}{{ eos_token }}{% endgen", "{{ m.content | trim }}"
+                   "{% endgeneration %}{% generation %}{{ eos_token }}{% endgen"),
     # One that leaves the thoughts of earlier answers out, and marks nothing.
-    (PLAIN.replace("{{ m.content | trim }}", "{{ (m.content if loop.last else m.content.split("
-                   "'</think>')[-1]) | trim }}"), "Because.</s>")])
-def test_what_a_preference_has_in_common_is_not_learned(folder, template, learned):
+    PLAIN.replace("{{ m.content | trim }}", "{{ (m.content if loop.last else m.content.split("
+                  "'</think>')[-1]) | trim }}")])
+def test_what_a_preference_has_in_common_is_not_learned(folder, template):
     """Marks that are counted as answers: the common answer is learned, or nothing."""
     peer("jinja2")
     (folder / "chat_template.jinja").write_text(template)
-    tokenizer = tokenizer_at(str(folder))
+    tokenizer = tokenizer_at(folder)
     before = [{"role": "user", "content": "Why?"},
               {"role": "assistant", "content": "<think>Hm</think>Hm"},
               {"role": "user", "content": "Well?"}]
     record = {"prompt": before, **{name: [{"role": "assistant", "content": text}] for name, text
                                    in (("chosen", "Because."), ("rejected", "No."))}}
     (ids, marks), _ = chats.encode_preference(record, chats.Template(folder), tokenizer)
-    assert tokenizer.spelled(ids[marks].tolist()) == learned
+    assert tokenizer.spelled(ids[marks].tolist()) == "Because.</s>"
 
 
-def test_every_byte_of_an_answer_is_learned(tmp_path, text):
+def test_every_byte_of_an_answer_is_learned(pieces):
     """The first bytes of a character without a piece, left out at the beginning of an answer."""
     peer("jinja2")
-    folder = data.prepare([str(text)], tmp_path / "tokens", 300).folder
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    (folder / "chat_template.jinja").write_text(MARKED)
-    tokenizer = tokenizer_at(str(folder))
-    ids, learned = chats.encode_chat({"messages": [
-        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "🙂日"}]},
-        chats.Template(folder), tokenizer)
+    tokenizer = tokenizer_at(pieces)
+    ids, learned = encoded(pieces, user("Why?"), {"role": "assistant", "content": "🙂日"})
     assert tokenizer.decode(ids[learned].tolist()) == "🙂日"
     _, begins, ends = tokenizer.with_places("a🙂日b")
     assert (begins < ends).all() and begins[0] == 0 and ends[-1] == 4
 
 
-def test_a_chat_is_read_as_it_was_learned(tmp_path, text):
+def test_a_chat_is_read_as_it_was_learned(pieces):
     """A special token that a template spells out: one id where it was learned, several in a chat
     (with a tokenizer that is only a tokenizer.model)."""
     peer("jinja2")
-    folder = data.prepare([str(text)], tmp_path / "tokens", 300).folder
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    (folder / "chat_template.jinja").write_text(MARKED)
-    tokenizer = tokenizer_at(str(folder))
+    tokenizer = tokenizer_at(pieces)
     ids = chat_ids(tokenizer, [user("Why?")])
-    learned, _ = chats.encode_chat({"messages": [
-        {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]},
-        chats.Template(folder), tokenizer)
+    learned, _ = encoded(pieces, user("Why?"), {"role": "assistant", "content": "Because."})
     end = ids.index(tokenizer.ends[0]) + 1      # (after it, a piece may end elsewhere)
     assert end > 4 and ids[:end] == learned[:end].tolist()
 
@@ -298,9 +284,7 @@ def test_a_chat_is_read_as_it_was_learned(tmp_path, text):
 @pytest.mark.full
 def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     """A long fine-tuning with the loss on the wrong tokens, which nobody saw."""
-    path = write_chats(tmp_path / "chats.jsonl", CHATS)
-    tokenizer = tokenizer_at(str(folder))
-    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer)
+    corpus = corpus_of(tmp_path / "out", CHATS, folder)
     shown = Sources([corpus], [""]).described(60)
     record = corpus.record["train"]
     assert f"of {record['documents']} conversations, " in shown and "longer than 60" in shown
@@ -320,14 +304,12 @@ def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
 def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
     """A sample that begins in the middle of a conversation, goes on past the end of its answer into
     a turn that the model invents, or is another one on a mesh; questions of what was learned."""
-    path = write_chats(tmp_path / "chats.jsonl", CHATS)
-    corpus = data.prepare([str(path)], tmp_path / "out", tokenizer=tokenizer_at(str(folder)))
+    corpus = corpus_of(tmp_path / "out", CHATS, folder)
     tokenizer = corpus.tokenizer
-    asked = {tokenizer.spelled(ids[:learned.index(1)]) for ids, learned in learned_of(corpus)
+    asked = {tokenizer.spelled(ids[:learned.index(1)]) for ids, learned in documents_of(corpus)
              [corpus.record["train"]["documents"]:]}
     assert all(text.startswith("<user>") and text.endswith("<assistant>") for text in asked)
-    config = run_of(**{**TINY, "vocab_size": 300, "seq_len": 64, "layers": 1, "steps": 1,
-                       "sample_temperature": 0.0, "data": (str(tmp_path / "out"),)})
+    config = config_on(corpus)
     task = tasks.text.task_of(config, Sources([corpus], [""]))
     _, result = learn(config, mesh, **vars(task))
     shown = task.show(result.outputs)

@@ -10,9 +10,8 @@ import pytest
 
 import data
 import sample
-import train
-from tests.common import SMALL, go, hosts, net, refused, survives_kills
-from tests.helpers import learn, make, mesh_of
+from tests.common import SMALL, TOKENS, go, net, prepared, refused, token_shards
+from tests.helpers import make
 from zigzag.core.errors import ConfigError
 from zigzag.disk import mixture, packing
 from zigzag.disk.corpus import opened_sources
@@ -103,52 +102,36 @@ def text_folder(path, documents_):
     return path
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """(a configuration, its weights, a batch of packed rows, the sum and the count of the losses of
-    their documents, each alone)."""
-    tmp_path = tmp_path_factory.mktemp("packed")
+@pytest.fixture
+def two(tmp_path):
+    """Two folders of texts."""
+    return [text_folder(tmp_path / name, [f"{name} {i} and {i + 1}\n" * (1 + i % 9)
+                                          for i in range(30)]) for name in "ab"]
+
+
+def test_the_loss_of_a_packed_document_is_its_loss_alone(tmp_path):
+    """Attention, or positions, that go on from one document into the next; sums that count the
+    padding. (tests/parallel/test_attention.py compares meshes.)"""
     rng = np.random.default_rng(0)
     texts = ["".join(map(chr, rng.integers(97, 123, n))) for n in rng.integers(3, 15, 60)]
-    corpus = data.prepare([str(text_folder(tmp_path / "t", texts))], tmp_path / "d")
-    config = make(vocab_size=257, seq_len=32, batch=8)
-    rows = data.rows_of(corpus, "train", 32, "documents")
-    batch = data.collate([rows[i] for i in range(8)], 32)
-    params = net.init(config.network, jax.random.key(0))
-    loss = jax.jit(lambda batch: net.loss(params, batch, config.network))
-    total = count = 0.0
-    for row in map(rows.__getitem__, range(8)):
-        for part in row:
-            alone = {"tokens": part.tokens[None], "targets": part.targets[None],
-                     "weights": part.weights[None]}
-            s, n = loss(alone)
-            total, count = total + float(s), count + float(n)
-    assert count == batch["weights"].sum()
-    return config, params, batch, total, count
-
-
-@pytest.mark.parametrize("mesh", ["", "seq=2", "pipe=2", "tensor=2"])
-def test_the_loss_of_a_packed_document_is_its_loss_alone(packed, mesh):
-    """Attention, or positions, that go on from one document into the next; sums that count the
-    padding."""
-    config, params, batch, total, count = packed
-    task = train.Task(lambda key: params, dict, train.language(config)[1])
-    program = train.build(config, mesh_of(mesh), task,
-                          {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch.items()}
-                          | {"seeds": jax.ShapeDtypeStruct((8,), np.uint32)})
-    with jax.set_mesh(program.mesh):
-        s, n, *_ = program.evaluate(program.permute(params), batch)
-    assert float(n) == count and float(s) == pytest.approx(total, rel=1e-5)
+    corpus = prepared(text_folder(tmp_path / "t", texts), tmp_path / "d")
+    config = make(vocab_size=257, seq_len=32, batch=8).network
+    examples = data.rows_of(corpus, "train", 32, "documents")
+    rows = [examples[i] for i in range(8)]
+    params = net.init(config, jax.random.key(0))
+    loss = jax.jit(lambda batch: net.loss(params, batch, config))
+    got, count = map(float, loss(data.collate(rows, 32)))
+    total, targets = np.sum([loss({name: x[None] for name, x in part._asdict().items()})
+                             for row in rows for part in row], 0, np.float64)
+    assert count == targets and got == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.full
-def test_documents_and_streams_are_trained(tmp_path, text, capsys):
+def test_documents_and_streams_are_trained(tmp_path, text, two, capsys):
     """The flags of a mixture on the command line: a run that continues with other rows, a loss that
     is not logged, a refusal without the numbers."""
-    a, b = (text_folder(tmp_path / name, [f"{name} {i} and {i + 1}\n" * 9 for i in range(30)])
-            for name in "ab")
     out = tmp_path / "run"
-    words = [*SMALL, "--data", a, b, "--weights", 3, 1, "--held_out", text, "--pack", "documents",
+    words = [*SMALL, "--data", *two, "--weights", 3, 1, "--held_out", text, "--pack", "documents",
              "--batch", 4]
     for steps in (4, 8):
         go(*words, "--steps", steps, "--eval_every", 4, "--out", out,
@@ -159,37 +142,27 @@ def test_documents_and_streams_are_trained(tmp_path, text, capsys):
     split = tmp_path / "split"
     (tmp_path / "short.txt").write_text("bala 3")
     assert "the source short has only" in refused(
-        capsys, *SMALL, "--data", a, tmp_path / "short.txt", "--weights", 3, 1, "--batch", 8,
+        capsys, *SMALL, "--data", two[0], tmp_path / "short.txt", "--weights", 3, 1, "--batch", 8,
         "--out", split)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{"txt": "no"}\n{broken\n')
     assert "(skipped: 2 lines without text; the first is" in refused(
         capsys, *SMALL, "--data", tmp_path / "bad.jsonl", "--batch", 8, "--out", split)
-    go(*SMALL, "--data", a, b, "--weights", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
+    go(*SMALL, "--data", *two, "--weights", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
     last = [json.loads(line) for line in open(split / "metrics.jsonl")][-1]
     assert {"eval_loss", "eval_loss_a", "eval_loss_b"} <= set(last)
     assert min(last["eval_loss_a"], last["eval_loss_b"]) <= last["eval_loss"] <= max(
         last["eval_loss_a"], last["eval_loss_b"])
     for more, says in ((["--weights", 1], "1 for 2 paths"), (["--weights", 1, 0], "above 0"),
                        (["--weights", "x", 1], "above 0"), (["--pack", "rows"], "stream or doc")):
-        assert says in refused(capsys, "--data", a, b, *more, "--out", tmp_path / "no")
+        assert says in refused(capsys, "--data", *two, *more, "--out", tmp_path / "no")
 
 
-TOKENS = np.random.default_rng(0).integers(0, 300, 5000)
-
-
-@pytest.mark.parametrize("kind", ["uint16", "uint32", "llmc", "llama", "npy", "folder"])
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "llmc", "llama", "npy"])
 def test_token_files_of_other_programs(tmp_path, kind):
-    """A header that is learned as tokens; 32 bits read as 16; a validation file that is trained
-    on."""
+    """A header that is learned as tokens; 32 bits read as 16."""
     path = tmp_path / ("x.npy" if kind == "npy" else "x.bin")
     if kind == "npy":
         np.save(path, TOKENS.astype(np.uint16))
-    elif kind == "folder":
-        path = tmp_path / "shards"
-        path.mkdir()
-        for i, part in enumerate(np.split(TOKENS[:4500], 3)):
-            part.astype(np.uint16).tofile(path / f"fineweb_train_{i:06}.bin")
-        TOKENS[4500:].astype(np.uint16).tofile(path / "fineweb_val_000000.bin")
     elif kind in ("llmc", "llama"):
         header = np.zeros(256, np.int32)
         header[:3] = (20240520, 1, 5000) if kind == "llmc" else (20240801, 7, 5000)
@@ -210,11 +183,7 @@ def test_token_files_of_other_programs(tmp_path, kind):
 def test_token_files_are_read_by_pattern_or_one_by_one_as_their_folder(tmp_path, capsys):
     """A pattern in quotes, or several files, in which no text is found; other tokens than those of
     the folder; a validation file that is trained on, or a text beside them that is left out."""
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for name, part in (("train_0", TOKENS[:2000]), ("train_1", TOKENS[2000:4500]),
-                       ("val", TOKENS[4500:])):
-        part.astype(np.uint16).tofile(shards / f"{name}.bin")
+    shards = token_shards(tmp_path / "shards")
     (shards / "readme.md").write_text("tokens")
     files = [str(file) for file in sorted(shards.glob("*.bin"))]
 
@@ -242,39 +211,33 @@ def test_token_files_are_read_by_pattern_or_one_by_one_as_their_folder(tmp_path,
         assert sources.record["tokenizer"] == "bytes" and sources.record["skipped"] == {".bin": 1}
 
 
-def test_a_token_file_that_is_cut_short_is_refused(tmp_path, capsys):
-    """Half a token that shifts all others; a shard that was not downloaded to its end."""
+def test_token_files_that_are_none_are_refused(tmp_path, capsys):
+    """Half a token that shifts all others; a shard that was not downloaded to its end; a traceback;
+    zeros between all tokens, which are learned."""
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 1, 5000
-    for raw, says in ((header.tobytes() + bytes(7000),
-                       "8,024 bytes; its header says 5,000 tokens in llm.c's format, version 1; "
-                       "expected 11,024 bytes in version 1"),
-                      (header.tobytes().replace(b"\1\0\0\0", b"\2\0\0\0", 1) + bytes(10000),
-                       "version 2; expected 11,024 bytes in version 1"),
-                      (bytes(4001), "4,001 bytes, which are no tokens of uint16"),
-                      (b"", "0 bytes")):
-        (tmp_path / "x.bin").write_bytes(raw)
-        assert says in refused(capsys, "--data", tmp_path / "x.bin", "--vocab_size", 300, "--out",
-                               tmp_path / "out")
-    TOKENS.astype(np.uint16).tofile(tmp_path / "x.bin")
-    assert "give --vocab_size" in refused(capsys, "--data", tmp_path / "x.bin", "--out",
-                                          tmp_path / "out")
-    assert "--pack stream" in refused(capsys, "--data", tmp_path / "x.bin", "--vocab_size", 300,
-                                      "--pack", "documents", "--out", tmp_path / "out")
-
-
-def test_token_files_without_tokens_or_of_64_bits_are_refused(tmp_path, capsys):
-    """A traceback; zeros between all tokens, which are learned."""
+    newer = header.tobytes().replace(b"\1\0\0\0", b"\2\0\0\0", 1)
+    for name, raw in (("short", header.tobytes() + bytes(7000)), ("newer", newer + bytes(10000)),
+                      ("odd", bytes(4001)), ("empty", b"")):
+        (tmp_path / f"{name}.bin").write_bytes(raw)
     np.save(tmp_path / "none.npy", np.zeros(0, np.uint16))
     np.save(tmp_path / "one.npy", np.ones(1, np.uint16))
     np.save(tmp_path / "good.npy", TOKENS.astype(np.uint16))
     np.save(tmp_path / "below.npy", np.where(TOKENS == TOKENS[9], -1, TOKENS))
     TOKENS.astype(np.int64).tofile(tmp_path / "64.bin")
-    for words, says in ((["none.npy"], "none.npy: no tokens in it"), (["64.bin"], "of 64 bits"),
-                        (["below.npy"], "below.npy: has the id -1"),
-                        (["good.npy", "--held_out", tmp_path / "one.npy"], "fewer than two")):
-        assert says in refused(capsys, "--data", tmp_path / words[0], *words[1:], "--vocab_size",
-                               300, "--out", tmp_path / "out")
+    ids = "--vocab_size", 300
+    for name, words, says in (
+            ("short.bin", ids, "8,024 bytes; its header says 5,000 tokens in llm.c's format, "
+                               "version 1; expected 11,024 bytes in version 1"),
+            ("newer.bin", ids, "version 2; expected 11,024 bytes in version 1"),
+            ("odd.bin", ids, "4,001 bytes, which are no tokens of uint16"),
+            ("empty.bin", ids, "empty.bin: 0 bytes"),
+            ("none.npy", ids, "none.npy: no tokens in it"), ("64.bin", ids, "of 64 bits"),
+            ("below.npy", ids, "below.npy: has the id -1"), ("good.npy", (), "give --vocab_size"),
+            ("good.npy", (*ids, "--pack", "documents"), "--pack stream"),
+            ("good.npy", (*ids, "--held_out", tmp_path / "one.npy"), "fewer than two")):
+        assert says in refused(capsys, "--data", tmp_path / name, *words, "--out",
+                               tmp_path / "out")
     for dtype in (np.uint16, np.uint32):
         (TOKENS % 16).astype(dtype).tofile(tmp_path / "small.bin")
         assert TokenFiles(tmp_path / "small.bin", 300).train[:9].tolist() == (TOKENS % 16)[
@@ -308,40 +271,19 @@ def test_a_question_ends_where_its_answer_begins():
     assert packing.question_in(rows[:1], 9).tolist() == []
 
 
-def test_a_small_batch_loop(tmp_path):
-    """`fit` with sources of examples whose order is their own."""
-    config = make(steps=4, batch=4)
-    rows = packing.Packed(documents(np.random.default_rng(0).integers(1, 30, 40)), 16)
-    rows.documents.tokens = rows.documents.tokens % 30
-    got = learn(config, examples=rows)[0]
-    assert [r["loss"] for r in got] == [r["loss"] for r in learn(config, examples=rows)[0]]
-
-
-@pytest.mark.full
-def test_two_processes_with_a_mixture_survive_kills(tmp_path):
-    """Rows of a mixture that depend on the process, or on when it began."""
-    a, b = (text_folder(tmp_path / name, [f"{name} {i} and {i + 1}\n" * 9 for i in range(30)])
-            for name in "ab")
-    words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
-             "--eval_every", 15, "--dropout", 0.1, "--data", a, b, "--weights", 3, 1, "--pack",
-             "documents")
-    survives_kills(1, 3, tmp_path, lambda out: hosts(2, *words, "--out", out))
-
-
 @pytest.mark.parametrize("pack, weights", [("documents", (3, 1)), ("stream", (3, 1)),
                                            ("documents", ())])
-def test_a_batch_does_not_depend_on_the_processes(tmp_path, pack, weights):
+def test_a_batch_does_not_depend_on_the_processes(two, pack, weights):
     """Rows that two processes both have, or neither."""
-    corpora = [data.prepare([str(text_folder(tmp_path / name, [
-        f"{name} {i} and {i + 1}\n" * (1 + i % 9) for i in range(30)]))], tmp_path / f"{name}.d")
-        for name in "ab"]
-    examples = mixture.mixed([data.rows_of(c, "train", 16, pack) for c in corpora][:2 if weights
-                                                                               else 1], weights)
-    whole = data.collate([examples[int(i)] for i in mixture.numbers_at(
-        examples, 1, np.arange(40, 48))], 16)
+    def batch(places):
+        numbers = mixture.numbers_at(examples, 1, places)
+        return data.collate([examples[int(i)] for i in numbers], 16)
+
+    corpora = [prepared(folder, folder.with_suffix(".d")) for folder in two]
+    examples = mixture.mixed([data.rows_of(c, "train", 16, pack)
+                              for c in corpora[:len(weights) or 1]], weights)
+    whole = batch(np.arange(40, 48))
     for count in (2, 4):
-        parts = [data.collate([examples[int(i)] for i in mixture.numbers_at(
-            examples, 1, np.arange(40 + 8 // count * p, 40 + 8 // count * (p + 1)))], 16)
-            for p in range(count)]
+        parts = list(map(batch, np.split(np.arange(40, 48), count)))
         for name, x in whole.items():
             assert np.array_equal(np.concatenate([part[name] for part in parts]), x)

@@ -6,13 +6,12 @@ import sys
 import numpy as np
 import pytest
 
-import data
-from tests.common import peer, published_files
+from tests.common import peer, prepared, rewrite
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
 from zigzag.disk.corpus import Corpus
 from zigzag.disk.reading import find
-from zigzag.disk.tokenizers import is_tenth
+from zigzag.disk.tokenizers import Bytes, is_tenth
 from zigzag.generate import chat
 
 TEXTS = ("7 and 8 are 15\n", "  two  spaces\n\n\ttab", "naïve 日本語 🙂", "", " x")
@@ -22,34 +21,31 @@ def read(folder, rows=400):
     return tokenizers.published_tokenizer(folder, rows)
 
 
-def change(path, **fields):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-@pytest.fixture
-def folder(tmp_path, text):
-    """A tokenizer of 300 byte-level pieces, without weights."""
-    return published_files(tmp_path / "published", text)
-
-
 # -------------------------------------------------------------------------------------------
 # tokenizer.json
 
-def test_tokenizer_json_gives_the_text_back(folder):
-    """Text that is truncated or padded as the file says, special tokens in decoded text, bits per
-    byte with a wrong number of bytes."""
-    change(folder / "tokenizer.json",
-           truncation={"max_length": 3, "stride": 0, "strategy": "LongestFirst",
-                       "direction": "Right"})
-    tokenizer = read(folder)
-    assert tokenizer.kind == "tokenizer.json" and tokenizer.vocab_size == 300
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "tokenizer.json"])
+def test_a_tokenizer_gives_the_text_back_and_ends_it(tmp_path, folder, text, kind):
+    """Newlines, runs of spaces, tabs and other scripts that a normaliser changes; text that is
+    truncated or padded as a tokenizer.json says, special tokens in decoded text, bits per byte with
+    a wrong number of bytes; bytes that are not text; a target without an end."""
+    rewrite(folder / "tokenizer.json", truncation={
+        "max_length": 3, "stride": 0, "strategy": "LongestFirst", "direction": "Right"})
+    if kind == "pieces":
+        prepared(text, folder := tmp_path / "p", 400)
+    is_json, tokenizer = kind == "tokenizer.json", Bytes() if kind == "bytes" else read(folder)
     for words in TEXTS:
         ids = tokenizer.encode(words)
         assert tokenizer.decode(ids) == words
-        assert tokenizer.decode([tokenizer.separator, *ids, 5000, 1]) == words
+        assert list(tokenizer.with_ends(words)) == [*ids, tokenizer.ends[0]]
         assert tokenizer.lengths()[ids].sum() == len(words.encode())
-    assert len(tokenizer.encode("7 and 8 are 15\n")) < 12, "it has learned pieces"
-    assert tokenizer.lengths()[[0, 1]].tolist() == [0, 0], "special tokens stand for no text"
+        if is_json:
+            assert tokenizer.decode([tokenizer.separator, *ids, 5000, 1]) == words
+    if kind != "bytes":
+        assert tokenizer.vocab_size == (300 if is_json else 400)
+        assert len(tokenizer.encode("7 and 8 are 15\n")) < 12, "it has learned pieces"
+    if is_json:
+        assert tokenizer.lengths()[[0, 1]].tolist() == [0, 0], "special tokens stand for no text"
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode("\udcff")
 
@@ -92,7 +88,7 @@ def test_a_prompt_begins_as_the_model_expects(folder):
     tokenizer = read(folder)
     ids = tokenizer.encode("and").tolist()
     assert tokenizer.prompt("and") == ids and tokenizer.prompt("") == [0]
-    change(folder / "tokenizer.json", post_processor={
+    rewrite(folder / "tokenizer.json", post_processor={
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
                    {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
@@ -105,7 +101,7 @@ def test_a_prompt_begins_as_the_model_expects(folder):
 def test_a_sentencepiece_model_of_a_published_folder(tmp_path, text):
     """A bos before a prompt although the folder says none, or none by default; an eos that does not
     end a text."""
-    data.prepare([str(text)], tmp_path, 400)
+    prepared(text, tmp_path, 400)
     own = read(tmp_path)
     assert own.kind == "sentencepiece" and (own.separator, own.ends) == (1, (1,))
     ids = own.encode("and").tolist()
@@ -138,7 +134,7 @@ def test_a_bad_tokenizer_is_one_line(folder, monkeypatch):
 def test_text_is_prepared_with_a_published_tokenizer(tmp_path, folder, text):
     """Tokens on disk that differ from the tokenizer's, or lack separators; a folder that cannot be
     opened without the one that the tokenizer came from."""
-    corpus = data.prepare([str(text)], tmp_path / "d", tokenizer=read(folder))
+    corpus = prepared(text, tmp_path / "d", tokenizer=read(folder))
     for path in folder.iterdir():
         path.unlink()
     corpus = Corpus(tmp_path / "d")
@@ -149,8 +145,8 @@ def test_text_is_prepared_with_a_published_tokenizer(tmp_path, folder, text):
     split = corpus.record["train"]
     assert split["bytes"] == sum(file.size for file in learned)
     assert split["documents"] == (corpus.train == 0).sum()
-    (tmp_path / "d" / "tokenizer.json").write_text((tmp_path / "d" / "tokenizer.json").read_text()
-                                                   + " ")
+    with open(tmp_path / "d/tokenizer.json", "a") as file:
+        file.write(" ")
     with pytest.raises(ConfigError, match="not the tokenizer that the text was encoded with"):
         Corpus(tmp_path / "d")
 
@@ -171,9 +167,7 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}
 
 
 def set_template(folder, template):
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {**config, "chat_template": template}))
+    rewrite(folder / "tokenizer_config.json", chat_template=template)
 
 
 @pytest.mark.slow

@@ -14,22 +14,32 @@ import pytest
 
 import data
 import tasks
-from tests.common import SMALL, full, go, net, peer, published_files, refused
+from tests.common import (
+    SMALL,
+    TOKENS,
+    data_py,
+    documents_of,
+    full,
+    go,
+    json_lines,
+    net,
+    peer,
+    prepared,
+    refused,
+    token_shards,
+)
 from tests.disk.test_chats import MARKED, PLAIN
 from tests.helpers import ROOT, TINY, learn, run_of
-from zigzag.core.errors import ConfigError, RunError
-from zigzag.disk import output, reading
+from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Corpus, opened_sources
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options
 from zigzag.disk.token_files import TokenFiles
 from zigzag.disk.tokenizers import Bytes, tokenizer_at
+from zigzag.generate.chat import user
 
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+WEIGHTED = Options(weight_field="w")
 
 
 def rows_of_text(count=40, encode=lambda text: text.encode()):
@@ -52,24 +62,13 @@ def by_hand(rows, tokenizer):
     return found
 
 
-def documents_of(corpus):
-    found = []
-    for split in output.SPLITS:
-        docs = corpus.documents(split)
-        bounds = [*docs.starts.tolist(), len(docs.tokens)]
-        found += [(docs.tokens[a:b].tolist(), docs.weights[a:b].tolist())
-                  for a, b in zip(bounds, bounds[1:])]
-    return found
-
-
 @pytest.mark.parametrize("kind", ["bytes", "pieces", "parquet"])
 def test_the_weights_of_lines_are_those_of_their_tokens(tmp_path, text, kind, capsys):
     """A weight of another token or document, or 0 in place of 0.5; a separator that takes the
     weight of a token; a line without a weight that is left out, or not told."""
-    tokenizer = data.prepare([str(text)], tmp_path / "t", 300).tokenizer if kind == "pieces" else (
-        Bytes())
+    tokenizer = prepared(text, tmp_path / "t", 300).tokenizer if kind == "pieces" else Bytes()
     rows = [*rows_of_text(encode=tokenizer.encode)]
-    path = write_lines(tmp_path / "a.jsonl", rows)
+    path = json_lines(tmp_path / "a.jsonl", *rows)
     if kind == "parquet":
         path, arrow = tmp_path / "a.parquet", peer("pyarrow")
         lists = [w if isinstance(w := row.get("w"), list | None) else [w] * len(
@@ -77,10 +76,9 @@ def test_the_weights_of_lines_are_those_of_their_tokens(tmp_path, text, kind, ca
         rows = [{**row, "w": w} for row, w in zip(rows, lists)]
         peer("pyarrow.parquet").write_table(arrow.table({
             "w": lists, "text": [row["text"] for row in rows]}), path)
-    out, words = tmp_path / "out", (["--tokenizer", str(tmp_path / "t")] if kind == "pieces" else
-                                    ["--vocab_size", "0"])
-    data.main([str(path), "--out", str(out), "--weight_field", "w", *words])
-    corpus, want = Corpus(out), by_hand(rows, tokenizer)
+    words = ["--tokenizer", tmp_path / "t"] if kind == "pieces" else ["--vocab_size", 0]
+    data_py(path, "--out", tmp_path / "out", "--weight_field", "w", *words)
+    corpus, want = Corpus(tmp_path / "out"), by_hand(rows, tokenizer)
     assert sorted(documents_of(corpus)) == sorted(want)
     learned, total = sum(x > 0 for _, w in want for x in w), sum(len(w) for _, w in want)
     assert 0 < learned < total and (f"learned  {learned:,} of {total:,} tokens have a weight above "
@@ -92,27 +90,26 @@ def test_a_batch_has_the_weights_of_its_targets(tmp_path, pack):
     """Weights one token off, of the inputs in place of the targets, or cut to whole numbers; an end
     of a document that is learned more, or less, than the document."""
     long = "".join(map(chr, range(33, 126)))        # (each token once)
-    rows = [row for row in rows_of_text() if row["text"]]
-    rows += [{"text": long, "w": [i / 93 for i in range(93)]}]
-    corpus = data.prepare([str(write_lines(tmp_path / "a.jsonl", rows))], tmp_path / "out",
-                          options=Options(weight_field="w"))
-    for split in output.SPLITS:
-        examples = data.rows_of(corpus, split, 32, pack)
-        batch = data.collate([examples[i] for i in range(len(examples))], 32)
-        if pack == "stream":
-            found = batch["weights"].ravel()
-            assert found.any() and "segments" not in batch
-            assert found.tolist() == corpus.weights[split][1:len(found) + 1].tolist()
-            continue
-        weight_of = dict((tuple(ids), w) for ids, w in by_hand(rows, Bytes()))
-        for row, segments in enumerate(batch["segments"]):
-            for number in range(1, segments.max() + 1):
-                here = row, segments == number
-                ids, w = tuple(batch["tokens"][here].tolist()), batch["weights"][here].tolist()
-                whole = ids if ids in weight_of else (256, *long.encode())
-                of_whole, first = weight_of[whole], whole.index(ids[0])
-                want = [*of_whole, of_whole[-1]][first + 1:first + 1 + len(ids)]
-                assert w == want and batch["positions"][here].tolist() == [*range(len(ids))]
+    rows = [*rows_of_text(), {"text": long, "w": [i / 93 for i in range(93)]}]
+    corpus = prepared(json_lines(tmp_path / "a.jsonl", *rows), tmp_path / "out", options=WEIGHTED)
+    examples = data.rows_of(corpus, "train", 32, pack)
+    batch = data.collate([examples[i] for i in range(len(examples))], 32)
+    if pack == "stream":
+        found = batch["weights"].ravel()
+        assert found.any() and "segments" not in batch
+        assert found.tolist() == corpus.weights["train"][1:len(found) + 1].tolist()
+        return
+    found = []
+    for row, segments in enumerate(batch["segments"]):
+        for number in range(1, segments.max() + 1):
+            ids, w, positions = (batch[name][row, segments == number].tolist()
+                                 for name in ("tokens", "weights", "positions"))
+            assert positions == [*range(len(ids))]
+            found.append((ids, w))
+    assert sorted(found) == sorted(
+        (ids[i:i + 32], [*w, w[-1]][i + 1:i + 1 + len(ids[i:i + 32])])
+        for ids, w in documents_of(corpus)[:corpus.record["train"]["documents"]]
+        for i in range(0, len(ids), 32))
 
 
 def edited(*changes):
@@ -169,9 +166,9 @@ def test_a_wrong_weight_ends_the_command_with_its_line(tmp_path, capsys, weight,
 
 def test_a_field_that_no_line_has_is_refused(tmp_path, capsys):
     """A misspelt field, without which every weight is 1; a flag that has no effect."""
-    lines = write_lines(tmp_path / "a.jsonl", rows_of_text())
+    lines = json_lines(tmp_path / "a.jsonl", *rows_of_text())
     (tmp_path / "a.txt").write_text("some text\n" * 100)
-    made = data.prepare([str(lines)], tmp_path / "made").folder
+    made = prepared(lines, tmp_path / "made").folder
     assert "no field 'x', it has 'text', 'w'" in refused(
         capsys, lines, "--out", tmp_path / "o", "--weight_field", "x", main=data.main)
     assert "--weight_field w: no field 'w', it has nothing; it is for lines of JSON" in refused(
@@ -183,53 +180,22 @@ def test_a_field_that_no_line_has_is_refused(tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-def test_an_interrupted_encoding_of_weights_goes_on(tmp_path, monkeypatch):
-    """Weights that are lost or doubled around the place of an interruption."""
-    monkeypatch.setattr(reading, "PIECE", 200)
-    monkeypatch.setattr(output, "SAVE_SECONDS", 0.0)
-    add, weighted = output.Output.add, Options(weight_field="w")
-    paths = [str(write_lines(tmp_path / "a.jsonl", [*rows_of_text(300)])), str(tmp_path / "b.txt")]
-    (tmp_path / "b.txt").write_text("a text\n" * 50)
-    whole = data.prepare(paths, tmp_path / "whole", options=weighted)
-    for split in output.SPLITS:
-        assert len(whole.weights[split]) == whole.record[split]["tokens"]
-        assert int((whole.weights[split] > 0).sum()) == whole.record[split]["learned"]
-    count = []
-
-    def failing(self, found):
-        count.append(1)
-        if len(count) == 3:
-            self.files["weights"].write(b"half")
-            raise OSError(28, "No space left on device")
-        add(self, found)
-
-    monkeypatch.setattr(output.Output, "add", failing)
-    with pytest.raises(RunError, match="No space"):
-        data.prepare(paths, tmp_path / "out", options=weighted)
-    again = data.prepare(paths, tmp_path / "out", options=weighted)
-    assert again.record == whole.record
-    for split in output.SPLITS:
-        assert np.array_equal(again.weights[split], whole.weights[split])
-
-
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
-def test_weights_of_conversations_are_those_of_their_answers(tmp_path, text, template):
+def test_weights_of_conversations_are_those_of_their_answers(tmp_path, folder, template):
     """A question that is learned because its line has a weight; the weight of another answer."""
     peer("jinja2")
-    folder = published_files(tmp_path / "published", text)
     (folder / "chat_template.jinja").write_text(template)
-    tokenizer = tokenizer_at(str(folder))
-    turn = [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"},
-            {"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Bye"}]
+    turn = [user("1 and 2?"), {"role": "assistant", "content": "3"},
+            user("Thanks"), {"role": "assistant", "content": "Bye"}]
 
     def made(name, **row):
-        path = write_lines(tmp_path / f"{name}.jsonl", [row] * 20)
-        return documents_of(data.prepare([str(path)], tmp_path / name, tokenizer=tokenizer,
-                                         options=Options(weight_field="w" if name != "0" else "")))
+        return documents_of(prepared(
+            json_lines(tmp_path / f"{name}.jsonl", *[row] * 20), tmp_path / name,
+            tokenizer=tokenizer_at(folder), options=WEIGHTED if name != "0" else Options()))
 
     (_, plain), *_ = made("0", messages=turn)
     first = plain.index(1) + plain[plain.index(1):].index(0)        # where the first answer ends
-    assert [*map(list, zip(*made("1", messages=turn, w=0.5)))][1] == [[x / 2 for x in plain]] * 20
+    assert [w for _, w in made("1", messages=turn, w=0.5)] == [[x / 2 for x in plain]] * 20
     own = [*turn[:1], {**turn[1], "w": 0.25}, turn[2], {**turn[3], "w": None}]
     for name, more in ("2", {}), ("3", {"w": 2}):
         want = [x * (0.25 if i < first else 1) * more.get("w", 1) for i, x in enumerate(plain)]
@@ -243,22 +209,16 @@ def test_weights_of_conversations_are_those_of_their_answers(tmp_path, text, tem
     assert {*pairs[0][1]} == {0, 0.5} and pairs[0][1][-1] == 0.5
 
 
-TOKENS = np.random.default_rng(0).integers(0, 300, 5000).astype(np.uint16)
 WEIGHTS = np.random.default_rng(1).random(5000).astype(np.float16)
 
 
 def test_weights_beside_token_files(tmp_path, capsys):
     """Weights that are read as tokens, or loaded whole; of another file, or of the tokens before;
     a run that goes on with others."""
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for name, part in ("train_0", slice(0, 2000)), ("train_1", slice(2000, 4500)), (
-            "val", slice(4500, 5000)):
-        TOKENS[part].tofile(folder / f"{name}.bin")
-        if name != "val":
-            np.save(folder / f"{name}.weights.npy", WEIGHTS[part].astype(
-                np.float32 if name == "train_1" else np.float16))
-    for paths in ([folder], sorted(folder.glob("*.bin")), [f"{folder}/*"]):
+    folder = token_shards(tmp_path / "shards")
+    np.save(folder / "train_0.weights.npy", WEIGHTS[:2000])
+    np.save(folder / "train_1.weights.npy", np.float32(WEIGHTS[2000:4500]))
+    for paths in ([folder], [f"{folder}/*"]):
         files = TokenFiles([str(path) for path in paths], 300)
         assert np.array_equal(files.train[:], TOKENS[:4500])
         assert np.array_equal(files.weights["train"][:], np.float32(WEIGHTS[:4500]))
@@ -292,7 +252,7 @@ def test_weights_beside_token_files(tmp_path, capsys):
 def weighted(tmp_path_factory):
     """A file of lines, most with a fractional weight."""
     folder = tmp_path_factory.mktemp("weighted")
-    return write_lines(folder / "a.jsonl", rows_of_text(400))
+    return json_lines(folder / "a.jsonl", *rows_of_text(400))
 
 
 def by_hand_loss(params, batch, config):
@@ -340,8 +300,7 @@ def test_a_run_keeps_its_weights(weighted, tmp_path, text, capsys):
         capsys, "--weight_field", "", "--out", run, "--steps", 2)
     rows = [*rows_of_text(400)]
     for number in range(2):
-        data.prepare([str(write_lines(tmp_path / "a.jsonl", rows))], made,
-                     options=Options(weight_field="w"))
+        prepared(json_lines(tmp_path / "a.jsonl", *rows), made, options=WEIGHTED)
         if not number:
             go(*SMALL, "--batch", 8, "--steps", 1, "--data", made, "--out", tmp_path / "of")
             rows[0]["w"] = 0.75
@@ -350,5 +309,5 @@ def test_a_run_keeps_its_weights(weighted, tmp_path, text, capsys):
     (made / "train.weights").write_bytes(b"\1" + (made / "train.weights").read_bytes()[1:])
     assert "train.weights is not what data.json says" in refused(
         capsys, "--batch", 8, "--data", made, "--out", tmp_path / "o")
-    zero = write_lines(tmp_path / "zero.jsonl", [{**row, "w": 0} for row in rows])
+    zero = json_lines(tmp_path / "zero.jsonl", *({**row, "w": 0} for row in rows))
     assert "all weights are 0" in refused(capsys, *words, "--data", zero, "--out", tmp_path / "o")

@@ -14,25 +14,22 @@ import networks
 import sample
 import shard
 import train
-from tests.common import full, in_float64, net, refused, slow, sums_and_gradients
-from tests.helpers import (
-    assert_same_copies,
-    batch_of,
-    learn,
-    make,
-    mesh_of,
-    program_of,
-    run_updates,
-    without_times,
+from tests.common import (
+    exact_inputs,
+    full,
+    in_float64,
+    net,
+    refused,
+    rewrite,
+    slow,
+    sums_and_gradients,
 )
+from tests.helpers import batch_of, learn, make, mesh_of, program_of, without_times
 from zigzag.commands import dry_runs
-from zigzag.core import report
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import abstract_mesh, by_path, full_spec, shardings
+from zigzag.core.mesh import abstract_mesh, by_path, full_spec
 from zigzag.measure import hlo
-from zigzag.measure.hlo import collectives
-from zigzag.run import loop
 from zigzag.run.plan import compiled
 from zigzag.weights import lora
 from zigzag.weights.table import count as count_of
@@ -47,7 +44,7 @@ def adapted(**changes):
     return make(**{**dict(lora_rank=RANK, vocab_size=64), **changes})
 
 
-def moved(config, params):
+def moved(params):
     """Weights whose adapters are no longer zeros."""
     def move(path, w):
         size = 0.3 if path[-1].key.endswith("_b") else 0.0
@@ -60,11 +57,8 @@ def plain(config):
     return change(config, lora_rank=0)
 
 
-def masked_batch(config):
-    rng = np.random.default_rng(0)
-    masks = rng.random((config.batch, config.seq_len)) < np.linspace(0.2, 1, config.batch)[:, None]
-    return batch_of(config, weights=masks)
-
+# Of which a frozen part is large.
+WIDE = dict(d_model=64, d_ff=256, layers=4, seq_len=32, vocab_size=128)
 
 # The matrices that lead into a block, and those that lead out of it.
 COLUMNS = ("wq", "wk", "wv", "w_gate", "w_up", "e_gate", "e_up", "cross_wq", "cross_wk", "cross_wv")
@@ -79,7 +73,7 @@ def test_a_run_begins_as_the_model_without_adapters(changes):
     """Adapters that are not zero at first, or that change the first values of other weights: the
     model is another one before the first step."""
     config = adapted(**changes)
-    batch, key = masked_batch(config), jax.random.key(0)
+    batch, key = exact_inputs(config)[1], jax.random.key(0)
     params, usual = (jax.jit(functools.partial(net.init, c))(key)
                      for c in (config, plain(config)))
     for path, w in by_path(usual).items():
@@ -99,9 +93,8 @@ def test_a_run_begins_as_the_model_without_adapters(changes):
 def of_the_formula(config):
     """Weights, and the float64 gradients of adapters by autodiff of the model of weights w + a b:
     dW b^T for a, and a^T dW for b."""
-    params = jax.device_get(moved(config, jax.jit(functools.partial(net.init, config))(
-        jax.random.key(0))))
-    batch = masked_batch(config)
+    params, batch = exact_inputs(config)
+    params = moved(params)
 
     def loss(adapters):
         whole = lora.merged(lora.join(adapters, lora.split(params)[1]))
@@ -141,32 +134,12 @@ def test_gradients_are_those_of_the_sum(mesh, what, rest):
     with in_float64():
         params, (want, wanted) = of_the_formula(config)
         on_mesh = change(config, **rest)
-        got, sums = sums_and_gradients(on_mesh, mesh, params, masked_batch(config))
+        got, sums = sums_and_gradients(on_mesh, mesh, params, exact_inputs(config)[1])
     assert float(sums[0]) == pytest.approx(float(want), rel=1e-10)
     size = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(wanted)))
     assert by_path(got).keys() == by_path(wanted).keys()
     for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(wanted)):
         assert np.linalg.norm(a - b) <= 1e-9 * (np.linalg.norm(b) + 1e-3 * size), path
-
-
-@functools.cache
-def on_one_device():
-    return run_updates(adapted(), "", 4)[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["tensor=2", "fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2"])
-def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
-    """Frozen weights that a step decays, clips, masks or rounds; adapters that an optimizer moves
-    differently on another mesh."""
-    got, want = run_updates(adapted(), mesh, 4)[0], on_one_device()
-    assert got.losses == pytest.approx(want.losses, rel=2e-6)
-    assert got.losses[-1] < got.losses[0]
-    assert_same_copies(got.params)
-    program = program_of(adapted(), mesh)
-    first = by_path(program.weights(program.start(jax.random.key(0))))
-    for path, w in by_path(got.params).items():
-        assert (np.asarray(w) == np.asarray(first[path])).all() == (path[-2:] not in ("_a", "_b"))
 
 
 # -------------------------------------------------------------------------------------------
@@ -176,12 +149,9 @@ def test_every_mesh_trains_the_same_and_leaves_the_rest_alone(mesh):
 def test_only_adapters_are_trained():
     """Gradients of all weights, computed and thrown away: a third of the arithmetic, and moments
     and reductions a hundred times as large."""
-    sizes = dict(d_model=64, d_ff=256, layers=4, seq_len=32, vocab_size=128)
-    config = adapted(**sizes)
+    config = adapted(**WIDE)
     program, usual = (program_of(c, "data=2") for c in (config, plain(config)))
-    count = count_of(lora.split(program.plan.params)[0])
-    assert count == sum(w.size for p, w in by_path(program.plan.params).items()
-                        if p[-2:] in ("_a", "_b"))
+    count = sum(w.size for p, w in by_path(program.plan.params).items() if p[-2:] in ("_a", "_b"))
     moments = sum(x.size for x in jax.tree.leaves(program.state["opt"]))
     assert 2 * count <= moments <= 2 * count + 8
     step, whole = compiled(program), compiled(usual)
@@ -201,10 +171,9 @@ def test_only_adapters_are_trained():
 def test_a_pipeline_makes_no_gradient_of_what_is_frozen(schedule):
     """1F1B, which computes its own gradients, carrying those of frozen weights from tick to
     tick."""
-    sizes = dict(d_model=64, d_ff=256, layers=4, seq_len=32, vocab_size=128, batch=16)
-    rest = dict(microbatches=2, schedule=schedule)
+    config = adapted(**WIDE, batch=16, microbatches=2, schedule=schedule)
     done, usually = (hlo.arithmetic(compiled(program_of(c, "pipe=2")))
-                     for c in (adapted(**sizes, **rest), make(**sizes, **rest)))
+                     for c in (config, plain(config)))
     assert done < 0.85 * usually        # (1F1B goes forward twice)
 
 
@@ -236,14 +205,14 @@ def test_the_rule_splits_adapters_with_their_weights(mesh):
 @pytest.mark.parametrize("mesh, changes", [
     ("fsdp=2,tensor=2", {}), slow("data=4", {}), slow("tensor=4", dict(remat="full")),
     slow("seq=2,tensor=2", {}), slow("pipe=2,data=2", dict(schedule="1f1b", microbatches=2)),
-    slow("expert=2,tensor=2", dict(experts=4, shared_experts=1)),
+    slow("expert=2,tensor=2", EXPERTS),
     slow("tensor=4", dict(heads=12, kv_heads=3, head_dim=8))])
 def test_no_gradient_of_a_frozen_weight_is_sent(mesh, changes):
     """Gradients of frozen weights that are summed, or scattered over fsdp."""
-    changes = dict(layers=4, accumulate=2, vocab_size=128) | changes
-    own, usual = (sum(c.bytes for c in collectives(compiled(program_of(config, mesh)))
-                      if c.kind in ("all-reduce", "reduce-scatter") and "tensor" not in c.axis)
-                  for config in (adapted(**changes), make(**changes)))
+    config = adapted(**dict(layers=4, accumulate=2, vocab_size=128) | changes)
+    own, usual = (sum(sent.bytes for sent in hlo.collectives(compiled(program_of(c, mesh)))
+                      if sent.kind in ("all-reduce", "reduce-scatter")
+                      and "tensor" not in sent.axis) for c in (config, plain(config)))
     assert own < usual / 2 + 200
 
 
@@ -261,9 +230,9 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
 @pytest.mark.full
 def test_selective_remat_keeps_one_product_not_two():
     """x w and (x a) b both saved for every matrix, although only their sum is needed."""
-    sizes = dict(d_model=64, d_ff=256, layers=8, seq_len=64, remat="selective")
+    config = adapted(**WIDE | dict(layers=8, seq_len=64, vocab_size=64, remat="selective"))
     took = [compiled(program_of(c, "tensor=2")).memory_analysis().temp_size_in_bytes
-            for c in (adapted(**sizes), make(**sizes))]
+            for c in (config, plain(config))]
     assert took[0] < 1.1 * took[1], took
 
 
@@ -321,7 +290,7 @@ def test_a_run_that_goes_on_is_the_run(tmp_path, mesh, changes):
 
 
 @pytest.mark.full
-def test_a_run_goes_on_beside_its_own_weights_alone(trained, tmp_path):
+def test_a_run_goes_on_beside_its_own_weights_alone(trained):
     """Adapters that are silently combined with other weights than those of their run."""
     folder, _ = trained
     init = functools.partial(net.init, language_run(folder))
@@ -359,9 +328,7 @@ def test_a_run_is_read_merged(trained, capsys):
 
 def rewritten(folder, to, **changes):
     """A copy of a run whose config.json says something else."""
-    shutil.copytree(folder, to)
-    record = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**record, **changes}))
+    rewrite(shutil.copytree(folder, to) / "config.json", **changes)
     return to
 
 
@@ -402,7 +369,7 @@ def test_adapters_are_merged_on_export(tmp_path, changes):
     pytest.importorskip("safetensors", reason="pip install -r requirements-peers.txt")
     changes = {k: v for k, v in changes.items() if k != "shared_experts"}
     config = adapted(dtype="float32", **changes)
-    params = moved(config, net.init(config, jax.random.key(0)))
+    params = moved(net.init(config, jax.random.key(0)))
     networks.save_hf(tmp_path / "hf", params, config)
     back, read = networks.load_hf(tmp_path / "hf")
     assert read.lora_rank == 0
@@ -418,10 +385,10 @@ def test_adapters_are_merged_on_export(tmp_path, changes):
 # Around it
 
 @pytest.mark.full
-def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
+def test_a_loss_of_ones_own_has_adapters_too():
     """A check of a loss that wraps the transformer's, which compares gradients of adapters with
-    gradients of all weights."""
-    config, lines = adapted(steps=3), []
+    gradients of all weights; frozen weights that a step decays, clips, masks or rounds."""
+    config, lines = adapted(steps=4), []
 
     def loss(params, batch):
         total, count = net.loss(params, batch, config)
@@ -429,21 +396,17 @@ def test_a_loss_of_ones_own_has_adapters_too(tmp_path):
 
     rows, fit = learn(config, "data=2", lines, loss=loss)
     assert rows[-1]["loss"] < rows[0]["loss"] and not any("not checked" in x for x in lines)
-    first = program_of(config, "data=2").start(jax.random.key(0))["frozen"]
-    assert (np.asarray(fit.params["embed"]) == np.asarray(first["embed"])).all()
+    program = program_of(config, "data=2")
+    first = by_path(program.weights(program.start(jax.random.key(0))))
+    for path, w in by_path(fit.params).items():
+        assert (np.asarray(w) == np.asarray(first[path])).all() == (path[-2:] not in ("_a", "_b"))
     with pytest.raises(ConfigError, match="these weights have no adapters"):
         learn(config, init=functools.partial(net.init, plain(config)))
 
 
-def test_a_start_tells_how_many_are_trained(capsys):
-    """A start with only the number of all parameters, which says little about the cost."""
-    config = adapted()
-    say = report.Reporter(1)
-    loop.report_header(program_of(config, "tensor=2"), say)
-    printed = capsys.readouterr().out
-    count = count_of(lora.split(net.weight_shapes(config))[0])
-    assert f", of which {count:,} are trained" in printed
-    assert "layers.w_down_a" in printed
+def test_the_table_of_weights_has_adapters(capsys):
+    """A table of the weights before adapters are added. (tests/hub/test_finetune.py has the start
+    of a run.)"""
     dry_runs.show_sharding(["--lora_rank", "4", "--shards", "2"])
     assert "layers.wq_b" in capsys.readouterr().out
 
@@ -461,18 +424,3 @@ def test_attention_to_an_encoder_has_adapters_too():
         for stack in ("layers.", "layers.cross_", "encoder.layers."):
             assert {f"{stack}{name}_a", f"{stack}{name}_b"} <= adapters.keys()
     assert not any("router" in path or "embed" in path for path in adapters)
-
-
-@pytest.mark.full
-def test_a_model_with_adapters_generates_the_same_on_a_mesh():
-    """Specs of a weight with its adapters, where the cache expects the spec of a weight; also in
-    the samples of an evaluation."""
-    config = make(lora_rank=4, kv_heads=2).network
-    params = moved(config, net.init(config, jax.random.key(0)))
-    mesh = mesh_of("tensor=2")
-    split = jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
-    prompts = [[1, 2, 3], [4, 5]]
-    want = sample.generate(params, prompts, config, 6, temperature=0)
-    assert sample.generate(split, prompts, config, 6, temperature=0) == want
-    whole = lora.merged(params), plain(config)
-    assert sample.generate(whole[0], prompts, whole[1], 6, temperature=0) == want
