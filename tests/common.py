@@ -30,6 +30,7 @@ from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
+from zigzag.core.errors import ConfigError
 from zigzag.disk.batches import place_batch
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks
@@ -230,6 +231,11 @@ def refused(capsys, *words, main=None):
     return error
 
 
+def refuses(says):
+    """A block that ends in a refusal, in whose text this pattern is found."""
+    return pytest.raises(ConfigError, match=says)
+
+
 # -------------------------------------------------------------------------------------------
 # Commands: in this process, or each in one of its own
 
@@ -282,6 +288,13 @@ def command(*words, file="train.py", env=None, **more):
         env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
 
 
+def succeeds(*words, **more):
+    """A command that must end with status 0."""
+    done = command(*words, **more)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def started(*words, file="train.py", cwd=ROOT):
     """Start a command and do not wait for it."""
     return subprocess.Popen(
@@ -318,6 +331,13 @@ def ends(runs, within=240):
     finally:
         for run in runs:
             run.kill()
+    return results
+
+
+def all_succeed(runs):
+    """ends() of processes that must all have status 0."""
+    results = ends(runs)
+    assert all(status == 0 for status, *_ in results), results
     return results
 
 

@@ -1,7 +1,6 @@
 """The output of a run: devices, configuration, collectives, steps and evaluations."""
 
 import dataclasses
-import json
 import math
 import re
 import shutil
@@ -14,7 +13,7 @@ import pytest
 
 import train
 from tests.common import SMALL, command
-from tests.helpers import build, learn, make, mesh_of, program_of, tokens_of
+from tests.helpers import build, learn, make, mesh_of, program_of, rows_of, tokens_of
 from zigzag.commands import dry_runs
 from zigzag.core import report
 from zigzag.core.errors import human_bytes
@@ -264,7 +263,7 @@ def test_a_continued_runs_training_loss_is_that_of_a_whole_one(tmp_path):
 
     def evaluations():
         learn(config, held_out=tokens_of(config, 8, 5))
-        rows = [json.loads(line) for line in open(tmp_path / "run/metrics.jsonl")]
+        rows = rows_of(tmp_path / "run")
         return [(r["step"], r["train_loss"]) for r in rows if "eval_loss" in r]
 
     whole = evaluations()

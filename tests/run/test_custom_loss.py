@@ -15,11 +15,10 @@ import data
 import model
 import shard
 import train
-from tests.common import full, net, slow
+from tests.common import full, net, refuses, slow
 from tests.helpers import build, learn, make, mesh_of, program_of, tokens_of
 from tests.readme import block
 from zigzag.core import tested
-from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mesh_sizes
 from zigzag.disk.batches import batch_shapes
 from zigzag.parallel import attention
@@ -327,7 +326,7 @@ def test_a_custom_loss_is_right_or_refused(name, mesh):
     says = next((why for axis, why in THEIRS[name][2].items()
                  if axis == "" or sizes.get(axis, 1) > 1), None)
     if says:
-        with pytest.raises(ConfigError, match=says) as e:
+        with refuses(says) as e:
             theirs(name, mesh, accumulate=2)
         assert "\n" not in str(e.value) and re.search(ADVICE, str(e.value))
         return
@@ -359,7 +358,7 @@ def test_a_loss_may_compare_all_rows(mesh):
 
     got, want = losses(mesh), losses("")
     assert got == pytest.approx(want, rel=5e-5) and got[0] == pytest.approx(want[0], rel=2e-6)
-    with pytest.raises(ConfigError, match=f"{SUM}.*accumulate 1"):
+    with refuses(f"{SUM}.*accumulate 1"):
         losses(mesh, accumulate=2)
 
 
@@ -436,7 +435,7 @@ def test_a_refusal_says_what_the_cause_is(loss, mesh, changes, says):
     a pipeline, too; np.random, to be a loss that is not a sum. A refusal says what splits the
     batch, what differs, and by how much."""
     given = TOKENS if loss in (coupled_in_a_block, counted_over_all_time) else VECTORS
-    with pytest.raises(ConfigError, match=says):
+    with refuses(says):
         learn(make(layers=4, batch=16, **changes), mesh, loss=loss, **given)
 
 
@@ -466,9 +465,9 @@ def test_one_device_has_nothing_to_be_compared_with(monkeypatch):
     config, lines = make(batch=16, steps=1, dtype="bfloat16"), []
     learn(config, "", lines, loss=of_odd_constants, **VECTORS)
     assert not any("as on one device" in line for line in lines)
-    with pytest.raises(ConfigError, match="not a function of its weights"):
+    with refuses("not a function of its weights"):
         learn(config, "", loss=drawn_outside_by_a_function_of_shard, **VECTORS)
-    with pytest.raises(ConfigError, match="not callable"):  # (the comparison was taken away)
+    with refuses("not callable"):  # (the comparison was taken away)
         learn(config, "data=2", loss=of_odd_constants, **VECTORS)
 
 
@@ -515,7 +514,7 @@ def test_where_a_loss_is_refused_the_step_that_is_named_trains_it(name):
 def test_a_refused_loss_leaves_nothing_behind(tmp_path):
     """A run that is refused after its folder was made blocks the next one."""
     loss, given, _ = THEIRS["coupled rows"]
-    with pytest.raises(ConfigError, match="--mesh data=2: .*--step jit --accumulate 1"):
+    with refuses("--mesh data=2: .*--step jit --accumulate 1"):
         learn(make(batch=16, out=str(tmp_path / "run")), "data=2", loss=loss, **given)
     assert not list(tmp_path.iterdir())
 
@@ -556,7 +555,7 @@ def test_a_loss_may_print_and_distil(capfd):
         made = through_perceptron(p, b["x"]) - through_perceptron(teacher, b["x"])
         return jnp.sum(made ** 2), len(b["x"])
 
-    with pytest.raises(ConfigError, match="jax.device_get takes it off.*--step jit"):
+    with refuses("jax.device_get takes it off.*--step jit"):
         run(functools.partial(distils, params), "data=2")
     distils = functools.partial(distils, jax.device_get(params))
     assert run(distils, "data=2")[0] == pytest.approx(run(distils, "")[0])
@@ -572,7 +571,7 @@ def test_other_sums_may_be_arrays_that_add_up_over_rows():
     assert len(one["by_place"]) == 16
     # (Arrays are logged with five decimals: rounding may differ by one of the last.)
     assert other["by_place"] == pytest.approx(one["by_place"], rel=1e-6, abs=1.1e-5)
-    with pytest.raises(ConfigError, match="what adds up over rows"):
+    with refuses("what adds up over rows"):
         run(lambda p, b: (*a_sum(p, b), {"rows": errors(p, b)}), "data=2")
 
 
@@ -602,7 +601,7 @@ def aside(p, b):
 def test_the_check_is_as_fine_as_rounding_lets_it_be(wrong):
     """A large table that nothing depends on, or one cast to 16 bits, hid sums that were wrong by a
     sixth; a leaf whose gradient is small learns as fast as others."""
-    with pytest.raises(ConfigError, match=SUM):
+    with refuses(SUM):
         run(wrong, "data=4", batch=8, init=with_table)
 
 
@@ -623,7 +622,7 @@ def test_what_wraps_the_transformers_loss_is_another():
         s, c, *_ = ours(p, b, specs=specs)
         return s + norms(p), c
 
-    with pytest.raises(ConfigError, match=SUM):
+    with refuses(SUM):
         learn(make(), "data=4", loss=wraps)
 
 
@@ -746,7 +745,7 @@ def test_check_compares_an_edited_model_with_one_device(monkeypatch, capsys):
     assert any("those of one device" in line for line in lines)
     monkeypatch.setattr(model, "mlp", edited_mlp)
     lines.clear()
-    with pytest.raises(ConfigError, match="tensor=2"):
+    with refuses("tensor=2"):
         learn(config, "tensor=2", lines)
     rows, _ = learn(config, "", lines)                  # (one device is one device)
     assert any("those of one device" in line for line in lines)
@@ -781,7 +780,7 @@ def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
     assert learn(config, "data=2,tensor=2")[0][0]["loss"] == rows[0]["loss"]
     monkeypatch.setattr(tested, "why_untested", edited_since("model.py was edited", asked))
     monkeypatch.setattr(model, "mlp", edited_mlp)
-    with pytest.raises(ConfigError, match="--mesh tensor=2: .* on data and fsdp, and any"):
+    with refuses("--mesh tensor=2: .* on data and fsdp, and any"):
         learn(config, "tensor=2")
     learn(config, "")
 
