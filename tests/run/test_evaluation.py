@@ -33,7 +33,18 @@ from tests.common import (
     succeeds,
     survives_kills,
 )
-from tests.helpers import ROOT, TINY, learn, losses_of, make, program_of, rows_of, run_of, tokens_of
+from tests.helpers import (
+    ROOT,
+    TINY,
+    KeepRows,
+    learn,
+    losses_of,
+    make,
+    program_of,
+    rows_of,
+    run_of,
+    tokens_of,
+)
 from zigzag.commands import continued as continued_run
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import best_step, run_steps

@@ -206,13 +206,9 @@ def test_arrays_are_evaluated_on_the_held_out_ones(tmp_path, capsys):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_processes_that_are_refused_leave_nothing_and_name_other_flags(tmp_path, text):
-    """Encoded text that stays because a process of several ends without unwinding; processes that
-    were given other flags, and end in each other's messages."""
+def test_processes_that_are_refused_leave_nothing(tmp_path, text):
+    """Encoded text that stays because a process of several ends without unwinding."""
     words = (*SMALL, "--data", text, "--steps", 2, "--out", tmp_path / "run")
     found = ends(hosts(2, *words, "--mesh", "data=2", "--best", "smallest:nosuch"))
     assert [status for status, *_ in found] == [2, 2] and "nosuch" in found[0][2], found
     assert not (tmp_path / "run").exists()
-    found = ends(hosts(2, *words, "--mesh", "data=2", own=lambda i: ("--step", "jit") if i else ()))
-    assert any("process 1 has step 'jit' and process 0 has 'shard_map'" in error
-               for _, _, error in found), found
