@@ -16,7 +16,7 @@ import model
 import shard
 import train
 from tests.common import full, net, refuses, slow
-from tests.helpers import build, learn, make, mesh_of, program_of, tokens_of
+from tests.helpers import all_losses, build, learn, losses_of, make, mesh_of, program_of, tokens_of
 from tests.readme import block
 from zigzag.core import tested
 from zigzag.core.mesh import mesh_sizes
@@ -282,42 +282,48 @@ THEIRS = {
 def theirs(name, mesh="", **changes):
     """The losses of a custom loss in 20 steps and two evaluations."""
     loss, given, _ = THEIRS[name]
-    rows, _ = learn(dataclasses.replace(OWN, batch=16, **changes), mesh, loss=loss, **given)
-    return [row.get("loss", row.get("eval_loss")) for row in rows]
+    return all_losses(learn(dataclasses.replace(OWN, batch=16, **changes), mesh, loss=loss,
+                            **given)[0])
 
 
 ADVICE = "any loss that is a sum over rows|not a mean"
 
 
+# {name: the meshes of its longer cases}
+MESHES = {
+    "coupled rows": ["data=2"],
+    "batch statistics": ["tensor=2"],
+    "a gentle coupling": ["fsdp=2"],
+    "the hardest of a batch": ["data=2"],
+    "statistics beside a metric": ["data=2"],
+    "a mean": ["data=4"],
+    "a constant count": ["expert=2"],
+    "a penalty": ["fsdp=2,tensor=2"],
+    "one scalar": ["data=2"],
+    "a count of zero": ["data=2"],
+    "a step of learning": ["data=2,fsdp=2,tensor=2"],
+    "a loop, a search, a stop": ["fsdp=4,tensor=2", "expert=2,data=2"],
+    "two stacks": ["data=2,fsdp=2"],
+    "attention both ways": ["seq=2", "fsdp=2,tensor=2", "seq=4,tensor=2"],
+    "a pooled loss": ["pipe=2", "seq=2", "tensor=2"],
+    "the first of a part": ["tensor=2"],
+    "a step of the transformer's": ["pipe=2", "fsdp=2,tensor=2", "seq=2"],
+    "a count of places": ["seq=2", "pipe=2"],
+    "a classifier": ["seq=2", "pipe=4", "pipe=2,tensor=2", "data=2,pipe=2,seq=2", "seq=4",
+                     "fsdp=2,seq=2,tensor=2", "pipe=2"],
+    "a classifier, 1F1B": ["pipe=2,seq=2", "pipe=4"],
+    "a pooled loss by weights": ["seq=2", "data=2,seq=2"],
+    "attention both ways, 1F1B": ["pipe=2,seq=2", "pipe=2,tensor=2"],
+    "the first of all tokens": ["data=2,tensor=2", "pipe=2"],
+    "masks of its own": ["pipe=2,seq=2", "fsdp=2,tensor=2"],
+    "a penalty by its count": ["fsdp=2", "fsdp=2,tensor=2", "pipe=2"],
+}
+
+
 @pytest.mark.parametrize("name, mesh", [
-    ("a sum", "pipe=2"), ("a sum", "data=2,seq=2"), full("coupled rows", "data=2"),
-    full("batch statistics", "tensor=2"), full("a gentle coupling", "fsdp=2"),
-    full("the hardest of a batch", "data=2"), full("statistics beside a metric", "data=2"),
-    ("branches", "data=2,tensor=2"), full("a mean", "data=4"),
-    full("a constant count", "expert=2"), full("a penalty", "fsdp=2,tensor=2"),
-    full("one scalar", "data=2"), full("a count of zero", "data=2"),
-    full("a step of learning", "data=2,fsdp=2,tensor=2"),
-    full("a loop, a search, a stop", "fsdp=4,tensor=2"), full("two stacks", "data=2,fsdp=2"),
-    full("attention both ways", "seq=2"), full("attention both ways", "fsdp=2,tensor=2"),
-    full("a pooled loss", "pipe=2"), full("the first of a part", "tensor=2"),
+    ("a sum", "pipe=2"), ("a sum", "data=2,seq=2"), ("branches", "data=2,tensor=2"),
     ("a head that does not say that it needs all time", "pipe=2"),
-    full("a step of the transformer's", "pipe=2"), full("a count of places", "seq=2"),
-    full("a classifier", "seq=2"), full("a classifier", "pipe=4"),
-    full("a classifier", "pipe=2,tensor=2"),
-    full("a classifier", "data=2,pipe=2,seq=2"), full("a classifier", "seq=4"),
-    full("a classifier", "fsdp=2,seq=2,tensor=2"), full("a classifier, 1F1B", "pipe=2,seq=2"),
-    full("a classifier, 1F1B", "pipe=4"), full("a classifier", "pipe=2"),
-    full("a pooled loss by weights", "seq=2"), full("a pooled loss by weights", "data=2,seq=2"),
-    full("a loop, a search, a stop", "expert=2,data=2"),
-    full("attention both ways", "seq=4,tensor=2"),
-    full("attention both ways, 1F1B", "pipe=2,seq=2"), full("a pooled loss", "seq=2"),
-    full("attention both ways, 1F1B", "pipe=2,tensor=2"), full("a pooled loss", "tensor=2"),
-    full("the first of all tokens", "data=2,tensor=2"), full("the first of all tokens", "pipe=2"),
-    full("a step of the transformer's", "fsdp=2,tensor=2"),
-    full("a step of the transformer's", "seq=2"), full("masks of its own", "pipe=2,seq=2"),
-    full("masks of its own", "fsdp=2,tensor=2"), full("a penalty by its count", "fsdp=2"),
-    full("a penalty by its count", "fsdp=2,tensor=2"), full("a penalty by its count", "pipe=2"),
-    full("a count of places", "pipe=2")])
+    *(full(name, mesh) for name, meshes in MESHES.items() for mesh in meshes)])
 def test_a_custom_loss_is_right_or_refused(name, mesh):
     """A custom loss that silently has other values on other meshes, or ends inside jax: coupled
     rows, a pooled loss in a pipeline, an inner gradient under fsdp and in its evaluation, a
@@ -353,8 +359,7 @@ def test_a_loss_may_compare_all_rows(mesh):
     not add to; a last batch of held-out rows (five, after eight) that is cut on a mesh and not on
     one device. Parts of a batch would be compared among themselves."""
     def losses(mesh, **changes):
-        rows, _ = learn(make(batch=8, **changes), mesh, loss=compared, **VECTORS)
-        return [row.get("loss", row.get("eval_loss")) for row in rows]
+        return all_losses(learn(make(batch=8, **changes), mesh, loss=compared, **VECTORS)[0])
 
     got, want = losses(mesh), losses("")
     assert got == pytest.approx(want, rel=5e-5) and got[0] == pytest.approx(want[0], rel=2e-6)
@@ -486,11 +491,10 @@ def test_a_custom_pipeline_may_have_more_stages_than_model_py_has_layers():
         return {"into": jax.random.normal(key, (2, 16)),
                 "layers": 0.1 * jax.random.normal(key, (8, 16, 16))}
 
-    rows = [{"x": np.float32([i, 1])} for i in range(64)]
-    ends = [learn(make(layers=2, batch=16, steps=2, microbatches=2), mesh, init=init, loss=loss,
-                  collate=lambda rows: {"x": np.stack([r["x"] for r in rows])}, examples=rows)
-            for mesh in ("", "pipe=8")]
-    want, found = ([row["loss"] for row in rows if "loss" in row] for rows, _ in ends)
+    rows = [np.float32([i, 1]) for i in range(64)]
+    want, found = (losses_of(learn(
+        make(layers=2, batch=16, steps=2, microbatches=2), mesh, init=init, loss=loss,
+        collate=lambda rows: {"x": np.stack(rows)}, examples=rows)[0]) for mesh in ("", "pipe=8"))
     assert len(want) == 2 and found == pytest.approx(want, rel=1e-5)
 
 
@@ -498,9 +502,8 @@ def test_a_custom_pipeline_may_have_more_stages_than_model_py_has_layers():
 def test_noise_by_the_seeds_of_a_batch_trains_anywhere():
     """The way out that a refusal names is refused, too."""
     loss = noisy(lambda b: b.get("seeds", (1000 * jnp.abs(b["x"][:, 0])).astype("uint32")))
-    found = [learn(make(steps=3, batch=16, **more), mesh, loss=loss, **VECTORS)[0]
-             for mesh, more in (("", {}), ("data=2", dict(accumulate=2)))]
-    one, other = ([row.get("loss", row.get("eval_loss")) for row in rows] for rows in found)
+    one, other = (all_losses(learn(make(steps=3, batch=16, **more), mesh, loss=loss, **VECTORS)[0])
+                  for mesh, more in (("", {}), ("data=2", dict(accumulate=2))))
     assert other == pytest.approx(one, rel=5e-5)
 
 
@@ -522,7 +525,7 @@ def test_a_refused_loss_leaves_nothing_behind(tmp_path):
 def run(loss, mesh, steps=3, batch=16, **given):
     rows, result = learn(make(steps=steps, batch=batch), mesh, loss=loss,
                          **{**VECTORS, "held_out": (), **given})
-    return [r["loss"] for r in rows], result.params, rows
+    return losses_of(rows), result.params, rows
 
 
 @pytest.mark.full
@@ -637,10 +640,9 @@ def test_what_types_do_not_allow_is_computed_as_on_one_device():
     """A loop that begins with zeros, in a loss with specs, which ended inside jax because of
     varying types."""
     lines = []
-    one, mesh = (learn(make(steps=2, batch=16), mesh, lines, **{**VECTORS, "held_out": ()},
-                       loss=lambda p, b, specs=None: recurrent(p, b))[0]
+    one, mesh = (run(lambda p, b, specs=None: recurrent(p, b), mesh, 2, lines=lines)[0]
                  for mesh in ("", "data=2"))
-    assert [r["loss"] for r in mesh] == pytest.approx([r["loss"] for r in one], rel=5e-5)
+    assert mesh == pytest.approx(one, rel=5e-5)
     assert sum("computed as on one device" in line for line in lines) == 1
 
 

@@ -101,8 +101,6 @@ def test_options_without_effect_are_one_line(tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
     for words, says in (
             ((*t5, "--held_out", tmp_path / "nosuchfile.jsonl"), "nosuchfile.jsonl: no such file"),
-            ((*t5, "--pack", "documents", "--weights", 1, "--eval_tokens", 9),
-             "--pack documents and --weights 1 and --eval_tokens 9: no effect on pairs"),
             ((*SMALL, "--eval_every", 0, "--eval_tokens", 9), "--eval_tokens 9: no effect"),
             ((*SMALL, "--eval_every", 0, "--best", "smallest:eval_loss"), "--best smallest:"),
             ((*SMALL, "--first_share", 0.1, "--warmup", 1), "warmup is 1 update"),

@@ -136,15 +136,6 @@ def test_the_step_stands_in_two_functions():
     assert not re.search(r"lora(?!_rank)|adapt|\bjoin\b|\bmerged\b", source.replace("--", ""))
 
 
-def test_a_plan_has_no_function_that_a_step_is_made_of():
-    """Closures that a plan makes early: a plan whose dtype or parts are replaced would compute with
-    the old ones."""
-    program = program_of(make(**SIZES), "data=2")
-    made = {name for name in dir(program.plan) if not name.startswith("__")
-            and inspect.isroutine(getattr(program.plan, name))}
-    assert made - {"init", "loss"} == {"in_two"}
-
-
 def test_a_plan_may_change_its_parts_and_precision():
     """Parts or a dtype that a plan has bound early: the check of a custom loss, which replaces
     both, would compare something else than it says."""
