@@ -241,6 +241,9 @@ def refuses(says):
 
 SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
 
+SMALL_PAIRS = ("--model", "transformer", "--encoder_layers", 1, "--layers", 1, "--d_model", 16,
+               "--heads", 2, "--source_len", 8, "--seq_len", 8)
+
 WORDS = ["a".join(parts) for parts in itertools.product(
     ("b", "ch", "d", "fr", "g"), ("l", "m", "nd", "p", "rk"), ("s", "t"))]
 

@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shard
 from tests.helpers import mesh_of
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import AXES, drop_trivial_axes, keep_on_first, make_mesh, untyped, varying
+from zigzag.core.mesh import AXES, drop_trivial_axes, keep_on_first, make_mesh, varying
 
 # -------------------------------------------------------------------------------------------
 # Meshes
@@ -57,20 +56,3 @@ def test_a_value_that_is_equal_on_all_devices_is_counted_once():
         rows, whole = jax.jit(jax.shard_map(local, in_specs=(P("data"), P()), out_specs=P()))(
             jnp.ones((2, 8)), jnp.ones(8))
     assert (rows, whole) == (16, 8)
-
-
-def test_untyped_is_what_one_device_computes():
-    """A function of shard.py that communicates although every device should compute by itself."""
-    seen = []
-
-    def fn(x):
-        seen.append((dict(jax.sharding.get_abstract_mesh().shape), varying(x)))
-        return jnp.sin(x).sum()
-
-    def local(x):
-        return fn(x)[None] - untyped(fn)(x)[None]
-
-    with jax.set_mesh(mesh_of("data=2")):
-        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data"),
-                                    check_vma=False))(jnp.arange(16.0))
-    assert not np.any(got) and seen[1] == ({}, set()) and seen[0][0]["data"] == 2

@@ -10,7 +10,7 @@ import pytest
 
 import networks
 import train
-from tests.common import SMALL, continued, go, refused, refuses
+from tests.common import SMALL, SMALL_PAIRS, continued, digit_pairs, refused, refuses
 from tests.helpers import ROOT, learn, make, run_of, tokens_of
 from tests.run.test_schedules import rates
 from zigzag.commands import command_line
@@ -93,14 +93,11 @@ def test_what_a_kind_of_data_reads_is_what_is_declared(kind):
 
 def test_options_without_effect_are_one_line(tmp_path, capsys):
     """A run that lists an option, finishes, and has not used it."""
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps({"source": f"a{i}", "target": f"b{i}"}) + "\n"
-                             for i in range(40)))
-    t5 = ("--model", "transformer", "--encoder_layers", 1, "--layers", 1, "--d_model", 16,
-          "--heads", 2, "--source_len", 8, "--seq_len", 8, "--data", pairs, "--steps", 2)
+    pairs = digit_pairs(tmp_path / "pairs.jsonl", 40, digits=3)
     before = sorted(tmp_path.iterdir())
     for words, says in (
-            ((*t5, "--held_out", tmp_path / "nosuchfile.jsonl"), "nosuchfile.jsonl: no such file"),
+            ((*SMALL_PAIRS, "--data", pairs, "--held_out", tmp_path / "nosuchfile.jsonl"),
+             "nosuchfile.jsonl: no such file"),
             ((*SMALL, "--eval_every", 0, "--eval_tokens", 9), "--eval_tokens 9: no effect"),
             ((*SMALL, "--eval_every", 0, "--best", "smallest:eval_loss"), "--best smallest:"),
             ((*SMALL, "--first_share", 0.1, "--warmup", 1), "warmup is 1 update"),
@@ -165,7 +162,7 @@ def test_a_run_folder_of_another_format_is_refused(tmp_path, found):
             read()
 
 
-def test_an_option_of_a_fork_needs_one_line(tmp_path, text):
+def test_an_option_of_a_fork_needs_one_line():
     """An option that also has to stand in tables elsewhere, before it is recorded, compared,
     refused, shown, or may be changed."""
     source = (ROOT / "train.py").read_text()
@@ -175,7 +172,3 @@ def test_an_option_of_a_fork_needs_one_line(tmp_path, text):
               and re.search(r"[\"']weight_decay[\"']|[\"']max_skipped[\"']", path.read_text())]
     assert [path.name for path in others] == ["command_line.py"], "--topology does not use one"
     assert all(comment.help and comment.group for comment in comments(train.Config).values())
-    go(*SMALL, "--steps", 2, "--data", text, "--out", tmp_path / "run", "--clip", 0.5)
-    with refuses("clip 0.5, and 2.0 was given.*--change clip"):
-        continued("--out", tmp_path / "run", "--clip", 2)
-    assert continued("--out", tmp_path / "run", "--clip", 2, "--change", "clip").clip == 2

@@ -13,7 +13,7 @@ import pytest
 import data
 import networks
 import train
-from tests.common import SMALL, ends, go, hosts, opened, refused, refuses
+from tests.common import SMALL, SMALL_PAIRS, digit_pairs, ends, go, hosts, opened, refused, refuses
 from tests.helpers import learn, make, run_of, tokens_of
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
@@ -39,10 +39,7 @@ def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path, text, capsys, kind)
     if kind == "tokens":
         words = (*SMALL, "--data", data.prepare([str(text)], tmp_path / "t", 300).folder)
     if kind == "pairs":
-        (tmp_path / "a.jsonl").write_text("".join(
-            json.dumps({"source": f"a{i}", "target": f"b{i}"}) + "\n" for i in range(40)))
-        words = ("--model", "transformer", "--encoder_layers", 1, "--layers", 1, "--d_model", 16,
-                 "--heads", 2, "--source_len", 8, "--seq_len", 8, "--data", tmp_path / "a.jsonl")
+        words = (*SMALL_PAIRS, "--data", digit_pairs(tmp_path / "a.jsonl", 40, digits=3))
     before = all_of(tmp_path)
     assert "nosuch" in refused(capsys, *words, *wrong_best(tmp_path / "run"))
     assert all_of(tmp_path) == before
@@ -168,8 +165,7 @@ def test_pairs_are_evaluated_on_the_held_out_ones(tmp_path):
     for name, count in (("a", 30), ("b", 7)):
         (tmp_path / f"{name}.jsonl").write_text("".join(
             json.dumps({"source": f"{name}{i}", "target": "x"}) + "\n" for i in range(count)))
-    config = run_of(encoder_layers=1, layers=1, d_model=16, heads=2, source_len=8, seq_len=8,
-                    data=(str(tmp_path / "a.jsonl"),))
+    config = train.parse([*map(str, SMALL_PAIRS), "--data", str(tmp_path / "a.jsonl")])
     with opened(config, tmp_path / "run") as alone:
         whole = alone.make_task().held_out
         assert len(alone.make_task().examples) + len(whole) == 30 and len(whole) > 1
