@@ -38,6 +38,7 @@ from tests.helpers import (
     ROOT,
     TINY,
     KeepRows,
+    assert_close,
     learn,
     losses_of,
     make,
@@ -72,6 +73,12 @@ OWN = dict(init=lambda key: {"w": jax.random.normal(key, (8, 8)) / 3}, examples=
            predict=lambda p, b: {"y": b["x"] @ p["w"], "id": b["x"].argmax(-1)})
 
 
+def own(mesh="", given=(), **changes):
+    """learn(), with one step unless another number is given: that task, with these changes of it
+    and of the configuration."""
+    return learn(make(**{"steps": 1, **changes}), mesh, **{**OWN, **dict(given)})
+
+
 def evaluations(rows):
     return [row for row in rows if "eval_loss" in row]
 
@@ -89,7 +96,7 @@ def test_every_held_out_example_is_predicted_in_its_order(mesh):
         shapes.append(batch["x"].shape)
         return OWN["predict"](params, batch)
 
-    _, result = learn(make(steps=2, eval_every=1, batch=16), mesh, **{**OWN, "predict": predict})
+    _, result = own(mesh, dict(predict=predict), steps=2, eval_every=1, batch=16)
     assert shapes == [(16, 8)]
     assert isinstance(result.outputs["y"], np.ndarray)
     np.testing.assert_array_equal(result.outputs["id"], np.argmax(VECTORS, 1))
@@ -108,8 +115,8 @@ def test_fewer_are_predicted_where_that_is_enough(mesh):
         return batch["x"].sum(-1)
 
     given = []
-    _, result = learn(make(steps=1), mesh, **{**OWN, "predict": predict}, predicted=1,
-                      metric=lambda outputs, examples: given.extend(examples) or 0)
+    _, result = own(mesh, dict(predict=predict, predicted=1,
+                               metric=lambda outputs, examples: given.extend(examples) or 0))
     assert shapes == [8 if mesh else 1] and len(given) == 1
     np.testing.assert_allclose(result.outputs, [VECTORS[0].sum()], rtol=1e-6)
 
@@ -125,7 +132,7 @@ def test_outputs_that_have_no_row_for_each_example_are_refused():
             (lambda p, b: p["w"][:3], r"shapes \[\(3, 8\)\] for 8 examples"),
             (lambda p, b: b["n"], r"shapes \[\(8, 2\)\] for 8 examples, and not \[\(8, 1\)\]")):
         with refuses(says):
-            learn(make(steps=1, eval_first=True), **{**OWN, "predict": predict, "collate": collate})
+            own(given=dict(predict=predict, collate=collate), eval_first=True)
 
 
 @pytest.mark.full
@@ -217,11 +224,11 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
         assert examples is VECTORS and len(outputs["y"]) == 203
         return {"largest": outputs["y"].max(), "n": len(examples), "even": jnp.float32(2)}
 
-    rows, result = learn(make(steps=1), "data=2", **OWN, metric=metric)
+    rows, result = own("data=2", dict(metric=metric))
     assert rows[-1]["largest"] == result.outputs["y"].max() == result.evaluation["largest"]
     assert (rows[-1]["n"], rows[-1]["even"]) == (203, 2)
     for half in (np.float32(0.5), fractions.Fraction(1, 2)):
-        rows, _ = learn(make(steps=1), **OWN, metric=lambda outputs, examples: half)
+        rows, _ = own(given=dict(metric=lambda outputs, examples: half))
         assert rows[-1]["metric"] == 0.5
 
 
@@ -238,7 +245,7 @@ def test_a_broken_metric_is_a_clear_error_and_is_found_at_once(metric, error, sa
     """What is found after the first hour of training, although --eval_first was given."""
     rows = []
     with pytest.raises(error, match=says):
-        learn(make(steps=1, eval_first=True), **OWN, metric=metric, say=KeepRows(rows, []))
+        own(given=dict(metric=metric, say=KeepRows(rows, [])), eval_first=True)
     assert not rows
 
 
@@ -251,14 +258,14 @@ def test_what_a_task_has_nothing_for_is_refused():
             ({}, dict(held_out=(), metric=len), "fit.s metric: there are no held-out"),
             ({}, dict(metric=len, predict=None), "give fit a predict")):
         with refuses(says):
-            learn(make(steps=1, **changes), **{**OWN, **given})
+            own(given=given, **changes)
 
 
 @pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=2,tensor=2"])
 def test_other_sums_of_held_out_examples_are_logged(mesh):
     """Other sums that are logged only in training, or as means of batches' means, although the last
     batch is smaller."""
-    rows, result = learn(make(steps=1, batch=16), mesh, **OWN)
+    rows, result = own(mesh, batch=16)
     error = np.abs(VECTORS @ np.asarray(result.params["w"]) - VECTORS)
     assert rows[-1]["eval_far"] == pytest.approx((error > 1).sum() / 203, rel=1e-6)
     assert rows[-1]["eval_errors"] == pytest.approx(error.sum(0) / 203, abs=2e-5)
@@ -287,7 +294,7 @@ def test_other_sums_that_do_not_add_up_over_held_out_rows_are_refused():
         return s, n, others if "seeds" in batch else {"one": jnp.ones(())}
 
     with refuses("its held-out other sum 'one' by"):
-        learn(make(steps=1), "data=2", **{**OWN, "loss": loss})
+        own("data=2", dict(loss=loss))
 
 
 # -------------------------------------------------------------------------------------------
@@ -409,21 +416,23 @@ def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
     run = tmp_path / "run"
     config = dict(eval_every=1, save_every=4, keep=1, out=str(run), best="largest:score")
     nan = math.nan
-    _, result = learn(make(steps=4, **config), **OWN, metric=scored([nan, 5, 7, 7]))
+
+    def learned(steps, *scores, **changes):
+        return own(given=dict(metric=scored(scores)), steps=steps, **{**config, **changes})
+
+    _, result = learned(4, nan, 5, 7, 7)
     assert result.best == best_step(run) == 3 and run_steps(run) == [4, 3]
     assert result.evaluation["score"] == 7
-    rows, result = learn(make(steps=8, **config), **OWN, metric=scored([1, nan, 6, 2]))
+    _, result = learned(8, 1, nan, 6, 2)
     assert result.best == best_step(run) == 3 and run_steps(run) == [8, 3]
-    _, result = learn(make(steps=10, **config), **OWN, metric=scored([9, 8]))
+    _, result = learned(10, 9, 8)
     assert result.best == best_step(run) == 9 and run_steps(run) == [10, 9]
-    _, result = learn(make(steps=10, **config), **OWN, metric=scored([8]))
+    _, result = learned(10, 8)
     assert result.best == 9, "a finished run"
     with refuses("--best smallest:scor: .*did you mean 'score'"):
-        learn(make(steps=11, **{**config, "best": "smallest:scor"}, eval_first=True), **OWN,
-              metric=scored([8]))
+        learned(11, 8, best="smallest:scor", eval_first=True)
     # (Each checkpoint has its evaluation, so another --best can be found later.)
-    config["best"] = "smallest:score"
-    _, result = learn(make(steps=11, **config), **OWN, metric=scored([10]))
+    _, result = learned(11, 10, best="smallest:score")
     assert result.best == best_step(run) == 10
     shutil.rmtree(run / "checkpoints/10")
     assert best_step(run) == 11
@@ -438,9 +447,9 @@ def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
 
     config = dict(eval_every=1, save_every=0, keep=1, out=str(run),
                   best=("largest:right", "smallest:wrong"))
-    _, result = learn(make(steps=4, **config), **OWN, metric=metric)
+    _, result = own(given=dict(metric=metric), steps=4, **config)
     assert result.best == 2 and run_steps(run) == [4, 3, 2]
-    _, result = learn(make(steps=5, **config), **OWN, metric=metric)
+    _, result = own(given=dict(metric=metric), steps=5, **config)
     assert result.best == best_step(run) == 2 and run_steps(run) == [5, 2]
     assert best_step(run, by="smallest:wrong") == step_of(str(run), "smallest:wrong") == 5
     assert step_of(str(run), "best") == step_of(str(run), "largest:right") == 2
@@ -452,24 +461,23 @@ def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
 @pytest.mark.full
 def test_an_evaluation_has_its_own_batch():
     """Rows that count twice, or predictions out of order, with another batch."""
-    found = [learn(make(steps=2, eval_every=2, eval_batch=rows), mesh, **OWN)
+    found = [own(mesh, steps=2, eval_every=2, eval_batch=rows)
              for mesh in ("", "data=2,tensor=2") for rows in (None, 6, 500)]
     losses = [rows[-1]["eval_loss"] for rows, _ in found]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
     for _, result in found[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), result.outputs,
-                     found[0][1].outputs)
+        assert_close(result.outputs, found[0][1].outputs, atol=1e-4)
 
 
 def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
     """A traceback, or the newest, taken for the best."""
     run = tmp_path / "run"
-    learn(make(steps=1, out=str(run)), **OWN)
+    own(out=str(run))
     with refuses("--run .*trained without --best.*newest has step 1"):
         best_step(run)
     with refuses("--init_from .*no run there"):
         best_step(tmp_path / "none", "--init_from")
-    learn(make(steps=2, out=str(run), best="largest:score"), **OWN, metric=scored([math.nan]))
+    own(given=dict(metric=scored([math.nan])), steps=2, out=str(run), best="largest:score")
     with refuses("no checkpoint yet has an evaluation with a number for"):
         best_step(run)
 
@@ -478,12 +486,11 @@ def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
 def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_path):
     """A run that silently keeps no best checkpoint."""
     with refuses("--best largest:eval_fra: .*did you mean 'eval_far'"):
-        learn(make(steps=1, best="largest:eval_fra", out=str(tmp_path / "a")), **OWN)
+        own(best="largest:eval_fra", out=str(tmp_path / "a"))
     assert not (tmp_path / "a").exists()
-    config = make(steps=2, eval_every=1, best="largest:scare", out=str(tmp_path / "b"),
-                  eval_first=first)
     with refuses("eval_loss, eval_far, score; did you mean 'score'"):
-        learn(config, **OWN, metric=scored([1, 2]))
+        own(given=dict(metric=scored([1, 2])), steps=2, eval_every=1, best="largest:scare",
+            out=str(tmp_path / "b"), eval_first=first)
     assert len(losses_of(rows_of(tmp_path / "b"))) == (0 if first else 1)
 
 

@@ -35,9 +35,6 @@ from zigzag.core.errors import RunError
 from zigzag.core.mesh import by_path, mesh_sizes
 from zigzag.disk.batches import batch_shapes, place_batch
 from zigzag.disk.checkpoint import run_steps
-from zigzag.measure.hlo import collectives
-from zigzag.measure.traffic import expected_traffic
-from zigzag.run.plan import compiled
 from zigzag.run.task import without_data
 
 INTERLEAVED = dict(schedule="interleaved", chunks=2, microbatches=2)
@@ -122,19 +119,14 @@ def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
 
 
 def test_the_optimizers_state_is_split_over_data():
-    """ZeRO 1 that saves no memory or sends more: each of two devices has half the moments,
-    gradients are scattered and weights gathered, and nothing more is sent."""
+    """ZeRO 1 that saves no memory: each of two devices has half the moments. (What it sends is
+    compared in tests/measure/test_traffic.py.)"""
     program = program_of(make(zero=1), "data=2,tensor=2")
     moments, params = program.state["opt"][1].mu, program.state["params"]
     for m, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params)):
         if p.size >= program.config.fsdp_min:
             halves = np.prod(m.sharding.shard_shape(m.shape)) * 2
             assert halves == np.prod(p.sharding.shard_shape(p.shape))
-    sent = {(c.kind, c.axis): c.bytes for c in collectives(compiled(program))}
-    expected = {(c.kind, c.axis): c.bytes for c in expected_traffic(program.plan)}
-    for kind in ("reduce-scatter", "all-gather"):
-        assert sent[kind, "data"] == expected[kind, "data"] > 0
-    assert sent["all-reduce", "data"] == pytest.approx(expected["all-reduce", "data"], abs=64)
 
 
 def test_the_smallest_weight_that_fsdp_splits_may_be_chosen(alone):
