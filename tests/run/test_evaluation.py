@@ -42,7 +42,6 @@ from tests.helpers import (
     learn,
     losses_of,
     make,
-    program_of,
     rows_of,
     run_of,
     tokens_of,
@@ -56,7 +55,6 @@ from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import step_of
 from zigzag.run import evaluation, metrics
 from zigzag.run.continuing import record_of
-from zigzag.run.evaluation import predict_all
 
 VECTORS = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
 
@@ -136,9 +134,9 @@ def test_outputs_that_have_no_row_for_each_example_are_refused():
 
 
 @pytest.mark.full
-def test_answers_do_not_depend_on_the_mesh(tmp_path):
-    """203 answers of up to nine tokens, of an encoder-decoder that has learned a little, that
-    depend on the mesh. (A choice may differ only between two equally likely tokens.)"""
+def test_a_metric_of_texts_is_that_of_each_answer_and_its_pair(tmp_path):
+    """203 answers of up to nine tokens that are compared with other targets, or after their
+    ends."""
     path = digit_pairs(tmp_path / "digits.jsonl", 2200)
     config = make(encoder_layers=1, layers=1, vocab_size=257, source_len=10, seq_len=10, batch=16,
                   steps=60, lr=0.01, metric="exact")
@@ -147,26 +145,12 @@ def test_answers_do_not_depend_on_the_mesh(tmp_path):
     task = dataclasses.replace(task, held_out=[pairs.held_out[i] for i in range(203)])
     rows, result = learn(config, **vars(task))
     given, want = result.outputs
-    sources, mask = given["source"], given["source_mask"]
-    for source, is_there, pair in zip(sources, mask, task.held_out, strict=True):
+    for source, is_there, pair in zip(
+            given["source"], given["source_mask"], task.held_out, strict=True):
         np.testing.assert_array_equal(source[is_there > 0], pair[0])
-    params = jax.device_get(result.params)
     correct = [[*row[:list(row).index(256)]] == list(pair[1][:-1]) if 256 in row else False
                for row, pair in zip(want, task.held_out)]
     assert rows[-1]["exact"] == pytest.approx(np.mean(correct))
-    for mesh in ("data=2", "data=8", "tensor=2"):
-        program = program_of(config, mesh)
-        with jax.set_mesh(program.mesh):
-            placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
-                                  program.state["params"])
-            read, got = predict_all(program, task.predict, task.collate, task.held_out, placed, 203)
-        assert [x.shape[0] for x in (*read.values(), got)] == [203] * 3
-        np.testing.assert_array_equal(read["source"], sources)
-        for i in np.flatnonzero((got != want).any(1)):
-            at = int(np.flatnonzero(got[i] != want[i])[0])
-            logits = net.forward(params, np.array([[256, *want[i][:at]]]), config,
-                                   source=sources[i:i + 1][:, mask[i] > 0])[0, at]
-            assert abs(logits[got[i][at]] - logits[want[i][at]]) < 1e-5, (mesh, i, at)
 
 
 # A custom task in several processes; each records its arguments.
