@@ -6,7 +6,7 @@ import math
 
 from tests.common import refuses
 from zigzag.core import flags
-from zigzag.core.options import check_values, comments, flag, options
+from zigzag.core.options import check_values, comments, fits, flag, options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,9 @@ def test_types_are_those_of_the_annotations():
                      "last": (bool, False)}
     given, _ = flags.parse_flags(Own, ["--rate", "0", "--share", "-1", "--last"])
     assert given == {"rate": 0.0, "share": -1.0, "last": True}
+    assert [fits(options(Own)["rate"], x) for x in (None, 1, 0.5, "a", True)] == [
+        True, True, True, False, False]
+    assert not fits(options(Own)["size"], None) and not fits(options(Own)["size"], 0.5)
 
 
 def test_values_that_are_not_declared_are_refused():

@@ -170,23 +170,27 @@ def each_token(p, x, batch):
     return total, jnp.sum(batch["weights"])
 
 
+def of_labels(logits, batch):
+    """The log probability of each row's label."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], 1)[:, 0]
+
+
 def pooled(p, x, batch):
-    logp = jax.nn.log_softmax(model.norm(x, p["norm"], OWN).mean(1) @ p["head"][:, :8])
-    return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
+    x = model.norm(x, p["norm"], OWN).mean(1)
+    return -jnp.sum(of_labels(x @ p["head"][:, :8], batch)), jnp.sum(batch["one"])
 
 
 def pooled_by_weights(p, x, batch):
     x = shard.whole_time(model.norm(x, p["norm"], OWN)).mean(1)
-    logp = jax.nn.log_softmax(x @ p["head"][:, :8])
-    rows = jnp.take_along_axis(logp, batch["label"][:, None], 1)[:, 0]
+    rows = of_labels(x @ p["head"][:, :8], batch)
     return -jnp.sum(rows * batch["weights"].sum(1)), jnp.sum(batch["weights"])
 
 
 def classified(p, x, batch):
     """A classifier of the first token; its count is the number of rows, whatever the weights."""
     first = shard.whole_time(model.norm(x, p["norm"], OWN))[:, :1]
-    logp = jax.nn.log_softmax(shard.vocab_logits(first, p["head"], 61)[:, 0, :8])
-    return -jnp.sum(jnp.take_along_axis(logp, batch["label"][:, None], 1)), jnp.sum(batch["one"])
+    logits = shard.vocab_logits(first, p["head"], 61)[:, 0, :8]
+    return -jnp.sum(of_labels(logits, batch)), jnp.sum(batch["one"])
 
 
 def first_token(whole):
@@ -679,15 +683,20 @@ def test_the_transformers_own_loss_is_not_checked_at_each_start(monkeypatch):
 # -------------------------------------------------------------------------------------------
 # The facts that a plan finds by tracing
 
+def program_on(mesh, given, loss, **changes):
+    """The program of these arguments of a task with this loss."""
+    shapes = batch_shapes(8, given["collate"](given["examples"][:1]))
+    return build(make(**changes), mesh_of(mesh), given["init"], loss, shapes)
+
+
 def test_what_is_decayed_does_not_follow_from_the_rows_of_a_device():
     """A scale s that decays on eight devices and not on one: with one row, x * s has the shape of a
     product with a matrix."""
     def init(key):
         return {**perceptron(key), "scale": jnp.ones((1, 320))}
 
-    shapes = batch_shapes(8, VECTORS["collate"](VECTORS["examples"][:1]))
     for mesh in ("", "fsdp=8", "tensor=8", "data=4,tensor=2"):
-        program = build(make(), mesh_of(mesh), init, a_sum, shapes)
+        program = program_on(mesh, {**VECTORS, "init": init}, a_sum)
         matrices = {k for k, d in program.plan.decisions.items() if d.is_matrix}
         assert matrices == {"up", "down"}, mesh
 
@@ -721,13 +730,11 @@ def test_how_a_loss_runs_follows_from_what_it_calls(loss, mode):
     """A loss that calls `columns` left to the compiler over tensor; one without `columns` that is
     not."""
     given = TOKENS if mode == "by hand" or loss is a_step_of_the_transformers else VECTORS
-    shapes = batch_shapes(8, given["collate"](given["examples"][:1]))
     for mesh, size in (("data=2,tensor=2", 2), ("data=2", 1)):
-        program = build(make(), mesh_of(mesh), given["init"], loss, shapes)
+        program = program_on(mesh, given, loss)
         alone = mode == "untyped" and size == 1     # nothing is left to split
         assert program.plan.mode == ("untyped, tensor whole" if alone else mode), mesh
-    jit = build(make(step="jit"), mesh_of("data=2"), given["init"], loss, shapes)
-    assert jit.plan.mode == "jit"
+    assert program_on("data=2", given, loss, step="jit").plan.mode == "jit"
 
 
 def edited_mlp(w, h):
