@@ -73,12 +73,12 @@ def assert_same_rows(rows, others, *names, **bounds):
             assert b[key] == pytest.approx(a[key], **bounds), (a["step"], key)
 
 
-def assert_continues(train, folder, to=6):
-    """train(folder, stop) gives what run does. Stopped after step 2, it goes on to the whole one's
+def assert_continues(go, folder):
+    """go(folder, stop) gives what run does. Stopped after step 2, it goes on to the whole one's
     metrics and weights. What fit returned for the whole one."""
-    whole = train(str(folder / "whole"), None)[1]
-    assert train(str(folder / "stopped"), 2)[1].step < to
-    second = train(str(folder / "stopped"), None)[1]
+    whole = go(str(folder / "whole"), None)[1]
+    assert go(str(folder / "stopped"), 2)[1].step < whole.step
+    second = go(str(folder / "stopped"), None)[1]
     assert without_times(folder / "stopped/metrics.jsonl") == without_times(
         folder / "whole/metrics.jsonl")
     assert_same_bits(second.params, whole.params)

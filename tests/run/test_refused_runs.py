@@ -14,7 +14,7 @@ import data
 import networks
 import train
 from tests.common import SMALL, SMALL_PAIRS, digit_pairs, ends, go, hosts, opened, refused, refuses
-from tests.helpers import learn, make, run_of, tokens_of
+from tests.helpers import learn, make, tokens_of
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
 from zigzag.hub import folders
@@ -142,19 +142,6 @@ def test_other_data_for_fit_are_noticed(tmp_path):
         learn(change(config, steps=5), examples=other)
     changed = dataclasses.replace(change(config, steps=5), change=("data",))
     assert learn(changed, examples=other)[1].step == 5
-
-
-@pytest.mark.full
-def test_another_peak_says_what_the_rate_will_be(tmp_path, text, capsys):
-    """"--change lr gives it another peak", of which nothing is left where the decay goes on."""
-    run = tmp_path / "run"
-    go(*SMALL, "--data", text, "--lr", 0.004, "--steps", 10, "--save_every", 8, "--out", run)
-    shutil.rmtree(run / "checkpoints/10")
-    capsys.readouterr()
-    go("--out", run, "--lr", 0.002, "--change", "lr")
-    said = capsys.readouterr().out
-    assert f"will be {float(train.learning_rate(run_of(steps=10, lr=0.002), 8)):.1e} at step 9" \
-        in said
 
 
 # -------------------------------------------------------------------------------------------
