@@ -87,7 +87,7 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
 
 
 @pytest.mark.full
-def test_more_epochs_continue_a_run(run, text, capsys):
+def test_more_epochs_continue_a_run(run, capsys):
     """Epochs that a continued run ignores."""
     with opened(old_config(train.Config, str(run)), run, ready=1) as learned:
         count = len(learned.make_task().examples)

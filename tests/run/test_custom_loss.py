@@ -746,7 +746,7 @@ MLP = model.mlp
 
 
 @pytest.mark.full       # (.ci/run has the next tests, and the command in test_tested.py)
-def test_check_compares_an_edited_model_with_one_device(monkeypatch, capsys):
+def test_check_compares_an_edited_model_with_one_device(monkeypatch):
     """An edit of the model that is right on one device and another model on a mesh. Without --check
     nothing compares our own loss at the start of a run."""
     config, lines = make(steps=2, check=True), []

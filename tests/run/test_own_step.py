@@ -162,10 +162,10 @@ def test_it_is_the_algorithm_that_one_would_write_by_hand():
         return update(state, "teacher", grads), {**numbers, "second": others["loss"],
                                                   "step_before": state["step"]}
 
-    rows, config = [], make(steps=4, batch=16, fsdp_min=1)
+    config = make(steps=4, batch=16, fsdp_min=1)
     task = train.Task(init, collate, near, examples=EXAMPLES)
-    found = train.fit(config, task, step=step, say=KeepRows(rows, []),
-                      optimizer=optax.sgd(0.05), mesh=mesh_of("fsdp=2,tensor=2")).params
+    rows, found = learn(config, "fsdp=2,tensor=2", step=step, optimizer=optax.sgd(0.05),
+                        **vars(task))
     trees = jax.jit(init)(jax.random.key(0))
     for at in range(4):
         batch = train.training_batch(config, mesh_of(""), task, None, at)
@@ -179,7 +179,7 @@ def test_it_is_the_algorithm_that_one_would_write_by_hand():
                     assert rows[at][number] == pytest.approx(float(want), rel=1e-5)
             trees[name] = jax.tree.map(lambda w, g: w - 0.05 * g, trees[name], grads)
         assert rows[at]["step_before"] == at and rows[at]["tokens"] == 16
-    assert_close(found, trees, atol=1e-5)
+    assert_close(found.params, trees, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["replay", "gan"])
@@ -374,8 +374,8 @@ def test_any_optimizer_and_several_by_path():
                 {"up": optax.set_to_zero(), "down": optax.sgd(1e-2, momentum=0.9)},
                 {"up": "up", "down": "down"}))]:
         for mesh in ("", "fsdp=2,tensor=2"):
-            found = train.fit(make(steps=10, batch=16, fsdp_min=1), TASK, optimizer=optimizer,
-                              mesh=mesh_of(mesh), say=KeepRows([], []))
+            _, found = learn(make(steps=10, batch=16, fsdp_min=1), mesh, optimizer=optimizer,
+                             **vars(TASK))
             assert_close(found.params, by_hand(alone, first), atol=1e-5)
     assert (np.asarray(found.params["up"]) == np.asarray(first["up"])).all()
     for wrong, says in [({"up": optax.sgd(0.1)}, "nothing for down"), ("adam", "was given a str"),
@@ -383,7 +383,7 @@ def test_any_optimizer_and_several_by_path():
                         (optax.stateless(lambda grads, _: jax.tree.map(jnp.sum, grads)),
                          "other shapes than the gradients")]:
         with refuses(says):
-            train.fit(make(steps=1, batch=16), TASK, optimizer=wrong, say=KeepRows([], []))
+            learn(make(steps=1, batch=16), "data=8", optimizer=wrong, **vars(TASK))
 
 
 def test_an_optimizer_that_needs_more_than_gradients_is_one_line():
@@ -413,14 +413,12 @@ def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
 @pytest.mark.full
 def test_each_network_has_its_own_optimizer():
     """The critic's rate for the generator."""
-    task, still = TASKS["gan"](), jax.random.key(0)
-    config = make(steps=3, batch=16, fsdp_min=1)
-    init, step, loss = task
-    found = train.fit(config, train.Task(init, collate, loss, examples=EXAMPLES), step=step,
-                      optimizer={"critic": optax.adam(1e-2), "generator.up": None,
-                                 "*": optax.sgd(0.1)},
-                      mesh=mesh_of("fsdp=2"), say=KeepRows([], [])).params
-    first = init(still)
+    init, step, loss = gan()
+    optimizer = {"critic": optax.adam(1e-2), "generator.up": None, "*": optax.sgd(0.1)}
+    _, result = learn(make(steps=3, batch=16, fsdp_min=1), "fsdp=2", init=init, collate=collate,
+                      loss=loss, examples=EXAMPLES, step=step, optimizer=optimizer)
+    found = result.params
+    first = init(jax.random.key(0))
     # (1e-6: init is compiled in a run, and its product with 8**-0.5 rounded otherwise.)
     np.testing.assert_allclose(found["generator"]["up"], first["generator"]["up"], rtol=1e-6)
     assert np.abs(found["generator"]["down"] - first["generator"]["down"]).max() > 1e-4
