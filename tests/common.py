@@ -31,6 +31,7 @@ from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
+from zigzag.core.errors import ConfigError
 from zigzag.disk.batches import place_batch
 from zigzag.disk.output import SPLITS
 from zigzag.disk.shuffle import order_at
@@ -277,10 +278,18 @@ def refused(capsys, *words, main=None):
     return error
 
 
+def refuses(says):
+    """A block that ends in a refusal, in whose text this pattern is found."""
+    return pytest.raises(ConfigError, match=says)
+
+
 # -------------------------------------------------------------------------------------------
 # Commands: in this process, or each in one of its own
 
 SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
+
+SMALL_PAIRS = ("--model", "transformer", "--encoder_layers", 1, "--layers", 1, "--d_model", 16,
+               "--heads", 2, "--source_len", 8, "--seq_len", 8)
 
 WORDS = ["a".join(parts) for parts in itertools.product(
     ("b", "ch", "d", "fr", "g"), ("l", "m", "nd", "p", "rk"), ("s", "t"))]
@@ -329,6 +338,13 @@ def command(*words, file="train.py", env=None, **more):
         env={**os.environ, "JAX_PLATFORMS": "cpu", **(env or {})}, **more)
 
 
+def succeeds(*words, **more):
+    """A command that must end with status 0."""
+    done = command(*words, **more)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def started(*words, file="train.py", cwd=ROOT):
     """Start a command and do not wait for it."""
     return subprocess.Popen(
@@ -365,6 +381,13 @@ def ends(runs, within=240):
     finally:
         for run in runs:
             run.kill()
+    return results
+
+
+def all_succeed(runs):
+    """ends() of processes that must all have status 0."""
+    results = ends(runs)
+    assert all(status == 0 for status, *_ in results), results
     return results
 
 

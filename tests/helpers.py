@@ -157,6 +157,21 @@ def batch_of(config, seed=1, weights=None):
     return rows
 
 
+def rows_of(run):
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in open(Path(run) / "metrics.jsonl")]
+
+
+def losses_of(rows):
+    """The losses of the updates in rows of metrics."""
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def all_losses(rows):
+    """The losses of updates and of held-out examples in rows of metrics."""
+    return [row.get("loss", row.get("eval_loss")) for row in rows]
+
+
 def without_times(path):
     """The lines of a metrics.jsonl, without what depends on the machine's speed."""
     times = ("tokens_per_second", "mfu", "save_seconds")
@@ -223,6 +238,20 @@ def assert_same_gradient(got, want):
     for path, a in by_path(got).items():
         b = np.asarray(want[path])
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-7 * total, path
+
+
+def assert_close(got, want, **bounds):
+    """Assert that trees are equal within the bounds of numpy's assert_allclose, leaf by leaf."""
+    got = by_path(got)
+    for path, leaf in by_path(want).items():
+        np.testing.assert_allclose(np.asarray(got[path]), np.asarray(leaf), err_msg=path, **bounds)
+
+
+def assert_same_bits(got, want):
+    """Assert that trees have the same numbers, to the last bit."""
+    got = by_path(got)
+    for path, leaf in by_path(want).items():
+        assert (np.asarray(got[path]) == np.asarray(leaf)).all(), path
 
 
 def assert_same_others(got, want):

@@ -2,24 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shard
 from tests.helpers import mesh_of
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import (
-    AXES,
-    drop_trivial_axes,
-    keep_on_first,
-    make_mesh,
-    mark_varying,
-    pmean_all,
-    untyped,
-    vary_like,
-    varying,
-)
+from zigzag.core.mesh import AXES, drop_trivial_axes, keep_on_first, make_mesh, varying
 
 # -------------------------------------------------------------------------------------------
 # Meshes
@@ -56,42 +45,6 @@ def test_axes_of_one_device_are_in_no_spec():
 # -------------------------------------------------------------------------------------------
 # Varying types
 
-def types_in(mesh, fn, *specs):
-    """The result of fn for arrays of these specs, inside a shard_map."""
-    found = []
-
-    def local(*args):
-        found.append(fn(*args))
-        return 0
-
-    with jax.set_mesh(mesh_of(mesh)):
-        jax.eval_shape(jax.shard_map(local, in_specs=specs, out_specs=P()),
-                       *[jax.ShapeDtypeStruct((8, 8), jnp.float32) for _ in specs])
-    return found[0]
-
-
-def test_what_a_loop_carries_is_never_marked_over_tensor():
-    """An unsplit weight marked as varying over tensor, like the activations that it meets, and then
-    taken for one part of a split weight."""
-    def fn(rows, weight, split):
-        return [varying(a) for a in (*vary_like((rows, weight), rows, split),
-                                     mark_varying(weight, split, also={"seq"}))]
-
-    assert types_in("data=2,tensor=2,seq=2", fn, P("data"), P(), P(None, "tensor")) == [
-        {"data"}, {"data"}, {"tensor", "seq"}]
-
-
-def test_a_mark_makes_gradients_stay_local():
-    """A weight's gradient summed over devices in every part, because the mark (whose
-    transpose is a sum) is inside the differentiated function instead of before it."""
-    def fn(x, w):
-        inside = jax.grad(lambda w: jnp.sum(mark_varying(w, x)[0] * x))(w)
-        before = jax.grad(lambda w: jnp.sum(w[0] * x))(mark_varying(w, x))
-        return varying(inside), varying(before)
-
-    assert types_in("data=2", fn, P("data"), P()) == (set(), {"data"})
-
-
 def test_a_value_that_is_equal_on_all_devices_is_counted_once():
     """A sum over an axis of equal values, which is too large by the number of devices."""
     def local(rows, whole):
@@ -103,30 +56,3 @@ def test_a_value_that_is_equal_on_all_devices_is_counted_once():
         rows, whole = jax.jit(jax.shard_map(local, in_specs=(P("data"), P()), out_specs=P()))(
             jnp.ones((2, 8)), jnp.ones(8))
     assert (rows, whole) == (16, 8)
-
-
-def test_equal_copies_become_one_value():
-    """A sum of the copies, or the value of a device that has another one."""
-    def local(x):
-        return pmean_all({"a": mark_varying(jnp.float32(3.0), x), "b": jnp.float32(2.0)})
-
-    with jax.set_mesh(mesh_of("data=2,tensor=2")):
-        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P()))(jnp.ones((2, 8)))
-    assert got == {"a": 3.0, "b": 2.0}
-
-
-def test_untyped_is_what_one_device_computes():
-    """A function of shard.py that communicates although every device should compute by itself."""
-    seen = []
-
-    def fn(x):
-        seen.append((dict(jax.sharding.get_abstract_mesh().shape), varying(x)))
-        return jnp.sin(x).sum()
-
-    def local(x):
-        return fn(x)[None] - untyped(fn)(x)[None]
-
-    with jax.set_mesh(mesh_of("data=2")):
-        got = jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data"),
-                                    check_vma=False))(jnp.arange(16.0))
-    assert not np.any(got) and seen[1] == ({}, set()) and seen[0][0]["data"] == 2

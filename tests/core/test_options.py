@@ -3,10 +3,9 @@
 import dataclasses
 import math
 
-import pytest
 
+from tests.common import refuses
 from zigzag.core import flags
-from zigzag.core.errors import ConfigError
 from zigzag.core.options import check_values, comments, fits, flag, options
 
 
@@ -60,5 +59,5 @@ def test_values_that_are_not_declared_are_refused():
                           (dict(share=-1.5), "--share -1.5: must be a number of at least -1"),
                           (dict(share=math.nan), "--share nan"), (dict(size=2**70), "--size"),
                           (dict(kind="c"), "--kind c: expected a or b")):
-        with pytest.raises(ConfigError, match=says):
+        with refuses(says):
             check_values(Own(**changes))

@@ -7,9 +7,8 @@ import pytest
 import data
 import networks
 import train
-from tests.common import full, net, slow
+from tests.common import full, net, refuses, slow
 from tests.helpers import KeepRows, learn, make, mesh_of, run_of, tokens_of
-from zigzag.core.errors import ConfigError
 from zigzag.parallel import products
 
 
@@ -76,5 +75,5 @@ def test_a_loss_that_is_not_looked_into_is_refused():
     def loss(params, batch):
         return (params["w"] * batch["tokens"]).sum(), batch["tokens"].size
 
-    with pytest.raises(ConfigError, match="--accuracy true: this loss returns no sum"):
+    with refuses("--accuracy true: this loss returns no sum"):
         learn(make(accuracy=True, steps=1), init=lambda key: {"w": jax.numpy.ones(())}, loss=loss)

@@ -10,10 +10,19 @@ import pytest
 import data
 import networks
 import train
-from tests.common import SMALL, continued, ends, go, hosts, opened, refused, started
-from tests.helpers import StopAt, learn, make
+from tests.common import (
+    SMALL,
+    all_succeed,
+    continued,
+    go,
+    hosts,
+    opened,
+    refused,
+    refuses,
+    succeeds,
+)
+from tests.helpers import StopAt, learn, make, rows_of
 from zigzag.commands import dry_runs
-from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.disk.checkpoint import FORMAT
 from zigzag.disk.corpus import opened_sources
@@ -58,8 +67,7 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     go("--out", run, "--steps", 6)
     lines, now = capsys.readouterr().out.splitlines(), record_of(run)
     assert lines[0] == f"continuing {run} at step 4 of 6"
-    rows = {row["step"]: row for row in map(json.loads, open(run / "metrics.jsonl"))
-            if "loss" in row}
+    rows = {row["step"]: row for row in rows_of(run) if "loss" in row}
     assert list(rows) == [1, 2, 3, 4, 5, 6]
     held = f"{rows[4]['lr']:.1e}"
     assert lines[1].startswith(
@@ -68,9 +76,8 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     differs = {name for name in was if was[name] != now[name]}
     assert differs == {"steps", "out", "decay_steps", "rates"} and was.keys() == now.keys()
     go("--out", run, "--steps", 9, "--change", "decay")
-    lines, rows = capsys.readouterr().out.splitlines(), [*map(json.loads, open(
-        run / "metrics.jsonl"))]
-    rates = [f"{row['lr']:.1e}" for row in rows if "lr" in row]
+    lines = capsys.readouterr().out.splitlines()
+    rates = [f"{row['lr']:.1e}" for row in rows_of(run) if "lr" in row]
     assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7" in lines[1]
     assert float(rates[6]) > float(rates[5])
     assert any(line.startswith("changed  --steps 6 -> 9; --decay_steps 4 -> None,")
@@ -80,17 +87,13 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
 
 
 @pytest.mark.full
-def test_more_epochs_continue_a_run_and_fewer_are_refused(run, text, capsys):
-    """Epochs that a continued run ignores; a record of fewer steps than the run has made."""
+def test_more_epochs_continue_a_run(run, capsys):
+    """Epochs that a continued run ignores."""
     with opened(old_config(train.Config, str(run)), run, ready=1) as learned:
         count = len(learned.make_task().examples)
     go("--out", run, "--epochs", 6 * 4 / count)
     assert record_of(run)["steps"] == 6 and "epochs" not in record_of(run)
     assert "at step 4 of 6" in capsys.readouterr().out
-    before = record_of(run)
-    with pytest.raises(ConfigError, match="--steps 5: --out .* is at step 6 already"):
-        go("--out", run, "--epochs", 5 * 4 / count)
-    assert record_of(run) == before
 
 
 def test_what_is_given_is_compared_and_all_of_it_is_told(run, capsys):
@@ -187,7 +190,6 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
             (("--lr", 1, "--change", "lr"), "has made its 4 steps, so nothing"),
             (("--change", "lrr"), "'lr'"),
             (("--change", "data", "--data", tmp_path / "bytes"), "not those of the tokenizer of"),
-            (("--change", "data", "--data", tmp_path / "nosuch"), "no such file"),
             (("--change", "data", "--data", text, "--lr", 1), "lr 0.004, and 1.0 was given")):
         assert says in refused(capsys, "--out", run, "--mesh", "tensor=8", *words)
     assert sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file()) == before
@@ -218,13 +220,11 @@ def test_several_processes_change_the_data_of_a_run(tmp_path, text):
     """One process that continues with the old text, or reads before the new text is written."""
     out, more = tmp_path / "run", tmp_path / "more.txt"
     more.write_text("once more with other words\n" * 2000)
-    first = ends([started(*WORDS, "--mesh", "data=2", "--data", text, "--out", out)])
-    assert first[0][0] == 0, first
-    results = ends(hosts(2, "--out", out, "--steps", 6, "--data", more, "--change", "data"))
-    assert [status for status, *_ in results] == [0, 0], results
+    succeeds(*WORDS, "--mesh", "data=2", "--data", text, "--out", out)
+    results = all_succeed(hosts(2, "--out", out, "--steps", 6, "--data", more, "--change", "data"))
     assert record_of(out)["changes"][0]["step"] == 4
     assert results[0][1].startswith("continuing ") and "continuing" not in results[1][1]
-    with pytest.raises(ConfigError, match="data .*, and .* was given"):
+    with refuses("data .*, and .* was given"):
         continued("--out", out, "--data", text)
 
 
@@ -233,7 +233,7 @@ def test_a_script_that_continues_with_other_steps_is_told(tmp_path):
     stopped, or gives it another schedule without a line."""
     config, lines = make(steps=6, save_every=4, warmup=1, out=str(tmp_path / "run")), []
     learn(config, say=StopAt(4))
-    with pytest.raises(ConfigError, match="--steps 3: --out .* is at step [45] already"):
+    with refuses("--steps 3: --out .* is at step [45] already"):
         learn(dataclasses.replace(config, steps=3))
     learn(dataclasses.replace(config, steps=9), lines=lines)
     assert any(line.startswith("schedule steps 6 -> 9: the learning rate was") for line in lines)

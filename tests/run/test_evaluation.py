@@ -21,18 +21,31 @@ import sample
 import tasks
 from tests.common import (
     SMALL,
-    command,
+    all_succeed,
+    continued,
     digit_pairs,
-    ends,
     hosts,
     net,
     peer,
     refused,
+    refuses,
     slow,
     started,
+    succeeds,
     survives_kills,
 )
-from tests.helpers import ROOT, TINY, learn, make, program_of, run_of, tokens_of
+from tests.helpers import (
+    ROOT,
+    TINY,
+    KeepRows,
+    assert_close,
+    learn,
+    losses_of,
+    make,
+    rows_of,
+    run_of,
+    tokens_of,
+)
 from zigzag.commands import continued as continued_run
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import best_step, run_steps
@@ -42,7 +55,6 @@ from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import step_of
 from zigzag.run import evaluation, metrics
 from zigzag.run.continuing import record_of
-from zigzag.run.evaluation import predict_all
 
 VECTORS = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
 
@@ -57,6 +69,12 @@ def own_loss(params, batch):
 OWN = dict(init=lambda key: {"w": jax.random.normal(key, (8, 8)) / 3}, examples=VECTORS,
            held_out=VECTORS, collate=lambda e: {"x": np.stack(e)}, loss=own_loss,
            predict=lambda p, b: {"y": b["x"] @ p["w"], "id": b["x"].argmax(-1)})
+
+
+def own(mesh="", given=(), **changes):
+    """learn(), with one step unless another number is given: that task, with these changes of it
+    and of the configuration."""
+    return learn(make(**{"steps": 1, **changes}), mesh, **{**OWN, **dict(given)})
 
 
 def evaluations(rows):
@@ -76,7 +94,7 @@ def test_every_held_out_example_is_predicted_in_its_order(mesh):
         shapes.append(batch["x"].shape)
         return OWN["predict"](params, batch)
 
-    _, result = learn(make(steps=2, eval_every=1, batch=16), mesh, **{**OWN, "predict": predict})
+    _, result = own(mesh, dict(predict=predict), steps=2, eval_every=1, batch=16)
     assert shapes == [(16, 8)]
     assert isinstance(result.outputs["y"], np.ndarray)
     np.testing.assert_array_equal(result.outputs["id"], np.argmax(VECTORS, 1))
@@ -95,8 +113,8 @@ def test_fewer_are_predicted_where_that_is_enough(mesh):
         return batch["x"].sum(-1)
 
     given = []
-    _, result = learn(make(steps=1), mesh, **{**OWN, "predict": predict}, predicted=1,
-                      metric=lambda outputs, examples: given.extend(examples) or 0)
+    _, result = own(mesh, dict(predict=predict, predicted=1,
+                               metric=lambda outputs, examples: given.extend(examples) or 0))
     assert shapes == [8 if mesh else 1] and len(given) == 1
     np.testing.assert_allclose(result.outputs, [VECTORS[0].sum()], rtol=1e-6)
 
@@ -111,49 +129,28 @@ def test_outputs_that_have_no_row_for_each_example_are_refused():
             (lambda p, b: b["x"].sum(), r"shapes \[\(\)\] for 8 examples"),
             (lambda p, b: p["w"][:3], r"shapes \[\(3, 8\)\] for 8 examples"),
             (lambda p, b: b["n"], r"shapes \[\(8, 2\)\] for 8 examples, and not \[\(8, 1\)\]")):
-        with pytest.raises(ConfigError, match=says):
-            learn(make(steps=1, eval_first=True), **{**OWN, "predict": predict, "collate": collate})
+        with refuses(says):
+            own(given=dict(predict=predict, collate=collate), eval_first=True)
 
 
-@pytest.fixture(scope="module")
-def digits_task(tmp_path_factory):
-    """A small encoder-decoder that has learned a little, its weights, and its 203 examples."""
-    path = digit_pairs(tmp_path_factory.mktemp("digits") / "digits.jsonl", 2200)
+@pytest.mark.full
+def test_a_metric_of_texts_is_that_of_each_answer_and_its_pair(tmp_path):
+    """203 answers of up to nine tokens that are compared with other targets, or after their
+    ends."""
+    path = digit_pairs(tmp_path / "digits.jsonl", 2200)
     config = make(encoder_layers=1, layers=1, vocab_size=257, source_len=10, seq_len=10, batch=16,
                   steps=60, lr=0.01, metric="exact")
     pairs = Pairs(path, Bytes())
     task = tasks.pairs.task_of(config, pairs.tokenizer, pairs.train, pairs.held_out)
     task = dataclasses.replace(task, held_out=[pairs.held_out[i] for i in range(203)])
     rows, result = learn(config, **vars(task))
-    return config, task, result, rows
-
-
-@pytest.mark.full
-def test_answers_do_not_depend_on_the_mesh(digits_task):
-    """203 answers of up to nine tokens that depend on the mesh. (A choice may differ only between
-    two equally likely tokens.)"""
-    config, task, result, rows = digits_task
     given, want = result.outputs
-    sources, mask = given["source"], given["source_mask"]
-    for source, is_there, pair in zip(sources, mask, task.held_out, strict=True):
+    for source, is_there, pair in zip(
+            given["source"], given["source_mask"], task.held_out, strict=True):
         np.testing.assert_array_equal(source[is_there > 0], pair[0])
-    params = jax.device_get(result.params)
     correct = [[*row[:list(row).index(256)]] == list(pair[1][:-1]) if 256 in row else False
                for row, pair in zip(want, task.held_out)]
     assert rows[-1]["exact"] == pytest.approx(np.mean(correct))
-    for mesh in ("data=2", "data=8", "tensor=2"):
-        program = program_of(config, mesh)
-        with jax.set_mesh(program.mesh):
-            placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
-                                  program.state["params"])
-            read, got = predict_all(program, task.predict, task.collate, task.held_out, placed, 203)
-        assert [x.shape[0] for x in (*read.values(), got)] == [203] * 3
-        np.testing.assert_array_equal(read["source"], sources)
-        for i in np.flatnonzero((got != want).any(1)):
-            at = int(np.flatnonzero(got[i] != want[i])[0])
-            logits = net.forward(params, np.array([[256, *want[i][:at]]]), config,
-                                   source=sources[i:i + 1][:, mask[i] > 0])[0, at]
-            assert abs(logits[got[i][at]] - logits[want[i][at]]) < 1e-5, (mesh, i, at)
 
 
 # A custom task in several processes; each records its arguments.
@@ -189,18 +186,15 @@ def test_every_process_has_all_predictions(tmp_path):
     file.write_text(TWO_PROCESSES)
     words = ("--steps", 4, "--eval_every", 1, "--batch", 8, "--best", "largest:own", "--warmup", 1,
              "--keep", 1, "--eval_first", "true")
-    results = ends(hosts(2, *words, "--mesh", "data=2,tensor=2", "--out", tmp_path / "two",
-                         file=file))
-    assert [status for status, *_ in results] == [0, 0], results
-    alone = command(*words, "--out", tmp_path / "one", file=file)
-    assert alone.returncode == 0, alone.stderr
+    all_succeed(hosts(2, *words, "--mesh", "data=2,tensor=2", "--out", tmp_path / "two", file=file))
+    succeeds(*words, "--out", tmp_path / "one", file=file)
     want = np.load(tmp_path / "one/by-0.npz")
     for i in range(2):
         got = np.load(tmp_path / f"two/by-{i}.npz")
         np.testing.assert_array_equal(got["id"], np.argmax(VECTORS, 1))
         np.testing.assert_allclose(got["y"], want["y"], rtol=1e-4, atol=1e-5)
         assert got["best"] == want["best"] == best_step(tmp_path / "two")
-    found = evaluations(json.loads(line) for line in open(tmp_path / "two/metrics.jsonl"))
+    found = evaluations(rows_of(tmp_path / "two"))
     assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
     assert all(row["count"] == 203 and row["own"] != -1 for row in found)
 
@@ -214,11 +208,11 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
         assert examples is VECTORS and len(outputs["y"]) == 203
         return {"largest": outputs["y"].max(), "n": len(examples), "even": jnp.float32(2)}
 
-    rows, result = learn(make(steps=1), "data=2", **OWN, metric=metric)
+    rows, result = own("data=2", dict(metric=metric))
     assert rows[-1]["largest"] == result.outputs["y"].max() == result.evaluation["largest"]
     assert (rows[-1]["n"], rows[-1]["even"]) == (203, 2)
     for half in (np.float32(0.5), fractions.Fraction(1, 2)):
-        rows, _ = learn(make(steps=1), **OWN, metric=lambda outputs, examples: half)
+        rows, _ = own(given=dict(metric=lambda outputs, examples: half))
         assert rows[-1]["metric"] == 0.5
 
 
@@ -226,18 +220,16 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
     (lambda o, e: 1 / 0, ZeroDivisionError, "division by zero"),
     (lambda o, e: {"x": [1, 2]}, ConfigError, r"gave \[1, 2\] as 'x': expected a number"),
     (lambda o, e: None, ConfigError, "gave None as 'metric': expected a number"),
-    (lambda o, e: 1j, ConfigError, "gave 1j as 'metric': expected a number"),
     (lambda o, e: np.datetime64("2026-11-24"), ConfigError, "expected a number"),
-    (lambda o, e: {"eval_loss": 1.0}, ConfigError, "the name 'eval_loss': expected"),
     (lambda o, e: {"eval_far": 1.0}, ConfigError, "the name 'eval_far'"),
     *((lambda o, e, name=name: {name: 1.0}, ConfigError,
        f"the name {name!r}: expected a text other than .*, eval_loss, grad_norm, loss, .*, which a")
-      for name in ("loss", "lr", "tokens", "train_loss", 1))])
+      for name in ("loss", 1))])
 def test_a_broken_metric_is_a_clear_error_and_is_found_at_once(metric, error, says):
     """What is found after the first hour of training, although --eval_first was given."""
     rows = []
     with pytest.raises(error, match=says):
-        learn(make(steps=1, eval_first=True), **OWN, metric=metric)
+        own(given=dict(metric=metric, say=KeepRows(rows, [])), eval_first=True)
     assert not rows
 
 
@@ -249,15 +241,15 @@ def test_what_a_task_has_nothing_for_is_refused():
             (dict(metric="exact"), {}, "--metric exact: .*for pairs of texts"),
             ({}, dict(held_out=(), metric=len), "fit.s metric: there are no held-out"),
             ({}, dict(metric=len, predict=None), "give fit a predict")):
-        with pytest.raises(ConfigError, match=says):
-            learn(make(steps=1, **changes), **{**OWN, **given})
+        with refuses(says):
+            own(given=given, **changes)
 
 
 @pytest.mark.parametrize("mesh", ["", "data=8", "fsdp=2,tensor=2"])
 def test_other_sums_of_held_out_examples_are_logged(mesh):
     """Other sums that are logged only in training, or as means of batches' means, although the last
     batch is smaller."""
-    rows, result = learn(make(steps=1, batch=16), mesh, **OWN)
+    rows, result = own(mesh, batch=16)
     error = np.abs(VECTORS @ np.asarray(result.params["w"]) - VECTORS)
     assert rows[-1]["eval_far"] == pytest.approx((error > 1).sum() / 203, rel=1e-6)
     assert rows[-1]["eval_errors"] == pytest.approx(error.sum(0) / 203, abs=2e-5)
@@ -285,8 +277,8 @@ def test_other_sums_that_do_not_add_up_over_held_out_rows_are_refused():
         s, n, others = own_loss(params, batch)
         return s, n, others if "seeds" in batch else {"one": jnp.ones(())}
 
-    with pytest.raises(ConfigError, match="its held-out other sum 'one' by"):
-        learn(make(steps=1), "data=2", **{**OWN, "loss": loss})
+    with refuses("its held-out other sum 'one' by"):
+        own("data=2", dict(loss=loss))
 
 
 # -------------------------------------------------------------------------------------------
@@ -363,10 +355,6 @@ def test_rouge_by_hand():
 def test_rouge_is_that_of_rouge_score():
     """Stems of words of three letters, which rouge_score leaves as they are; another stemmer than
     its own; ids that are stemmed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "nltk.stem.porter", None)
-        with pytest.raises(ConfigError, match="--metric rouge_stemmed needs the package nltk: pip"):
-            metrics.names("rouge_stemmed")
     theirs = peer("rouge_score.rouge_scorer").RougeScorer
     rng = np.random.default_rng(0)
     words = re.findall(r"[A-Za-z]+", (ROOT / "README.md").read_text()) + ["was", "news", "dying"]
@@ -392,9 +380,7 @@ def test_metrics_by_hand():
         "exact": 0.5}
     assert metrics.accuracy(np.array([1, 2, 3]), [1, 0, 3]) == {"accuracy": pytest.approx(2 / 3)}
     assert metrics.accuracy([[1, 2], [3]], [[1, 9], [3, 4]]) == {"accuracy": 0.5}
-    assert [metrics.names(name) for name in ("exact", "rouge", "f1")] == [
-        ("exact",), ("rouge1", "rouge2", "rougeL"), ("f1",)]
-    with pytest.raises(ConfigError, match="1 predictions and 2 references"):
+    with refuses("1 predictions and 2 references"):
         metrics.exact(["a"], ["a", "b"])
 
 
@@ -414,21 +400,23 @@ def test_the_best_checkpoint_stays_and_is_known_when_a_run_goes_on(tmp_path):
     run = tmp_path / "run"
     config = dict(eval_every=1, save_every=4, keep=1, out=str(run), best="largest:score")
     nan = math.nan
-    _, result = learn(make(steps=4, **config), **OWN, metric=scored([nan, 5, 7, 7]))
+
+    def learned(steps, *scores, **changes):
+        return own(given=dict(metric=scored(scores)), steps=steps, **{**config, **changes})
+
+    _, result = learned(4, nan, 5, 7, 7)
     assert result.best == best_step(run) == 3 and run_steps(run) == [4, 3]
     assert result.evaluation["score"] == 7
-    rows, result = learn(make(steps=8, **config), **OWN, metric=scored([1, nan, 6, 2]))
+    _, result = learned(8, 1, nan, 6, 2)
     assert result.best == best_step(run) == 3 and run_steps(run) == [8, 3]
-    _, result = learn(make(steps=10, **config), **OWN, metric=scored([9, 8]))
+    _, result = learned(10, 9, 8)
     assert result.best == best_step(run) == 9 and run_steps(run) == [10, 9]
-    _, result = learn(make(steps=10, **config), **OWN, metric=scored([8]))
+    _, result = learned(10, 8)
     assert result.best == 9, "a finished run"
-    with pytest.raises(ConfigError, match="--best smallest:scor: .*did you mean 'score'"):
-        learn(make(steps=11, **{**config, "best": "smallest:scor"}, eval_first=True), **OWN,
-              metric=scored([8]))
+    with refuses("--best smallest:scor: .*did you mean 'score'"):
+        learned(11, 8, best="smallest:scor", eval_first=True)
     # (Each checkpoint has its evaluation, so another --best can be found later.)
-    config["best"] = "smallest:score"
-    _, result = learn(make(steps=11, **config), **OWN, metric=scored([10]))
+    _, result = learned(11, 10, best="smallest:score")
     assert result.best == best_step(run) == 10
     shutil.rmtree(run / "checkpoints/10")
     assert best_step(run) == 11
@@ -443,13 +431,13 @@ def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
 
     config = dict(eval_every=1, save_every=0, keep=1, out=str(run),
                   best=("largest:right", "smallest:wrong"))
-    _, result = learn(make(steps=4, **config), **OWN, metric=metric)
+    _, result = own(given=dict(metric=metric), steps=4, **config)
     assert result.best == 2 and run_steps(run) == [4, 3, 2]
-    _, result = learn(make(steps=5, **config), **OWN, metric=metric)
+    _, result = own(given=dict(metric=metric), steps=5, **config)
     assert result.best == best_step(run) == 2 and run_steps(run) == [5, 2]
     assert best_step(run, by="smallest:wrong") == step_of(str(run), "smallest:wrong") == 5
     assert step_of(str(run), "best") == step_of(str(run), "largest:right") == 2
-    with pytest.raises(ConfigError, match="with a number for smallest:right_"):
+    with refuses("with a number for smallest:right_"):
         step_of(str(run), "smallest:right_")
     assert make(best=("none",)).best == make(best="").best == ()
 
@@ -457,43 +445,37 @@ def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
 @pytest.mark.full
 def test_an_evaluation_has_its_own_batch():
     """Rows that count twice, or predictions out of order, with another batch."""
-    found = [learn(make(steps=2, eval_every=2, eval_batch=rows), mesh, **OWN)
+    found = [own(mesh, steps=2, eval_every=2, eval_batch=rows)
              for mesh in ("", "data=2,tensor=2") for rows in (None, 6, 500)]
     losses = [rows[-1]["eval_loss"] for rows, _ in found]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
     for _, result in found[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), result.outputs,
-                     found[0][1].outputs)
+        assert_close(result.outputs, found[0][1].outputs, atol=1e-4)
 
 
 def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
     """A traceback, or the newest, taken for the best."""
     run = tmp_path / "run"
-    learn(make(steps=1, out=str(run)), **OWN)
-    with pytest.raises(ConfigError, match="--run .*trained without --best.*newest has step 1"):
+    own(out=str(run))
+    with refuses("--run .*trained without --best.*newest has step 1"):
         best_step(run)
-    with pytest.raises(ConfigError, match="--init_from .*no run there"):
+    with refuses("--init_from .*no run there"):
         best_step(tmp_path / "none", "--init_from")
-    learn(make(steps=2, out=str(run), best="largest:score"), **OWN, metric=scored([math.nan]))
-    with pytest.raises(ConfigError, match="no checkpoint yet has an evaluation with a number for"):
+    own(given=dict(metric=scored([math.nan])), steps=2, out=str(run), best="largest:score")
+    with refuses("no checkpoint yet has an evaluation with a number for"):
         best_step(run)
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_best_of_no_numbers_name_is_refused_as_soon_as_it_is_known(first, tmp_path):
     """A run that silently keeps no best checkpoint."""
-    rows = []
-    with pytest.raises(ConfigError, match="--best largest:eval_fra: .*did you mean 'eval_far'"):
-        learn(make(steps=1, best="largest:eval_fra", out=str(tmp_path / "a")), **OWN)
+    with refuses("--best largest:eval_fra: .*did you mean 'eval_far'"):
+        own(best="largest:eval_fra", out=str(tmp_path / "a"))
     assert not (tmp_path / "a").exists()
-    config = make(steps=2, eval_every=1, best="largest:scare", out=str(tmp_path / "b"),
-                  eval_first=first)
-    with pytest.raises(ConfigError, match="eval_loss, eval_far, score; did you mean 'score'"):
-        learn(config, **OWN, metric=scored([1, 2]))
-    rows = [json.loads(line) for line in open(tmp_path / "b/metrics.jsonl")]
-    assert [row["step"] for row in rows if "loss" in row] == ([] if first else [1])
-    with pytest.raises(ConfigError, match="--best score: expected smallest:NAME or largest:NAME"):
-        make(best="score")
+    with refuses("eval_loss, eval_far, score; did you mean 'score'"):
+        own(given=dict(metric=scored([1, 2])), steps=2, eval_every=1, best="largest:scare",
+            out=str(tmp_path / "b"), eval_first=first)
+    assert len(losses_of(rows_of(tmp_path / "b"))) == (0 if first else 1)
 
 
 @pytest.mark.full
@@ -509,7 +491,7 @@ def test_a_first_evaluation_changes_nothing_that_comes_after_it(tmp_path):
         for lost in ("checkpoints", "checkpoints/6") if first else ():
             shutil.rmtree(out / lost)       # it resumes between two evaluations
             learn(config, **OWN)
-        rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+        rows = rows_of(out)
         assert [r["step"] for r in evaluations(rows)] == [0] * first + [5, 6]
         losses.append([(r["step"], r.get("loss"), r.get("train_loss"), r.get("eval_loss"))
                        for r in rows if r["step"]])
@@ -548,9 +530,8 @@ def test_pairs_have_a_metric(tmp_path, capsys, monkeypatch):
              "--out", out,
              *SMALL[:-2], "--batch", 16, "--steps", 4, "--eval_every", 2, "--eval_first", "true",
              "--shards", 2)
-    done = command(*words, "--metric", "rouge", "--best", "largest:rougeL")
-    assert done.returncode == 0, done.stderr
-    rows = evaluations(json.loads(line) for line in open(out / "metrics.jsonl"))
+    done = succeeds(*words, "--metric", "rouge", "--best", "largest:rougeL")
+    rows = evaluations(rows_of(out))
     assert [row["step"] for row in rows] == [0, 2, 4] and {"rouge1", "rouge2"} <= set(rows[0])
     assert f"rougeL {rows[-1]['rougeL']:.4f}" in done.stdout
     assert best_step(out) == max(rows, key=lambda row: row["rougeL"])["step"]
@@ -561,8 +542,7 @@ def test_pairs_have_a_metric(tmp_path, capsys, monkeypatch):
                         "rouge_stemmed or f1 or accuracy; did you mean 'rouge'?"),
                        (("--metric", "rouge_stemmed", "--eval_first", "false", "--eval_every", 4),
                         "--metric rouge_stemmed needs the package nltk: pip install nltk"),
-                       (("--metric", "f1", "--best", "largest:exact"), "numbers eval_loss, f1"),
-                       (("--best", "largest:exact"), "the numbers eval_loss")):
+                       (("--metric", "f1", "--best", "largest:exact"), "numbers eval_loss, f1")):
         assert says in refused(capsys, *words, "--out", other, *more)
     assert not other.exists() or not (other / "checkpoints").exists()
 
@@ -584,6 +564,3 @@ def test_the_text_that_is_shown_has_its_own_temperature(tmp_path, text, capsys):
     want, = sample.generate(params, [ids[:4]], config.network, 6, temperature=0)
     assert found.tolist() == want
     assert "--sample_temperature -1" in refused(capsys, "--sample_temperature", -1)
-    assert "--sample_temperature 0.5: no effect on pairs" in refused(
-        capsys, "--sample_temperature", 0.5, "--model", "transformer", "--encoder_layers", 1,
-        "--source_len", 8, "--out", tmp_path / "out", "--data", text)

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from tests.common import command, peer, refused
-from zigzag.core.errors import ConfigError
+from tests.common import command, peer, refused, refuses, succeeds
 from zigzag.run import plots
 
 
@@ -21,7 +20,7 @@ def runs(tmp_path):
                  "tokens_per_second": 5000 + at} for at in range(1, steps + 1)]
         if name == "b":
             for row in rows:
-                row["expert_load"] = [[0.2, 0.8], [0.5, 0.5]]
+                row |= {"expert_load": [[0.2, 0.8], [0.5, 0.5]], "mfu": None, "empty": []}
         rows[10]["loss"] = None         # (not finite)
         rows.insert(50, {"step": 50, "eval_loss": 3.5, "train_loss": 3.6, "right": 0.25})
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -31,7 +30,7 @@ def runs(tmp_path):
 
 def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     """A curve upside down, or stretched over the width of another run; a line that is being
-    written, and ends in a traceback; experts whose load has no panel."""
+    written, and ends in a traceback; experts whose load has no panel; one for null."""
     plots.draw([str(runs / "a"), str(runs / "b")])
     text = capsys.readouterr().out
     first, second, *_ = text.splitlines()
@@ -58,18 +57,11 @@ def test_a_picture_is_written_by_matplotlib(runs, capsys, monkeypatch):
     content = (runs / "both.png").read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) > 20_000
     assert "are in " in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--save .*both.xyz: .*not supported"):
+    with refuses("--save .*both.xyz: .*not supported"):
         plots.draw(names, str(runs / "both.xyz"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="--save b.png needs .*pip install matplotlib"):
+    with refuses("--save b.png needs .*pip install matplotlib"):
         plots.draw(names, "b.png")
-
-
-def test_numbers_of_a_row():
-    """A list, or null, that cannot be drawn."""
-    assert plots.numbers_of({"step": 3, "loss": 2, "mfu": None, "expert_load": [
-        [0.25, 0.75], [0.5, 0.5]], "empty": []}) == {
-            "loss": 2.0, "expert_load/smallest": 0.25, "expert_load/largest": 0.75}
 
 
 def test_what_cannot_be_drawn_is_refused(runs, capsys):
@@ -84,8 +76,7 @@ def test_a_chart_needs_no_jax(runs):
     """Seconds of waiting for a compiler that draws nothing, or a device that a run has."""
     (runs / "jax.py").write_text("raise SystemExit('jax is imported')\n")
     path = os.pathsep.join(filter(None, [str(runs), os.environ.get("PYTHONPATH")]))
-    done = command("--plot", runs / "b", env={"PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr
+    done = succeeds("--plot", runs / "b", env={"PYTHONPATH": path})
     assert done.stdout.startswith(f"* {runs / 'b'}: step 50") and "+---" in done.stdout
     done = command("--plot", runs / "b", "--steps", 3)
     assert done.returncode == 2 and "--steps is not an option" in done.stderr
