@@ -30,6 +30,7 @@ from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
+from zigzag.core.mesh import shardings
 from zigzag.disk.batches import place_batch
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks
@@ -121,6 +122,20 @@ class net:
     init, weight_specs, weight_shapes = map(_named, ("init", "weight_specs", "weight_shapes"))
     parameters, batch_shapes = _named("parameters"), _named("batch_shapes")
     plan_weights = _named("plan_weights")
+
+
+def placed(params, config, mesh):
+    """These weights as a mesh has them; as they are if there is none."""
+    if not mesh:
+        return params
+    mesh = mesh_of(mesh)
+    return jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
+
+
+def far_apart(config, times=3, seed=0):
+    """First weights, so many times as large: few ids are nearly as likely as others."""
+    params = jax.jit(functools.partial(net.init, config))(jax.random.key(seed))
+    return jax.tree.map(lambda w: times * w, params)
 
 
 def gradients_of(config, mesh, batch, weights=None):

@@ -11,11 +11,10 @@ import pytest
 
 import networks
 import sample
-from tests.common import ends, full, hosts, net, slow
-from tests.helpers import learn, make, mesh_of
+from tests.common import ends, far_apart, full, hosts, net, placed, slow
+from tests.helpers import learn, make
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import shardings
 from zigzag.generate import decoding, passes
 from zigzag.generate.engine import mesh_of_weights
 from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
@@ -30,22 +29,16 @@ def trained():
 
 
 @pytest.mark.full
-def test_greedy_is_the_argmax_without_a_cache(trained):
+def test_greedy_and_drawn_ids_are_those_of_the_short_loops(trained):
     """A cache read at the slot that is about to be filled; padding that is seen."""
     params, config = trained
     got = sample.generate(params, PROMPTS, config, tokens=8, temperature=0)
     drawn = sample.generate(params, PROMPTS, config, tokens=8, temperature=1.5, seed=7)
-    forward = jax.jit(lambda row: net.forward(params, row, config))
     for prompt, new, other in zip(PROMPTS, got, drawn):
-        row = list(prompt)
-        for _ in range(8):      # what lies after a token cannot change its logits
-            logits = forward(jnp.asarray([row + [0] * (20 - len(row))]))
-            row.append(int(jnp.argmax(logits[0, len(row) - 1])))
-        assert new == row[len(prompt):] == sample.generate_slowly(params, prompt, config, 8, 0)
-        assert new == sample.generate_simply(params, prompt, config, 8, 0)
-        if len(row) <= config.seq_len:      # (where the context is full, generate drops its half)
-            assert other == sample.generate_slowly(params, prompt, config, 8, 1.5, seed=7)
-            assert other == sample.generate_simply(params, prompt, config, 8, 1.5, seed=7)
+        for generate in sample.generate_slowly, sample.generate_simply:
+            assert new == generate(params, prompt, config, 8, 0)
+            if len(prompt) + 8 <= config.seq_len:   # (where it is full, generate drops its half)
+                assert other == generate(params, prompt, config, 8, 1.5, seed=7)
     assert got[0][:4] == [5, 6, 7, 8], "it has learned to count"
 
 
@@ -59,12 +52,8 @@ def in_all_ways(params, config):
             sample.beam_search(params, PROMPTS[:2], config, 3, 5, eos=7))
 
 
-def placed(params, config, mesh):
-    return jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
-
-
 def assert_generates_the_same(params, config, mesh, want):
-    greedy, sampled, beams = in_all_ways(placed(params, config, mesh_of(mesh)), config)
+    greedy, sampled, beams = in_all_ways(placed(params, config, mesh), config)
     assert greedy == want[0]
     assert sampled == want[1]
     for got_beams, want_beams in zip(beams, want[2], strict=True):
@@ -89,16 +78,13 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
 
 @pytest.mark.parametrize("mesh, changes", [
     slow("tensor=4", dict(heads=6, kv_heads=2, head_dim=8)),
-    slow("tensor=2", dict(heads=6, kv_heads=3, head_dim=8, parallel_block=True)),
-    slow("tensor=4", dict(heads=4, kv_heads=2)),
-    slow("expert=2,tensor=2", dict(experts=4, shared_experts=1))])
+    slow("tensor=2", dict(heads=6, kv_heads=3, head_dim=8, parallel_block=True))])
 @pytest.mark.full
 def test_generation_of_other_models_is_the_same_on_a_mesh(mesh, changes):
     """A cache with other heads than the keys that are written to it, if tensor does not divide
     them."""
     config = make(**changes)
-    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
-    params = jax.device_get(jax.tree.map(lambda w: 3 * w, params))      # (so that few ids are near)
+    params = far_apart(config)
     assert_generates_the_same(params, config, mesh, in_all_ways(params, config))
 
 
@@ -108,8 +94,7 @@ def test_generation_of_other_models_is_the_same_on_a_mesh(mesh, changes):
 def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     """A cache with all heads, or all tokens, on every device: tensor would save no memory."""
     config = make(**changes)
-    params = placed(jax.jit(lambda key: net.init(config, key))(jax.random.key(0)), config,
-                    mesh_of(mesh))
+    params = placed(net.init(config, jax.random.key(0)), config, mesh)
     with mesh_of_weights(params):
         rows = prompt_arrays(networks.network_of(config), [[1], [2]], config, 16, None)
         cache = passes.new_cache(sample.engine_of(config), sample.for_decoding(params, config),
@@ -304,8 +289,7 @@ def decode_program(params, config, prompts):
 def test_the_cache_is_donated(trained, mesh):
     """A cache that is copied in each call: twice the memory."""
     params, config = trained
-    params = placed(params, config, mesh_of(mesh)) if mesh else params
-    compiled, cache = decode_program(params, config, PROMPTS)
+    compiled, cache = decode_program(placed(params, config, mesh), config, PROMPTS)
     assert "input_output_alias" in compiled.as_text()
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache))
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
@@ -324,7 +308,7 @@ def test_a_cpus_loop_does_not_copy_the_cache(trained, rows):
 def test_a_single_row_on_each_device(trained):
     """An update of the cache of one row that a shard_map refuses, or that differs there."""
     params, config = trained
-    on = placed(params, config, mesh_of("data=2,tensor=2"))
+    on = placed(params, config, "data=2,tensor=2")
     for prompts in (PROMPTS[3:], PROMPTS[:2]):
         got = [sample.generate(p, prompts, config, 6, 0) for p in (params, on)]
         assert got[0] == got[1]
@@ -416,20 +400,17 @@ def test_bad_options_are_refused(trained, options, words):
 def test_what_is_too_much_is_refused(trained):
     """A beam without a first id; a prompt that is silently cut for a beam search."""
     params, config = trained
-    for beams in (0, 62):
-        with pytest.raises(ConfigError, match=f"beams {beams}, .* expected 1 to 61 beams"):
-            sample.beam_search(params, [[1]], config, beams)
-    with pytest.raises(ConfigError, match="a prompt of 17 tokens .* the model's context has 16"):
-        sample.beam_search(params, [[1] * 17], config)
     assert sample.generate(params, [[1], [2]], config, tokens=0) == [[], []]
-    for call, words in (
-            (lambda: sample.beam_search(params, [[1]], config, tokens=0), "tokens 0"),
-            (lambda: sample.beam_search(params, [[1]], config, length_penalty=np.nan), "nan"),
-            (lambda: sample.beam_search(params, [[1]], config, early_stop="x"), "'never'"),
-            (lambda: sample.score(params, [[1, 2]], change(config, seq_len=1)),
-             "at least 2")):
+    for prompt, options, words in (
+            ([1], dict(beams=0), "beams 0, .* expected 1 to 61 beams"),
+            ([1], dict(beams=62), "beams 62, .* expected 1 to 61 beams"),
+            ([1] * 17, {}, "a prompt of 17 tokens .* the model's context has 16"),
+            ([1], dict(tokens=0), "tokens 0"), ([1], dict(length_penalty=np.nan), "nan"),
+            ([1], dict(early_stop="x"), "'never'")):
         with pytest.raises(ConfigError, match=words):
-            call()
+            sample.beam_search(params, [prompt], config, **options)
+    with pytest.raises(ConfigError, match="at least 2"):
+        sample.score(params, [[1, 2]], change(config, seq_len=1))
 
 
 def test_ends_that_are_no_ids_of_the_model_end_nothing(trained):
@@ -443,7 +424,7 @@ def test_ends_that_are_no_ids_of_the_model_end_nothing(trained):
     assert len(best[0]) == 6
 
 
-@pytest.mark.parametrize("length_penalty", [-100.0, -9.0, 100.0])
+@pytest.mark.parametrize("length_penalty", [-100.0, 100.0])
 def test_beams_of_any_length_penalty_are_there(trained, length_penalty):
     """Beams that are lost because their scores are below that of a beam that does not exist."""
     params, config = trained
@@ -473,8 +454,7 @@ def written_without_a_cache(params, config, prompt, tokens):
 def moved(request):
     """Weights that never write the same id for long, with a context of 16."""
     config = make(seq_len=16, **request.param)
-    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(1))
-    return jax.tree.map(lambda w: 3 * w, params), config
+    return far_apart(config, seed=1), config
 
 
 LONG = [[3, 4, 5], list(range(20, 36)), [7], list(range(30, 55))]
@@ -502,8 +482,7 @@ def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
     params, config = moved
     for options in (dict(temperature=0), dict(temperature=0.8, seed=3, repetition_penalty=1.2)):
         want = sample.generate(params, LONG, config, 40, **options)
-        assert sample.generate(placed(params, config, mesh_of(mesh)), LONG, config, 40, **options
-                               ) == want
+        assert sample.generate(placed(params, config, mesh), LONG, config, 40, **options) == want
         alone, = sample.generate(params, LONG[:1], config, 40, **options)
         assert alone == want[0]
 
