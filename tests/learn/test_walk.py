@@ -49,7 +49,7 @@ def test_a_block_with_tensor(capsys):
 
 
 @pytest.mark.parametrize("mesh", [
-    "data=2,tensor=4", full("data=4,tensor=2"), full("fsdp=4,tensor=2"),
+    "data=2,tensor=4", full("fsdp=4,tensor=2"),
     full("data=2,tensor=2,pipe=2 --microbatches 2")])
 def test_what_a_block_sends_is_what_the_formula_says(mesh):
     """A collective that is counted twice, or is missing: of a layer over tensor 8 (n-1)/n X, and

@@ -17,8 +17,7 @@ from zigzag.run.plan import compiled
 from zigzag.weights.network import Computed
 
 CASES = [
-    full("tensor=2", {}), ("tensor=4", dict(remat="full")),
-    full("tensor=8", dict(heads=8)),
+    ("tensor=4", dict(remat="full")),
     full("tensor=3", dict(seq_len=24, heads=12, d_model=48, d_ff=96)),
     full("tensor=4", dict(remat="selective")),
     full("fsdp=2,tensor=4", dict(biases="mlp", fsdp_min=64)),
