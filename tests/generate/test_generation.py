@@ -49,26 +49,32 @@ def compiled_forward(config):
     return jax.jit(functools.partial(net.forward, config=config))
 
 
+def logits_of(params, config, texts, length, given=None):
+    """The logits of forward, which has no cache, for texts that are padded to this length."""
+    tokens = np.zeros((len(texts), length), np.int32)
+    for row, ids in zip(tokens, texts):
+        row[:len(ids)] = ids
+    return np.asarray(compiled_forward(config)(params, tokens, **(given or {})))
+
+
 def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5):
-    """Assert that each new id is the likeliest by forward, which has no cache (up to rounding), and
-    that its log-probability is forward's."""
+    """Assert that each new id is the likeliest by forward (up to rounding), and that its
+    log-probability is forward's."""
     P = padded_length(max(map(len, prompts)))
     new = max(len(ids) for ids, _ in found)
-    length = max(len(p) + len(ids) for p, (ids, _) in zip(prompts, found))
+    texts = [p + ids for p, (ids, _) in zip(prompts, found)]
+    length = max(map(len, texts))
     if config.rope_scaling:     # (some scalings depend on the length)
         length = networks.network_of(config).decoding_length(
             config, P + new, P + padded_length(new)) or config.seq_len
-    tokens = np.zeros((len(prompts), length), np.int32)
-    for row, prompt, (ids, _) in zip(tokens, prompts, found):
-        row[:len(prompt) + len(ids)] = [*prompt, *ids]
-    logits = np.asarray(compiled_forward(config)(params, tokens, **(given or {})))
+    logits = logits_of(params, config, texts, length, given)
     for row, prompt, (ids, logs) in zip(logits, prompts, found):
         here = row[len(prompt) - 1:len(prompt) - 1 + len(ids)]
-        chosen = np.take_along_axis(here, np.array(ids)[:, None], 1)[:, 0]
-        worst = (here.max(-1) - chosen).max() / np.abs(here).max()
+        chosen, size = here[np.arange(len(ids)), ids], np.abs(here).max()
+        worst = (here.max(-1) - chosen).max() / size
         assert worst <= near, (worst, ids, here.argmax(-1).tolist())
-        want = np.take_along_axis(np.asarray(jax.nn.log_softmax(here)), np.array(ids)[:, None], 1)
-        np.testing.assert_allclose(logs, want[:, 0], atol=10 * near * np.abs(here).max())
+        np.testing.assert_allclose(logs, chosen - jax.nn.logsumexp(here, -1),
+                                   atol=10 * near * size)
 
 
 def assert_writes_as_forward(name, mesh=""):
@@ -157,10 +163,7 @@ def test_a_window_rolls_at_the_real_size():
 
 def log_probabilities(params, config, texts, given=None):
     """For each text, the log-probabilities of its ids after the first, by forward."""
-    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
-    for row, ids in zip(tokens, texts):
-        row[:len(ids)] = ids
-    logits = compiled_forward(config)(params, tokens, **(given or {}))
+    logits = logits_of(params, config, texts, max(map(len, texts)), given)
     logs = np.asarray(jax.nn.log_softmax(logits))
     return [logs[row, np.arange(len(ids) - 1), ids[1:]] for row, ids in enumerate(texts)]
 

@@ -116,14 +116,6 @@ def test_the_loss_in_chunks(mesh, changes, monkeypatch):
     assert_same_on(mesh, **changes)
 
 
-@pytest.mark.parametrize("mesh, changes", [
-    ("tensor=2", {}), slow("seq=2,tensor=2", {}), slow("pipe=2,tensor=2", dict(microbatches=2)),
-    slow("pipe=2,seq=2,tensor=2", dict(microbatches=4, schedule="1f1b"))])
-def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
-    """A device that uses the dropout mask of the sequence's beginning instead of its own time's."""
-    assert_same_on(mesh, dropout=0.3, **changes)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("mesh, changes", [
     slow("tensor=2", dict(seq_len=17)), slow("expert=2,tensor=2", dict(shared_experts=1)),
