@@ -34,7 +34,7 @@ from zigzag.core.mesh import shardings
 from zigzag.disk.batches import place_batch
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks
-from zigzag.run.plan import resolve_dtype
+from zigzag.run.plan import compiled, resolve_dtype
 
 
 def peer(name):
@@ -153,6 +153,19 @@ def gradients_of(config, mesh, batch, weights=None):
             state, metrics = program.step(state, placed)
             after = jax.device_get(state["params"])
     return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])
+
+
+def temporaries(config, mesh):
+    """The bytes of a compiled step beside its arguments and results."""
+    return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
+
+
+def assert_same_update(got, want, rounding=1e-7):
+    """Assert that gradients are equal up to rounding, leaf by leaf, where some are those of
+    gradients_of: p - (p - g) in float32, so that each element carries the rounding of p."""
+    for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
+        slack = 1e-5 * np.linalg.norm(b) + rounding * np.sqrt(b.size)
+        assert np.linalg.norm(a - b) < slack, path
 
 
 @contextlib.contextmanager

@@ -158,6 +158,19 @@ def test_a_window_rolls_at_the_real_size():
     assert_teacher_forced(params, config, prompts, found, near=1e-4)
 
 
+def steps_of(monkeypatch):
+    """A list of (rows, steps) of each call of the compiled loop from now on."""
+    steps, decode = [], passes.decode
+
+    def spy(*given):
+        found = decode(*given)
+        steps.append((len(found["ids"]), int(found["written"])))
+        return found
+
+    monkeypatch.setattr(passes, "decode", spy)
+    return steps
+
+
 # -------------------------------------------------------------------------------------------
 # Log-probabilities
 

@@ -13,6 +13,7 @@ import pytest
 import networks
 import sample
 from tests.common import ends, far_apart, full, hosts, net, placed, slow
+from tests.generate.test_generation import steps_of
 from tests.helpers import learn, make
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -249,19 +250,11 @@ def test_a_sampling_and_its_fields_by_name_are_the_same(trained):
 def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
     """A loop that runs for all --tokens although all rows have ended, or that ends with the first
     row."""
-    greedy, ends = trained.generate(PROMPTS, 40, 0), []
-    decode = passes.decode
-
-    def spy(*args):
-        found = decode(*args)
-        ends.append(int(found["written"]))
-        return found
-
-    monkeypatch.setattr(passes, "decode", spy)
+    greedy, steps = trained.generate(PROMPTS, 40, 0), steps_of(monkeypatch)
     stop = [greedy[0][2], greedy[1][5], greedy[2][4], greedy[3][3]]
     got = trained.generate(PROMPTS, 40, 0, stop=stop)
     assert got == [list(cut_at_end(stop, ids)) for ids in greedy]
-    assert ends == [1 + max(map(len, got))], "with its end"
+    assert [count for _, count in steps] == [1 + max(map(len, got))], "with its end"
 
 
 def decode_program(params, config, prompts):
@@ -325,7 +318,6 @@ def test_a_text_ends_an_answer(trained):
 # Many prompts
 
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
-SEEDS = list(range(13))
 
 
 # The same in several processes, each of which writes its results to a file.
@@ -346,17 +338,16 @@ with open(f"{config.out}/by-{config.process_id}.json", "w") as file:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", ["data=2,tensor=2"])
-def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
+def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path):
     """A process with the texts of only its own rows, or that waits for ever for the other's."""
     config = make(steps=60, out=str(tmp_path / "run"), save_every=60)
     params = jax.device_get(learn(config)[1].params)
     file = tmp_path / "two.py"
     file.write_text(IN_PROCESSES)
-    results = ends(hosts(2, "--mesh", mesh, "--out", config.out, file=file))
+    results = ends(hosts(2, "--mesh", "data=2,tensor=2", "--out", config.out, file=file))
     assert [status for status, *_ in results] == [0, 0], results
     want = [sample.generate(params, THIRTEEN, config, 8, **options)
-            for options in (dict(temperature=0), dict(temperature=1.5, seed=SEEDS))]
+            for options in (dict(temperature=0), dict(temperature=1.5, seed=list(range(13))))]
     for i in range(2):
         found, scores = json.loads((tmp_path / f"run/by-{i}.json").read_text())
         assert found == want
@@ -369,7 +360,7 @@ def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path, mesh):
 @pytest.mark.parametrize("options, words", [
     (dict(tokens=-1), "tokens -1, batch 64: must be at least 0"), (dict(batch=0), "batch 0: must"),
     (dict(seed=[1]), "2 prompts and 1 seeds"), (dict(seed=[1, 2, 3]), "2 prompts and 3 seeds"),
-    (dict(source=[[1]]), "no encoder"), (dict(stop=["a"]), "needs the tokenizer"),
+    (dict(stop=["a"]), "needs the tokenizer"),
     (dict(temperature=-1), "temperature=-1"), (dict(top_p=0), "top_p=0"),
     (dict(min_p=2), "min_p=2"), (dict(top_k=-1), "top_k=-1"),
     (dict(repetition_penalty=0), "repetition_penalty=0.*must be 0 or more")], ids=str)

@@ -180,8 +180,7 @@ def test_a_prompt_near_the_end_of_the_positions_cuts_no_other(capsys, monkeypatc
     given_input(monkeypatch, b"1\n2\n" + b"x" * 36 + b"\n3\n")
     records = map(json.loads, sampled(capsys, "--json", "--tokens", 9, "--stop_at_context"
                                       ).splitlines())
-    assert [(r["tokens"], r["stopped"]) for r in records] == [
-        (9, "length"), (9, "length"), (9, "length"), (9, "length")]
+    assert [(r["tokens"], r["stopped"]) for r in records] == [(9, "length")] * 4
     assert all(options["stop_at_context"] for _, options in fake.seen)
     given_input(monkeypatch, b"1\n2\n" + b"x" * 36 + b"\n3\n")
     fake.seen.clear()
@@ -370,8 +369,6 @@ def test_chat_takes_prompts_as_messages(capsys, monkeypatch, tmp_path):
     assert rows == [["u:one;a:"], [f"s:S;u:{text};a:" for text in ("one", "two", "one")],
                     ["u:two;a:"]]
     assert fake.seen[1][1]["seed"] == [0, 0, 1]
-    assert "refuses these messages (no)" in refused(
-        capsys, "--chat", "--prompt", "fail", main=sample.main)
 
 
 def test_what_was_said_before_ctrl_c_is_remembered(capsys, monkeypatch, tmp_path):

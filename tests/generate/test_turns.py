@@ -7,7 +7,7 @@ import pytest
 
 import sample
 from tests.common import far_apart, full, placed
-from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks
+from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks, steps_of
 from tests.helpers import make
 from zigzag.commands import sampling
 from zigzag.core.flags import change
@@ -80,10 +80,9 @@ def test_families_write_what_forward_says(small_chunks, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["dynamic", "linear"])
-def test_scaled_positions_are_those_of_a_prompt_alone(kind):
+def test_scaled_positions_are_those_of_a_prompt_alone():
     """A long prompt whose length scales the positions of all that are answered beside it."""
-    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32}
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
     params, config = made(seq_len=96, rope_scaling=json.dumps(scaling), rope_theta=10.0)
     prompts = prompts_of(config, 12, 60)
     options = dict(tokens=9, temperature=0.0, logprobs=True)
@@ -118,15 +117,7 @@ def test_ids_are_the_same_on_a_mesh(mesh, changes):
 def test_no_row_waits_for_the_longest(monkeypatch):
     """Rows that stay empty while prompts wait."""
     params, config = made(seq_len=128)
-    prompts, steps = prompts_of(config, 64), []
-    decode = passes.decode
-
-    def spy(*given):
-        found = decode(*given)
-        steps.append((len(found["ids"]), int(found["written"])))
-        return found
-
-    monkeypatch.setattr(passes, "decode", spy)
+    prompts, steps = prompts_of(config, 64), steps_of(monkeypatch)
     found = sample.generate(params, prompts, config, 60, 1.0, stop=[3, 5, 8], batch=8)
     lengths = [len(ids) for ids in found]
     in_batches = sum(8 * max(lengths[at:at + 8]) for at in range(0, 64, 8))

@@ -15,14 +15,22 @@ from jax.sharding import PartitionSpec as P
 
 import sample
 import shard
-from tests.common import full, gradients_of, in_float64, mean_loss, net, slow
-from tests.helpers import assert_same_gradient, batch_of, make, mesh_of, program_of
+from tests.common import (
+    assert_same_update,
+    full,
+    gradients_of,
+    in_float64,
+    mean_loss,
+    net,
+    slow,
+    temporaries,
+)
+from tests.helpers import batch_of, make, mesh_of, program_of
 from zigzag.core.flags import change
 from zigzag.measure import hlo
 from zigzag.parallel import attention, ring_kernel
 from zigzag.parallel.attention import block_ends, kernel_name
 from zigzag.run import loop
-from zigzag.run.plan import compiled
 
 # -------------------------------------------------------------------------------------------
 # In blocks
@@ -82,13 +90,10 @@ def test_scores_are_not_kept_for_the_backward_pass(monkeypatch, remat):
     """A layer's --remat, which keeps what attention meant to compute again."""
     monkeypatch.setattr(attention, "SCORES", 2**16)
 
-    def temporaries(layers):
-        config = make(layers=layers, seq_len=512, batch=4, heads=4, kernel="off", remat=remat,
-                      fsdp_min=1)
-        return compiled(program_of(config, "fsdp=4")).memory_analysis().temp_size_in_bytes
-
+    few, many = (temporaries(make(layers=layers, seq_len=512, batch=4, heads=4, kernel="off",
+                                  remat=remat, fsdp_min=1), "fsdp=4") for layers in (2, 6))
     scores = 4 * 512 * 512      # of a row and its heads, in one layer
-    assert (temporaries(6) - temporaries(2)) / 4 < scores * 4 / 2
+    assert (many - few) / 4 < scores * 4 / 2
 
 
 # -------------------------------------------------------------------------------------------
@@ -159,21 +164,20 @@ def with_documents(config):
     rng, T = np.random.default_rng(0), config.seq_len
     batch = batch_of(config)
     batch["segments"] = np.sort(rng.integers(0, 3, (config.batch, T)), 1).astype(np.int32)
-    starts = [[np.flatnonzero(row == s)[0] for s in row] for row in batch["segments"]]
-    batch["positions"] = (np.arange(T) - np.array(starts)).astype(np.int32)
+    starts = [np.searchsorted(row, row) for row in batch["segments"]]
+    batch["positions"] = (np.arange(T) - starts).astype(np.int32)
     return batch
 
 
-def has_kernel(name, block=1):
-    """A kernel_name that returns this kernel on any mesh, for a time in whole blocks."""
+def give_kernel(monkeypatch, name="splash", block=1, kernel=None):
+    """Every mesh has a kernel of this name, for a time in whole blocks: this one, or its own."""
     def kernel_name(dtype, time, width, mesh=None, softcap=False, numbers=0):
         mesh = mesh or jax.sharding.get_abstract_mesh()
         return name if mesh.shape and time % block == 0 else ""
-    return kernel_name
 
-
-def give_kernel(monkeypatch, name, block=1):
-    monkeypatch.setattr(attention, "kernel_name", has_kernel(name, block))
+    monkeypatch.setattr(attention, "kernel_name", kernel_name)
+    if kernel:
+        monkeypatch.setattr(attention, "_splash", kernel)
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -206,8 +210,7 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
         calls.append(q.shape)
         return one_kernel(q, k, v, known)
 
-    monkeypatch.setattr(attention, "_splash", kernel)
-    give_kernel(monkeypatch, "splash")
+    give_kernel(monkeypatch, kernel=kernel)
     got = gradients_of(config, mesh, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), got, want)
     assert bool(calls) == ("seq" not in mesh)
@@ -231,8 +234,7 @@ def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times)
         calls.append(q.shape)
         return one_kernel(q, k, v, known)
 
-    monkeypatch.setattr(attention, "_splash", kernel)
-    give_kernel(monkeypatch, "splash")
+    give_kernel(monkeypatch, kernel=kernel)
     with jax.set_mesh(mesh_of("")):
         jax.eval_shape(lambda p: run(p, batch_of(config), config),
                        net.init(config, jax.random.key(0)))
@@ -268,7 +270,7 @@ def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
         return make_one(*args, **options, interpret=True)
 
     monkeypatch.setattr(splash, "make_splash_mha_single_device", interpreted)
-    give_kernel(monkeypatch, "splash")
+    give_kernel(monkeypatch)
     got = gradients_of(config, mesh, batch)
     assert calls and "splash" in loop.describe_attention(program_of(config, mesh).plan)
     # (Float32 sums of thousands of terms, in another order.)
@@ -276,9 +278,13 @@ def test_a_tpus_kernel_finds_what_the_formula_does(monkeypatch, mesh, changes):
                  got, want)
 
 
+DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (2, 16)), 1)
+
+
 @pytest.mark.parametrize("known", [
-    {}, dict(causal=False), dict(window=5), dict(documents=True, causal=False),
-    dict(window=5, local=False), dict(documents=True, window=5, local=True)], ids=str)
+    {}, dict(causal=False), dict(window=5), dict(documents=DOCUMENTS, causal=False),
+    dict(window=5, local=np.array(False)),
+    dict(documents=DOCUMENTS, window=5, local=np.array(True))])
 def test_cudnn_is_told_what_the_formula_knows(monkeypatch, known):
     """A GPU on which documents see each other, or a window that is one key too long. (jax's own
     formula with the same arguments stands for cuDNN.)"""
@@ -289,12 +295,10 @@ def test_cudnn_is_told_what_the_formula_knows(monkeypatch, known):
         return plain(*args, implementation="xla", **given)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
-    documents = jnp.asarray(np.sort(rng.integers(0, 3, (2, 16)), 1))
-    known = attention.Known(**{name: documents if name == "documents" else jnp.asarray(value)
-                               if name == "local" else value for name, value in known.items()})
+    known = attention.Known(**known)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 16, heads, 8))) for heads in (4, 2, 2))
     slots = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    info = attention.Token(slots, slots, documents if known.documents is not None else 0 * slots)
+    info = attention.Token(slots, slots, 0 * slots if known.documents is None else DOCUMENTS)
     want, _ = attention.self_attention(None, None, 4, known)(q, k, v, attention.both(info, info))
     np.testing.assert_allclose(attention._cudnn(q, k, v, known), want, rtol=1e-5, atol=1e-6)
 
@@ -334,7 +338,7 @@ def test_a_rings_kernel_sees_what_the_ring_does_not_skip(monkeypatch, causal):
     """Attention that is causal by its mask, or by its kernel, alone: keys that are not skipped, and
     are seen."""
     monkeypatch.setattr(ring_kernel, "attend_to", None)
-    give_kernel(monkeypatch, "splash")
+    give_kernel(monkeypatch)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 2, 8)))
     slots = jnp.arange(8)[None]
 
@@ -374,7 +378,7 @@ def test_documents_stay_apart(mesh):
     want_value, want = jax.jit(jax.value_and_grad(mean_loss(net.loss, config)))(
         net.init(config, jax.random.key(0)), plain)
     assert value == pytest.approx(float(want_value), rel=2e-6)
-    assert_same_gradient(got, want)
+    assert_same_update(got, want)
 
 
 # -------------------------------------------------------------------------------------------
@@ -436,7 +440,7 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
     """A start that announces a kernel where the code forbids it (values of another width, say), a
     ring that does not exist, or only one of a network's attentions. The text is compared with what
     the traced step does."""
-    give_kernel(monkeypatch, "splash")
+    give_kernel(monkeypatch, kernel=one_kernel)
     program, traced = program_of(make(**changes), mesh), set()
 
     def spy(name, note, module=attention):
@@ -457,7 +461,6 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
     spy("causal_ring", lambda *_: RING, shard)
     spy("ring", lambda *_: ALL, shard)
     spy("in_blocks", lambda *_: "in blocks")
-    monkeypatch.setattr(attention, "_splash", one_kernel)
     with jax.set_mesh(program.mesh):
         program.step.trace(program.state, program.batch)
     said = loop.describe_attention(program.plan)
@@ -471,7 +474,7 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
 def test_a_start_counts_the_tokens_of_a_device(monkeypatch, time, has_one):
     """A start that announces the kernel of a ring for the whole time, which a device's part of it
     does not fit."""
-    give_kernel(monkeypatch, "splash", block=8)
+    give_kernel(monkeypatch, block=8)
     said = loop.describe_attention(program_of(make(seq_len=time), "seq=2").plan)
     assert ("kernel" in said) == has_one
 
@@ -482,6 +485,6 @@ def test_a_start_counts_the_tokens_of_a_device(monkeypatch, time, has_one):
 def test_an_edit_of_the_plain_decoder_changes_what_is_said(monkeypatch, edit):
     """A start that still announces the kernel after an edit of model.block with mask= or
     scores=."""
-    give_kernel(monkeypatch, "splash")
+    give_kernel(monkeypatch)
     monkeypatch.setattr(shard, "self_attend", functools.partial(shard.self_attend, **edit))
     assert "in blocks" in loop.describe_attention(program_of(make(), "data=2").plan)

@@ -10,13 +10,12 @@ import pytest
 
 import model
 import shard
-from tests.common import assert_same_on, full, slow
+from tests.common import assert_same_on, full, slow, temporaries
 from tests.helpers import batch_of, build, learn, make, mesh_of, program_of
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.disk.batches import place_batch
 from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
-from zigzag.run.plan import compiled
 
 INTERLEAVED = dict(schedule="interleaved", chunks=2)
 
@@ -69,21 +68,19 @@ def test_a_pipelines_gradients_are_the_formulas(mesh, changes):
 # -------------------------------------------------------------------------------------------
 # Memory
 
-def temporaries(config, mesh="pipe=4"):
-    return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
-
-
-def of_microbatches(count, **changes):
-    return make(batch=2 * count, microbatches=count, seq_len=32, d_model=64, **changes)
+def kept(count, **changes):
+    """The temporaries of a step with so many microbatches."""
+    return temporaries(make(batch=2 * count, microbatches=count, seq_len=32, d_model=64,
+                            **changes), "pipe=4")
 
 
 @pytest.mark.full
 def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
     """A schedule that is 1F1B only by name, and keeps every microbatch until the last has gone
     forward, as GPipe does. (Read from the compiled programs.)"""
-    few, many = (temporaries(of_microbatches(n, layers=4, schedule="1f1b")) for n in (8, 32))
+    few, many = (kept(n, layers=4, schedule="1f1b") for n in (8, 32))
     assert many < 1.02 * few            # the ids of 48 rows more
-    assert temporaries(of_microbatches(32, layers=4, schedule="gpipe")) > 2 * many
+    assert kept(32, layers=4, schedule="gpipe") > 2 * many
 
 
 @pytest.mark.parametrize("schedule", [slow(dict(schedule="gpipe")), slow(INTERLEAVED)])
@@ -91,14 +88,12 @@ def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
 def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
     """A copy of the stage's weights saved in every tick, whatever --remat says: an outer checkpoint
     policy overrides inner ones, and a branch saves all of its inputs."""
-    def kept(count, remat):
-        return temporaries(of_microbatches(count, layers=8, remat=remat, **schedule))
-
     layers = 2 * 2 * 32 * 64 * 4        # the inputs of a stage's layers, for one microbatch
-    full = kept(8, "full")
-    more = (kept(32, "full") - full) / 24
+    full, selective, none = (kept(8, layers=8, remat=remat, **schedule)
+                             for remat in ("full", "selective", "none"))
+    more = (kept(32, layers=8, remat="full", **schedule) - full) / 24
     assert more < 4 * layers * schedule.get("chunks", 1)
-    assert full < kept(8, "selective") / 1.5 < kept(8, "none") / 3
+    assert full < selective / 1.5 < none / 3
 
 
 # -------------------------------------------------------------------------------------------
@@ -162,13 +157,6 @@ def test_layers_that_do_not_divide_into_stages_are_refused():
         program = program_of(make(layers=6, **INTERLEAVED), "pipe=2")
         with jax.set_mesh(program.mesh):
             program.step.trace(program.state, program.batch)
-
-
-def test_zigzag_order_gives_each_device_an_early_and_a_late_part():
-    """A device with only late queries would have most of the work."""
-    assert shard.zigzag_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    order = shard.zigzag_order(32, 4).reshape(4, 8)
-    assert np.ptp(order.sum(1)) == 0
 
 
 # -------------------------------------------------------------------------------------------
