@@ -77,8 +77,7 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
     """Ids chosen from only a device's own part of the vocabulary; the last position of a part taken
     for the last one; another device's rows or keys; one row on each device, whose update of the
     cache a shard_map refuses. (8 devices divide neither 4 heads nor 4 rows.)"""
-    params, config = trained
-    greedy, drawn, beams = in_all_ways(placed(params, config, mesh), config)
+    greedy, drawn, beams = in_all_ways(placed(*trained, mesh), trained.config)
     assert greedy == generated[0]
     assert drawn == generated[1]
     for got, want in zip(beams, generated[2], strict=True):
@@ -175,8 +174,8 @@ def test_generate_draws_from_that_distribution(trained):
     """Rows with equal random numbers, or with numbers that depend on each other's."""
     params, config = trained
     options = dict(temperature=1.7, top_k=12, top_p=0.95, repetition_penalty=1.3)
-    ids = [new for seed in range(4) for new, in sample.generate(
-        params, [[1, 2]] * 5000, config, 1, **options, seed=seed)]
+    ids = [new for seed in range(4)
+           for new, in trained.generate([[1, 2]] * 5000, 1, **options, seed=seed)]
     logits = net.forward(params, jnp.asarray([[1, 2]]), config)[0, -1]
     assert_drawn_from(filtered(logits, decoding.Sampling(**options), [1, 2]), np.array(ids))
 
@@ -198,18 +197,16 @@ def test_a_text_follows_from_its_prompt_and_its_seed(trained):
 
 def test_prompts_up_to_a_length_share_a_program(trained, caplog):
     """A program compiled for each length of a prompt, or for each call."""
-    params, config = trained
-
-    def compiled(*given, **options):
+    def compiled(prompts, seed=0):
         caplog.clear()
         with jax.log_compiles():
-            sample.generate(*given, tokens=9, stop=[4], **options)
+            trained.generate(prompts, tokens=9, stop=[4], seed=seed)
         return [r.message for r in caplog.records if r.message.startswith("Finished XLA comp")]
 
     jax.clear_caches()      # (what other tests have compiled)
-    assert compiled(params, PROMPTS, config)
-    assert not compiled(params, PROMPTS, config, seed=1)
-    assert not compiled(params, [[1] * 13, [2], [3, 4], [5] * 16], config, seed=2)
+    assert compiled(PROMPTS)
+    assert not compiled(PROMPTS, seed=1)
+    assert not compiled([[1] * 13, [2], [3, 4], [5] * 16], seed=2)
 
 
 @pytest.mark.full
@@ -235,16 +232,15 @@ def test_an_edited_draw_is_in_every_generator(trained, monkeypatch):
 def test_a_sampling_and_its_fields_by_name_are_the_same(trained):
     """A field by name that is dropped, or silently beats another; a misspelt one that is taken for
     an option of something else."""
-    params, config = trained
-    given = params, [[1, 2]], config, 12
-    by_name = sample.generate(*given, temperature=0.7, top_k=5, seed=3)
-    assert by_name == sample.generate(*given, decoding.Sampling(0.7, top_k=5), seed=3)
-    assert by_name == sample.generate(*given, 0.7, top_k=5, seed=3)
-    assert by_name == sample.generate(*given, decoding.Sampling(0.7), top_k=5, seed=3)
+    given = [[1, 2]], 12
+    by_name = trained.generate(*given, temperature=0.7, top_k=5, seed=3)
+    for sampling, options in ((decoding.Sampling(0.7, top_k=5), {}), (0.7, dict(top_k=5)),
+                              (decoding.Sampling(0.7), dict(top_k=5))):
+        assert by_name == trained.generate(*given, sampling, **options, seed=3)
     with pytest.raises(TypeError, match="multiple values for .*'temperature'"):
-        sample.generate(*given, 0.7, temperature=0.9)
+        trained.generate(*given, 0.7, temperature=0.9)
     with pytest.raises(TypeError, match="unexpected keyword argument 'top'"):
-        sample.generate(*given, top=5)
+        trained.generate(*given, top=5)
 
 
 def test_the_loop_ends_when_all_have_ended(trained, monkeypatch):
@@ -275,8 +271,7 @@ def decode_program(params, config, prompts):
 @pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
 def test_the_cache_is_donated(trained, mesh):
     """A cache that is copied in each call: twice the memory."""
-    params, config = trained
-    compiled, cache = decode_program(placed(params, config, mesh), config, PROMPTS)
+    compiled, cache = decode_program(placed(*trained, mesh), trained.config, PROMPTS)
     assert "input_output_alias" in compiled.as_text()
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache))
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
@@ -286,8 +281,7 @@ def test_the_cache_is_donated(trained, mesh):
 def test_a_cpus_loop_does_not_copy_the_cache(trained, rows):
     """On a CPU: a cache of one row that is copied for each token, because its update is fused with
     what reads it."""
-    params, config = trained
-    compiled, cache = decode_program(params, config, PROMPTS[:rows])
+    compiled, cache = decode_program(*trained, PROMPTS[:rows])
     text, shape = compiled.as_text(), ",".join(map(str, cache[0]["k"].shape))
     assert not re.search(rf"f32\[{shape}\]\S* copy\(", text)
 
@@ -449,10 +443,10 @@ def test_a_full_context_goes_on_from_its_last_half(moved):
 @pytest.mark.parametrize("mesh", [full("tensor=2"), slow("data=2,fsdp=2"), full("seq=2,pipe=2")])
 def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
     """Rows of padding that count as full; random numbers in another order."""
-    params, config = moved
+    on = Model(placed(*moved, mesh), moved.config)
     for options in (dict(temperature=0), dict(temperature=0.8, seed=3, repetition_penalty=1.2)):
         want = moved.generate(LONG, 40, **options)
-        assert sample.generate(placed(params, config, mesh), LONG, config, 40, **options) == want
+        assert on.generate(LONG, 40, **options) == want
         alone, = moved.generate(LONG[:1], 40, **options)
         assert alone == want[0]
 
