@@ -32,11 +32,12 @@ from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import shardings
 from zigzag.disk.batches import place_batch
 from zigzag.disk.output import SPLITS
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks
-from zigzag.run.plan import resolve_dtype
+from zigzag.run.plan import compiled, resolve_dtype
 
 
 def peer(name):
@@ -171,6 +172,20 @@ class net:
     plan_weights = _named("plan_weights")
 
 
+def placed(params, config, mesh):
+    """These weights as a mesh has them; as they are if there is none."""
+    if not mesh:
+        return params
+    mesh = mesh_of(mesh)
+    return jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
+
+
+def far_apart(config, times=3, seed=0):
+    """First weights, so many times as large: few ids are nearly as likely as others."""
+    params = jax.jit(functools.partial(net.init, config))(jax.random.key(seed))
+    return jax.tree.map(lambda w: times * w, params)
+
+
 def gradients_of(config, mesh, batch, weights=None):
     """The gradient that a step applies, recovered from plain SGD: no optimizer in the way. weights:
     where; None: at init's."""
@@ -186,6 +201,19 @@ def gradients_of(config, mesh, batch, weights=None):
             state, metrics = program.step(state, placed)
             after = jax.device_get(state["params"])
     return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])
+
+
+def temporaries(config, mesh):
+    """The bytes of a compiled step beside its arguments and results."""
+    return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
+
+
+def assert_same_update(got, want, rounding=1e-7):
+    """Assert that gradients are equal up to rounding, leaf by leaf, where some are those of
+    gradients_of: p - (p - g) in float32, so that each element carries the rounding of p."""
+    for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
+        slack = 1e-5 * np.linalg.norm(b) + rounding * np.sqrt(b.size)
+        assert np.linalg.norm(a - b) < slack, path
 
 
 @contextlib.contextmanager

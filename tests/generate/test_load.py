@@ -9,11 +9,9 @@ import pytest
 
 import data
 import model
-import networks
 import sample
-import train
-from tests.common import command
-from tests.helpers import KeepRows, learn, make, mesh_of, run_of
+from tests.common import command, net
+from tests.helpers import learn, make, mesh_of, run_of
 from tests.readme import block
 from zigzag.core.errors import ConfigError
 
@@ -25,10 +23,7 @@ def fitted(tmp_path_factory, text):
     corpus = data.prepare([str(text)], folder / "tokens", 300)
     config = run_of(model.Config(layers=1, d_model=16, heads=2, seq_len=16, vocab_size=300),
                     steps=2, batch=8, out=str(folder / "run"))
-    init, loss, _ = train.language(config)
-    train.fit(config, train.Task(
-        init, lambda rows: data.collate(rows, 16), loss, tokenizer=corpus.tokenizer,
-        examples=data.Windows(corpus.train, 16)), mesh=mesh_of(""), say=KeepRows([], []))
+    learn(config, tokenizer=corpus.tokenizer, examples=data.Windows(corpus.train, 16))
     return folder / "run", corpus.tokenizer
 
 
@@ -56,10 +51,7 @@ def test_a_run_of_fit_is_sampled_and_exported(fitted, tmp_path, capsys):
 def test_a_run_without_a_tokenizer(tmp_path, capsys):
     """A tokenizer of bytes, for a run whose ids are something else."""
     config = make(steps=1, out=str(tmp_path / "run"))
-    init, loss, _ = train.language(config)
-    train.fit(config, train.Task(
-        init, lambda rows: data.collate(rows, 16), loss, examples=[np.arange(17) % 61] * 8),
-        mesh=mesh_of(""), say=KeepRows([], []))
+    learn(config)
     params, c, tokenizer = sample.load(tmp_path / "run", mesh_of("tensor=2"))
     assert tokenizer is None and c.layers == config.layers
     assert not params["layers"]["wq"].sharding.is_fully_replicated
@@ -77,25 +69,20 @@ def test_a_run_of_a_custom_task_is_loaded(tmp_path, mesh):
         loss=lambda p, b: (jnp.sum((b["x"] @ p["m"][0]["w.1"] + p["b"])**2), len(b["x"])),
         collate=lambda rows: {"x": np.stack(rows)})
     found, _, tokenizer = sample.load(tmp_path / "run", mesh and mesh_of(mesh))
-    assert tokenizer is None and jax.tree.all(jax.tree.map(
-        lambda a, b: np.array_equal(a, b), found, result.params))
+    assert tokenizer is None
+    jax.tree.map(np.testing.assert_array_equal, found, result.params)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_forward_takes_one_row(plain):
+@pytest.mark.parametrize("forward", [model.forward, net.forward])
+def test_forward_takes_one_row(forward):
     """A list of ids that is taken for a batch of numbers."""
-    config = networks.config_of(dict(layers=1, d_model=16, heads=2, vocab_size=61)) if plain else (
-        make())
-    forward = model.forward if plain else networks.network_of(config).forward
-    params = networks.network_of(config).init(config, jax.random.key(0))
-    row = [3, 4, 5, 6]
-    want = forward(params, jnp.asarray([row]), config)[0]
-    np.testing.assert_array_equal(forward(params, row, config), want)
-    if not plain:
-        given = {"positions": np.array([2, 3, 4, 5])}
-        np.testing.assert_array_equal(
-            forward(params, np.array(row), config, **given),
-            forward(params, np.array([row]), config, positions=given["positions"][None])[0])
+    config, row, at = make(), np.array([3, 4, 5, 6]), np.array([2, 3, 4, 5])
+    params = net.init(config, jax.random.key(0))
+    np.testing.assert_array_equal(
+        forward(params, row.tolist(), config), forward(params, row[None], config)[0])
+    np.testing.assert_array_equal(
+        forward(params, row, config, positions=at),
+        forward(params, row[None], config, positions=at[None])[0])
 
 
 @pytest.mark.full

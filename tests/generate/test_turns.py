@@ -2,17 +2,15 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 import sample
-from tests.common import full, net
-from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks
-from tests.helpers import make, mesh_of
+from tests.common import far_apart, full, placed
+from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks, steps_of
+from tests.helpers import make
 from zigzag.commands import sampling
 from zigzag.core.flags import change
-from zigzag.core.mesh import shardings
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate import passes, turns
 from zigzag.generate.prompts import Flags
@@ -22,10 +20,8 @@ ALL = 10**6         # as many rows as there are prompts
 
 
 def made(**changes):
-    """Weights with which few ids are near, and their configuration."""
     config = make(**changes)
-    params = jax.jit(lambda key: net.init(config, key))(jax.random.key(0))
-    return jax.device_get(jax.tree.map(lambda w: 2 * w, params)), config
+    return far_apart(config, 2), config
 
 
 def prompts_of(config, count=30, longest=40):
@@ -84,17 +80,16 @@ def test_families_write_what_forward_says(small_chunks, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["dynamic", "linear"])
-def test_scaled_positions_are_those_of_a_prompt_alone(kind):
+def test_scaled_positions_are_those_of_a_prompt_alone():
     """A long prompt whose length scales the positions of all that are answered beside it."""
-    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32}
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32}
     params, config = made(seq_len=96, rope_scaling=json.dumps(scaling), rope_theta=10.0)
     prompts = prompts_of(config, 12, 60)
     options = dict(tokens=9, temperature=0.0, logprobs=True)
-    want = [sample.generate(params, [prompt], config, **options)[0] for prompt in prompts]
     got = sample.generate(params, prompts, config, batch=4, **options)
-    assert [ids for ids, _ in got] == [ids for ids, _ in want]
-    np.testing.assert_allclose([logs for _, logs in got], [logs for _, logs in want], atol=1e-3)
+    for prompt, (ids, logs) in zip(prompts, got, strict=True):
+        assert sample.generate(params, [prompt], config, **options) == [
+            (ids, pytest.approx(logs, abs=1e-3))]
 
 
 def test_an_answer_ends_when_it_is_asked_to():
@@ -116,23 +111,13 @@ def test_an_answer_ends_when_it_is_asked_to():
 def test_ids_are_the_same_on_a_mesh(mesh, changes):
     """New rows on another device than that of their places; slots that tensor splits."""
     params, config = made(seq_len=64, **changes)
-    mesh = mesh_of(mesh)
-    on = jax.device_put(params, shardings(net.weight_specs(config, mesh), mesh))
-    assert_the_same(params, config, prompts_of(config, 21), 6, on)
+    assert_the_same(params, config, prompts_of(config, 21), 6, placed(params, config, mesh))
 
 
 def test_no_row_waits_for_the_longest(monkeypatch):
     """Rows that stay empty while prompts wait."""
     params, config = made(seq_len=128)
-    prompts, steps = prompts_of(config, 64), []
-    decode = passes.decode
-
-    def spy(*given):
-        found = decode(*given)
-        steps.append((len(found["ids"]), int(found["written"])))
-        return found
-
-    monkeypatch.setattr(passes, "decode", spy)
+    prompts, steps = prompts_of(config, 64), steps_of(monkeypatch)
     found = sample.generate(params, prompts, config, 60, 1.0, stop=[3, 5, 8], batch=8)
     lengths = [len(ids) for ids in found]
     in_batches = sum(8 * max(lengths[at:at + 8]) for at in range(0, 64, 8))

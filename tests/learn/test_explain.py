@@ -116,10 +116,10 @@ def test_a_page_about_a_run(tmp_path, capsys):
     assert f"{count:,} parameters on data=2 fsdp=4" in page.text
     assert "8 rows of 32 tokens" in page.text and f"; 8 devices; the step of the run {run}." in (
         page.text)
-    assert f"--layers 2: --run {run} has layers 1; leave" in refused(
-        capsys, tmp_path / "page.html", "--run", run, "--layers", 2, main=explain.main)
-    assert f"--run {run} has model tiny; leave out" in refused(
-        capsys, tmp_path / "page.html", "--run", run, "--model", "1.2b", main=explain.main)
+    for said, *words in ((f"--layers 2: --run {run} has layers 1; leave", "--layers", 2),
+                         (f"--run {run} has model tiny; leave out", "--model", "1.2b")):
+        assert said in refused(capsys, tmp_path / "page.html", "--run", run, *words,
+                               main=explain.main)
 
 
 @pytest.mark.full
@@ -132,13 +132,14 @@ def test_a_page_with_a_pipeline(tmp_path, mesh, idle):
 
 
 def test_what_is_refused(tmp_path, capsys):
-    says = refused(capsys, "--mesh", "data=8", main=explain.main)
-    assert "expected the file to write first" in says
-    assert "expected the folder of a run" in refused(capsys, "out.html", "--run", main=explain.main)
-    assert "run no: cannot read" in refused(capsys, "out.html", "--run=no", main=explain.main)
-    assert "reads no data" in refused(capsys, "out.html", "--data", "a.txt", main=explain.main)
-    for out in (tmp_path, tmp_path / "no" / "out.html"):    # (before minutes of compiling)
-        assert "a folder that exists" in refused(capsys, out, main=explain.main)
+    for said, *words in (
+            ("expected the file to write first", "--mesh", "data=8"),
+            ("expected the folder of a run", "out.html", "--run"),
+            ("run no: cannot read", "out.html", "--run=no"),
+            ("reads no data", "out.html", "--data", "a.txt"),
+            # (before minutes of compiling)
+            ("a folder that exists", tmp_path), ("a folder that exists", tmp_path / "no/out.html")):
+        assert said in refused(capsys, *words, main=explain.main)
     explain.main(["--help"])
     assert "python -m learn.explain out.html" in capsys.readouterr().out
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}\n')

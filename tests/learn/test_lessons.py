@@ -110,6 +110,8 @@ def test_a_lesson_runs(number, long, tmp_path):
 FLOPS, LINK = CHIPS["TPU v5 lite"].flops, 2 * 45e9
 BYTE = FLOPS / LINK                     # operations in the time of a byte
 MLP = 4096 * 1024 * 3                   # weights of an expert
+X, EXPERTS = 4096**2 * 2, 64 * MLP * 2  # bytes of a stream, and of all experts
+STAGE = 8e9 / (4 * 4096)                # operations for each byte that a stage sends
 FIGURES = {
     "1": {"multiplies 197 tera": FLOPS / 1e12, "about 2,200,": BYTE},
     "2": {"does 2,200": BYTE, "about 2,900 tokens": 8 / 6 * BYTE},
@@ -118,12 +120,11 @@ FIGURES = {
           "tensor=2 27%": 100 * BYTE / 8192},
     "5": {"16,384 bytes": 64 * 64 * 4, "= 8.5": (64 * 64 * 4 + 256 * 1024) / 32768},
     "6": {"4,096, against": 2 * 1024**2 * 8 / (2 * 2 * 1024), "against 2,200": BYTE},
-    "7": {"490,000": 8e9 / (4 * 4096), "some 220 times": 8e9 / (4 * 4096) / BYTE},
-    "8": {"1.6 GB": 64 * MLP * 2 / 1e9, "fsdp=8 sends 4.2": 3 * 7 / 8 * 64 * MLP * 2 / 1e9,
-          "X = 33.6 MB": 4096**2 * 2 / 1e6, "sends 0.94 GB": 4 * 7 * 4096**2 * 2 / 1e9,
-          "10 ms": 1e3 * 4 * 7 * 4096**2 * 2 / LINK,
+    "7": {"490,000": STAGE, "some 220 times": STAGE / BYTE},
+    "8": {"1.6 GB": EXPERTS / 1e9, "fsdp=8 sends 4.2": 3 * 7 / 8 * EXPERTS / 1e9,
+          "X = 33.6 MB": X / 1e6, "sends 0.94 GB": 4 * 7 * X / 1e9, "10 ms": 1e3 * 4 * 7 * X / LINK,
           "beside 3 ms": 1e3 * 6 * 2 * MLP * 4096 / FLOPS,
-          "takes 47 ms": 1e3 * 3 * 7 / 8 * 64 * MLP * 2 / LINK},
+          "takes 47 ms": 1e3 * 3 * 7 / 8 * EXPERTS / LINK},
     "9": {"(128 GB)": 16 * 8, "would be 16 GB": 16 * 8 / 8}}
 
 

@@ -31,10 +31,11 @@ def test_the_prices_of_two_matrices(tmp_path, capsys):
         "SPLIT, (16.4 kB + 256 KiB x 1) / 32,768 elements = 8.5",
         "    down, dimension 0: contracted", "    up, dimension 1: free"]
     assert second.startswith("not split: it reads what comes in whole; ")
-    says = f"{tmp_path}/mine.py: no function lose in it"
-    assert says in refused(capsys, f"{tmp_path}/mine.py:lose", "--shards", 4, main=prices.main)
-    assert "no.py: No such file" in refused(capsys, "no.py:loss", "--shards", 4, main=prices.main)
-    assert "expected --shards N" in refused(capsys, main=prices.main)
+    for said, *words in (
+            (f"{tmp_path}/mine.py: no function lose in it", f"{tmp_path}/mine.py:lose", "--shards",
+             4),
+            ("no.py: No such file", "no.py:loss", "--shards", 4), ("expected --shards N",)):
+        assert said in refused(capsys, *words, main=prices.main)
 
 
 @pytest.mark.parametrize("changes", [{}, dict(experts=4, tied=True)])

@@ -9,13 +9,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import data
-import shard
 from learn import tiny
 from tests.common import full, net, order
-from tests.helpers import ROOT, learn, make, mesh_of, tokens_of
+from tests.helpers import ROOT, learn, make, tokens_of
 
 
 def tiny_mesh(*sizes):
@@ -29,10 +27,9 @@ def of_train():
     config = make(layers=2, heads=4, kv_heads=4, steps=10, eval_every=0, tied=False)
     first = net.init(config, jax.random.key(config.seed))
     rows, _ = learn(config, optimizer=optax.adamw(0.01))
-    examples, batches = tokens_of(config), []
-    for at in range(10):
-        few = [examples[i] for i in order(len(examples), config.seed, 8 * at, 8)]
-        batches.append(data.collate(few, config.seq_len))
+    examples = tokens_of(config)
+    batches = [data.collate([examples[i] for i in order(len(examples), config.seed, 8 * at, 8)],
+                            config.seq_len) for at in range(10)]
     # (Rows of the vocabulary that no token has are padding.)
     V = config.vocab_size
     first = {**first, "embed": first["embed"][:V], "head": first["head"][:, :V]}
@@ -49,30 +46,6 @@ def test_its_losses_are_those_of_train(sizes, accumulate):
                      tiny_mesh(*sizes), accumulate)
     assert len(want) == 10 and want[-1] < want[0] - 0.1
     assert got == pytest.approx(want, rel=1e-5)
-
-
-def test_its_collectives_are_those_of_shard():
-    """Short forms that do something else than the long ones."""
-    mesh, rng = mesh_of("fsdp=2,tensor=2"), np.random.default_rng(0)
-    x, w_up, w_down = (rng.normal(size=s).astype(np.float32) for s in ((2, 4, 8), (8, 12), (12, 8)))
-
-    def block(gather, columns, row):
-        def local(x, up, down):
-            whole = gather({"up": up, "down": down}, {"up": P("fsdp", "tensor"),
-                                                      "down": P("tensor", "fsdp")})
-            return row(*columns(x, whole["up"]), whole["down"])
-
-        return jax.shard_map(local, in_specs=(P("fsdp", "tensor"), P("fsdp", "tensor"),
-                                              P("tensor", "fsdp")), out_specs=P("fsdp", "tensor"))
-
-    ours = block(shard.gather, shard.columns, lambda h, w: shard.row((h, w)))
-    short = block(lambda tree, specs: {k: tiny.gather(tree[k], specs[k]) for k in tree},
-                  tiny.columns, tiny.row)
-    with jax.set_mesh(mesh):
-        for fn in (lambda f: f, lambda f: jax.grad(lambda *args: (f(*args)**2).sum(), (0, 1, 2))):
-            a, b = (jax.jit(fn(f))(x, w_up, w_down) for f in (ours, short))
-            # (On a CPU, `columns` computes a weight's gradient with the other factor on the left.)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-4), a, b)
 
 
 @pytest.mark.full

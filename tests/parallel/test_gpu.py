@@ -43,8 +43,8 @@ def test_the_kernel_computes_what_the_formula_does(changes):
 def test_the_gradient_of_an_embedding_is_added_up_in_float32():
     """bfloat16 sums over all tokens with an id."""
     ids = np.random.default_rng(0).zipf(1.5, (8, 257)) % 61
-    batch = {"tokens": ids[:, :-1].astype(np.int32), "targets": ids[:, 1:].astype(np.int32),
-             "weights": np.ones((8, 256), np.float32), "seeds": np.arange(8, dtype=np.uint32)}
+    ids = ids.astype(np.int32)
+    batch = batch_of(WIDE()) | {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     with jax.default_matmul_precision("highest"):
         want, _ = gradients_of(WIDE(), "", batch)
     got, _ = gradients_of(WIDE(dtype="bfloat16"), "", batch)

@@ -7,19 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import model
 import shard
-from tests.common import assert_same_on, full, slow
+from tests.common import assert_same_on, full, slow, temporaries
 from tests.helpers import batch_of, build, learn, make, mesh_of, program_of
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.disk.batches import place_batch
 from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
-from zigzag.parallel.storage import permute_layers
-from zigzag.run.plan import compiled
 
 INTERLEAVED = dict(schedule="interleaved", chunks=2)
 
@@ -50,24 +46,6 @@ def test_the_idle_share_of_1f1b_counts_passes_as_the_other_schedules_do(skips_id
             assert re.search(r"(\d+)%", said)[1] == re.search(r"(\d+)%", timeline(S, M))[1]
 
 
-@pytest.mark.parametrize("S, M, V", [(2, 4, 2), (4, 8, 3), (3, 4, 2), (2, 1, 4)])
-def test_each_stage_takes_every_microbatch_through_every_chunk_in_order(S, M, V):
-    """A microbatch that comes to a chunk before it has left the one before it, or never."""
-    from zigzag.parallel.pipeline import work_at
-    count, _ = ticks(S, M, "interleaved", V)
-    at = {}
-    for t in range(count):
-        for stage in range(S):
-            m, chunk = work_at(t, stage, S, V)
-            if 0 <= m < M:
-                assert (m, chunk, stage) not in at
-                at[m, chunk, stage] = t
-    assert len(at) == M * V * S
-    for (m, chunk, stage), t in at.items():
-        before = (m, chunk, stage - 1) if stage else (m, chunk - 1, S - 1)
-        assert before[1] < 0 or at[before] == t - 1
-
-
 # -------------------------------------------------------------------------------------------
 # The same function
 
@@ -75,34 +53,34 @@ def test_each_stage_takes_every_microbatch_through_every_chunk_in_order(S, M, V)
     ("pipe=2", dict(microbatches=2)),
     slow("pipe=4", dict(microbatches=4, schedule="1f1b", tied=True)),
     slow("pipe=2,data=2", dict(microbatches=2, accumulate=2, **INTERLEAVED)),
+    full("pipe=4", dict(layers=8, microbatches=8, **INTERLEAVED)),
     slow("pipe=2,fsdp=2", dict(microbatches=4, schedule="1f1b", remat="selective")),
     slow("pipe=2,seq=2", dict(microbatches=1, remat="full", **INTERLEAVED)),
     # (Each device has 3 tokens between blocks, which two stages do not share out evenly.)
     slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=2)),
     slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=2, schedule="1f1b"))])
 def test_a_pipelines_gradients_are_the_formulas(mesh, changes):
-    """A microbatch added twice, or a stage's share of the head left out."""
-    assert_same_on(mesh, layers=4, **changes)
+    """A microbatch added twice, or one that comes to a chunk before it has left the one before it,
+    or never; a stage's share of the head left out."""
+    assert_same_on(mesh, **{"layers": 4, **changes})
 
 
 # -------------------------------------------------------------------------------------------
 # Memory
 
-def temporaries(config, mesh="pipe=4"):
-    return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
-
-
-def of_microbatches(count, **changes):
-    return make(batch=2 * count, microbatches=count, seq_len=32, d_model=64, **changes)
+def kept(count, **changes):
+    """The temporaries of a step with so many microbatches."""
+    return temporaries(make(batch=2 * count, microbatches=count, seq_len=32, d_model=64,
+                            **changes), "pipe=4")
 
 
 @pytest.mark.full
 def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
     """A schedule that is 1F1B only by name, and keeps every microbatch until the last has gone
     forward, as GPipe does. (Read from the compiled programs.)"""
-    few, many = (temporaries(of_microbatches(n, layers=4, schedule="1f1b")) for n in (8, 32))
+    few, many = (kept(n, layers=4, schedule="1f1b") for n in (8, 32))
     assert many < 1.02 * few            # the ids of 48 rows more
-    assert temporaries(of_microbatches(32, layers=4, schedule="gpipe")) > 2 * many
+    assert kept(32, layers=4, schedule="gpipe") > 2 * many
 
 
 @pytest.mark.parametrize("schedule", [slow(dict(schedule="gpipe")), slow(INTERLEAVED)])
@@ -110,14 +88,12 @@ def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
 def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
     """A copy of the stage's weights saved in every tick, whatever --remat says: an outer checkpoint
     policy overrides inner ones, and a branch saves all of its inputs."""
-    def kept(count, remat):
-        return temporaries(of_microbatches(count, layers=8, remat=remat, **schedule))
-
     layers = 2 * 2 * 32 * 64 * 4        # the inputs of a stage's layers, for one microbatch
-    full = kept(8, "full")
-    more = (kept(32, "full") - full) / 24
+    full, selective, none = (kept(8, layers=8, remat=remat, **schedule)
+                             for remat in ("full", "selective", "none"))
+    more = (kept(32, layers=8, remat="full", **schedule) - full) / 24
     assert more < 4 * layers * schedule.get("chunks", 1)
-    assert full < kept(8, "selective") / 1.5 < kept(8, "none") / 3
+    assert full < selective / 1.5 < none / 3
 
 
 # -------------------------------------------------------------------------------------------
@@ -127,10 +103,6 @@ def test_a_pipeline_keeps_of_a_layer_what_remat_says(schedule):
 def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
     """A checkpoint in the order of the stages (0, 2 and 1, 3 if interleaved), which fits only one
     mesh."""
-    eight = jax.device_put(jnp.arange(8), NamedSharding(mesh_of("pipe=4"), P("pipe")))
-    held = permute_layers(eight, eight.sharding, 2)
-    assert held.tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert permute_layers(held, eight.sharding, 2, back=True).tolist() == list(range(8))
     ends = []
     for name, mesh, changes in (("a", "pipe=2,data=2", INTERLEAVED), ("b", "data=2", {})):
         learn(make(layers=4, steps=3, out=str(tmp_path / name), **changes), mesh)
@@ -185,13 +157,6 @@ def test_layers_that_do_not_divide_into_stages_are_refused():
         program = program_of(make(layers=6, **INTERLEAVED), "pipe=2")
         with jax.set_mesh(program.mesh):
             program.step.trace(program.state, program.batch)
-
-
-def test_zigzag_order_gives_each_device_an_early_and_a_late_part():
-    """A device with only late queries would have most of the work."""
-    assert shard.zigzag_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    order = shard.zigzag_order(32, 4).reshape(4, 8)
-    assert np.ptp(order.sum(1)) == 0
 
 
 # -------------------------------------------------------------------------------------------
@@ -286,10 +251,9 @@ def test_an_array_as_long_as_the_time_is_cut_only_if_the_task_says_so(mesh):
     """A table of 16 numbers for each row, cut and permuted over seq because a row has 16 tokens,
     too: a wrong loss without a word."""
     rng = np.random.default_rng(3)
-    nothing = np.zeros((16, 0), "float32")      # (which ended in a division by zero on pipe)
     extra = {name: rng.uniform(0.5, 2, (16, 16)).astype("float32") for name in ("scale", "table")}
     extra["table"][:, ::2] *= 9         # (a half of it has not half of its sum)
-    extra["nothing"] = nothing
+    extra["nothing"] = np.zeros((16, 0), "float32")     # (which ended in a division by zero)
     alone = first_update(scaled, "", extra=extra)
     assert first_update(scaled, "data=2", extra=extra) == pytest.approx(alone, rel=1e-5)
     said = {"scale": True, "table": False}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.common import full, gradients_of
+from tests.common import assert_same_update, gradients_of
 from tests.helpers import batch_of, make, program_of
 from zigzag.parallel import products
 from zigzag.parallel.products import chunked_sums, matmul
@@ -39,20 +39,16 @@ def test_a_products_gradients_have_its_operands_precision(platform, monkeypatch)
     """A float32 gradient of bfloat16 weights with float32 logits, twice as large as needed; logits
     that are rounded to bfloat16 first."""
     monkeypatch.setattr(products, "platform", lambda: platform)
-    x, w = jnp.full((1, 2, 64), 1 / 3, jnp.bfloat16), jnp.full((64, 3), 1 / 7, jnp.bfloat16)
-    y, vjp = jax.vjp(lambda x, w: matmul(x, w, 1, jnp.float32), x, w)
-    exact = 64 * float(x[0, 0, 0]) * float(w[0, 0])
-    assert y.dtype == jnp.float32 and float(y[0, 0, 0]) == pytest.approx(exact, rel=1e-6)
-    assert [a.dtype for a in vjp(y)] == [jnp.bfloat16, jnp.bfloat16]
-    # The gradient of the logits is rounded as their operands are, and nothing else is.
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((1, 64, 64), (64, 32)))
     y, vjp = jax.vjp(lambda x, w: matmul(x, w, 1, jnp.float32), x, w)
+    want, want_vjp = jax.vjp(lambda *given: jnp.matmul(*(a.astype(y.dtype) for a in given)), x, w)
+    assert [a.dtype for a in (y, *vjp(y))] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-5)
+    # The gradient of the logits is rounded as their operands are, and nothing else is.
     g = jnp.asarray(rng.normal(size=y.shape), jnp.float32)
-    rounded, (dx, dw) = g.astype(jnp.bfloat16), vjp(g)
-    for found, formula in ((dx, lambda g: jnp.einsum("btf,df->btd", g, w.astype(g.dtype))),
-                           (dw, lambda g: jnp.einsum("btd,btf->df", x.astype(g.dtype), g))):
-        near, other = (formula(a.astype(jnp.float32)).astype(jnp.bfloat16) for a in (rounded, g))
+    rounded = g.astype(jnp.bfloat16).astype(jnp.float32)
+    for found, near, other in zip(vjp(g), want_vjp(rounded), want_vjp(g), strict=True):
         assert np.mean(found == near) > 0.99 > 0.95 > np.mean(found == other)
     y, vjp = jax.vjp(lambda x, w: matmul(x, w), x, w.astype(jnp.float32))     # a float32 weight
     assert [a.dtype for a in (y, *vjp(y))] == [jnp.float32, jnp.bfloat16, jnp.float32]
@@ -78,23 +74,21 @@ def test_a_sum_over_chunks_and_its_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [full(""), "data=2,tensor=2"])
-def test_the_loss_in_chunks_is_the_loss(mesh, monkeypatch):
+def test_the_loss_in_chunks_is_the_loss(monkeypatch):
     """A chunk's mean in place of its sum; an array with all logits at once (8 rows of 16 tokens and
     128 ids)."""
     config, batch = make(), batch_of(make())
     want, value = gradients_of(config, "", batch)
     monkeypatch.setattr(products, "LOGITS", 8 * 16 * 128 // 4)
-    got, again = gradients_of(config, mesh, batch)
+    got, again = gradients_of(config, "data=2,tensor=2", batch)
     assert again == pytest.approx(value, rel=1e-6)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
-        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b) + 1e-7 * np.sqrt(b.size)
+    assert_same_update(got, want)
     text = compiled(program_of(config, "")).as_text()
     assert "f32[8,4,128]" in text and "f32[8,16,128]" not in text
 
 
 @pytest.mark.parametrize("time, size, chunks", [
-    (16, 2**25, 1), (16, 1000, 16), (15, 8 * 128 * 4, 5), (17, 8 * 128 * 4, 17)])
+    (16, 1000, 16), (15, 8 * 128 * 4, 5), (17, 8 * 128 * 4, 17)])
 def test_chunks_divide_the_time(time, size, chunks, monkeypatch):
     """A shorter last chunk, or a chunk with too many logits."""
     monkeypatch.setattr(products, "LOGITS", size)

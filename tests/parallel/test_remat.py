@@ -1,20 +1,18 @@
 """--remat: what is computed again, and what of it is kept or sent less or more."""
 
-import jax.numpy as jnp
 import pytest
 
-import shard
 import train
-from tests.common import assert_same_on, full, peer, refused, slow
-from tests.helpers import make, program_of
+from tests.common import assert_same_on, full, peer, refused, slow, temporaries
+from tests.helpers import make
 from tests.measure.test_traffic import ONE_F_ONE_B
 from zigzag.measure import chips
 from zigzag.parallel.remat import remat_of
-from zigzag.run.plan import compiled
 
 EXPERTS = dict(experts=4, shared_experts=1)
 CASES = [
-    ("tensor=2", "full:0.5", {}), ("fsdp=2,tensor=2", "attention,mlp", dict(fsdp_min=64)),
+    ("tensor=2", "full:0.4", dict(layers=5)),
+    ("fsdp=2,tensor=2", "attention,mlp", dict(fsdp_min=64)),
     slow("fsdp=2,tensor=2", "full:0.5", dict(fsdp_min=64, biases="mlp")),
     slow("pipe=2,tensor=2", "full:0.5", dict(microbatches=2)),
     slow("pipe=2,fsdp=2", "full:0.5", dict(layers=8, microbatches=2, **ONE_F_ONE_B)),
@@ -26,7 +24,7 @@ CASES = [
     full("pipe=2,tensor=2", "mlp", dict(microbatches=2)), full("tensor=4", "mlp", dict(
         overlap=True)),
     full("tensor=2", "attention", dict(parallel_block=True)),
-    full("seq=2,tensor=2", "attention,mlp", {}), full("seq=2,tensor=2", "full:0.5", {}),
+    full("seq=2,tensor=2", "attention,mlp", {}),
     full("pipe=2,fsdp=2", "attention,mlp", dict(microbatches=2, **ONE_F_ONE_B)),
     slow("tensor=2", "offload", {}), full("pipe=2,fsdp=2", "offload", dict(microbatches=2))]
 
@@ -38,21 +36,20 @@ def test_what_is_computed_again_is_the_same(mesh, remat, changes):
     assert_same_on(mesh, remat=remat, dropout=0.1, **{"layers": 4, **changes})
 
 
-def temporaries(remat, mesh="fsdp=2", **changes):
-    config = make(**{"layers": 8, "d_model": 64, "d_ff": 512, "seq_len": 128, "remat": remat,
-                     **changes})
-    return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
+def kept(remat, mesh="fsdp=2", **changes):
+    return temporaries(make(**{"layers": 8, "d_model": 64, "d_ff": 512, "seq_len": 128,
+                               "remat": remat, **changes}), mesh)
 
 
 @pytest.mark.full
 def test_less_is_kept_the_more_is_computed_again():
     """An option that changes nothing: the compiler merges what is computed again with what was, or
     an outer checkpoint keeps what an inner one dropped."""
-    none, attention, mlp, both, half = map(temporaries, (
+    none, attention, mlp, both, half = map(kept, (
         "none", "attention", "mlp", "attention,mlp", "full:0.5"))
     assert max(attention, mlp, half) < 0.8 * none and both < 0.8 * min(attention, mlp)
     at = dict(mesh="seq=2", seq_len=512, d_ff=64)
-    assert temporaries("attention", **at) < 0.8 * temporaries("none", **at)
+    assert kept("attention", **at) < 0.8 * kept("none", **at)
     assert remat_of("full:0") == remat_of("none") and remat_of("full:1") == remat_of("full")
 
 
@@ -60,16 +57,12 @@ def test_less_is_kept_the_more_is_computed_again():
 @pytest.mark.parametrize("mesh", ["pipe=2", "tensor=2"])
 def test_a_share_is_kept_on_any_mesh(mesh):
     """The checkpoint around a tick of the pipeline, which keeps everything of all layers."""
-    kept = [temporaries(remat, mesh, microbatches=2) for remat in ("none", "full:0.5", "full")]
-    assert kept[2] < 0.9 * kept[1] < 0.81 * kept[0]
+    none, half, full = (kept(remat, mesh, microbatches=2) for remat in ("none", "full:0.5", "full"))
+    assert full < 0.9 * half < 0.81 * none
 
 
-def test_the_layers_of_a_share_are_the_first():
+def test_a_share_is_of_whole_layers():
     assert [remat_of("full:0.5").count(layers) for layers in (1, 2, 3, 8)] == [1, 1, 2, 4]
-    x, out = shard.layers(lambda w, x, e: (x + w, x * e), jnp.arange(5.0), 1.0, jnp.arange(5.0),
-                          options=shard.Options("full:0.4"))
-    want = shard.layers(lambda w, x, e: (x + w, x * e), jnp.arange(5.0), 1.0, jnp.arange(5.0))
-    assert x == want[0] and (out == want[1]).all()
 
 
 def test_a_value_that_is_none_of_them(capsys):

@@ -9,7 +9,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import model
 import shard
 from tests.common import assert_same_on, full, in_float64, net, slow
 from tests.helpers import batch_of, make, mesh_of
@@ -48,7 +47,7 @@ def test_logits_of_a_whole_head_beside_a_split_stream():
 
 
 @pytest.mark.parametrize("mesh, heads, kv_heads, changes", [
-    full("tensor=2", 9, 3, {}), ("tensor=4", 6, 2, {}),
+    ("tensor=4", 6, 2, {}),
     slow("tensor=4", 6, 3, dict(parallel_block=True)),
     slow("fsdp=2,tensor=4", 6, 3, dict(remat="selective", seq_len=18))])
 def test_heads_that_tensor_does_not_divide(mesh, heads, kv_heads, changes):
@@ -115,14 +114,6 @@ def test_the_loss_in_chunks(mesh, changes, monkeypatch):
     for the loop over chunks and then taken for a split one."""
     monkeypatch.setattr(products, "LOGITS", 8 * 16 * 128 // 4)
     assert_same_on(mesh, **changes)
-
-
-@pytest.mark.parametrize("mesh, changes", [
-    ("tensor=2", {}), slow("seq=2,tensor=2", {}), slow("pipe=2,tensor=2", dict(microbatches=2)),
-    slow("pipe=2,seq=2,tensor=2", dict(microbatches=4, schedule="1f1b"))])
-def test_dropout_of_a_devices_part_of_the_time(mesh, changes):
-    """A device that uses the dropout mask of the sequence's beginning instead of its own time's."""
-    assert_same_on(mesh, dropout=0.3, **changes)
 
 
 @pytest.mark.full
@@ -193,36 +184,6 @@ def test_whole_time_of_a_stream_that_is_whole_is_itself():
 
     with jax.set_mesh(mesh_of("data=2,tensor=2,seq=2")):
         jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(ORDERED)
-
-
-@pytest.mark.parametrize("mesh", ["tensor=2", slow("seq=2,tensor=2")])
-def test_a_loss_of_the_last_position_alone(mesh):
-    """Wrong positions in a loss that picks or pools them from the stream: a classifier, a value
-    head."""
-    config, params = make(), net.init(make(), jax.random.key(0))
-
-    def last(params, batch):
-        x, _ = shard.layers(lambda w, x, i: model.layer(w, x, i, batch, config.network),
-                            params["layers"], model.embed(params, batch["tokens"], config),
-                            jnp.arange(config.layers))
-        return jnp.sum(shard.whole_time(x)[:, -1] ** 3)
-
-    batch = {k: v for k, v in batch_of(config).items() if k in ("tokens", "targets")}
-    want = jax.jit(jax.value_and_grad(last))(params, batch)
-    mesh = mesh_of(mesh)
-    specs = net.weight_specs(config, mesh)
-
-    def local(params, batch):
-        # (Each device's gradient for all rows: those of weights that do not vary are summed.)
-        loss, gradient = jax.value_and_grad(last)(params, batch)
-        return loss, gradient
-
-    with jax.set_mesh(mesh):
-        batch, times = shard.shard_time(batch, mesh)
-        got = jax.jit(jax.shard_map(local, in_specs=(specs, times), out_specs=(P(), specs)))(
-            jax.device_put(params, shardings(specs, mesh)), batch)
-    for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5, err_msg=path)
 
 
 @pytest.mark.full
