@@ -35,7 +35,7 @@ import numpy as np
 import networks
 from tests.common import peer
 from tests.hub.option_cases import bases, cases_of, changed, speaks_5
-from tests.networks.test_families import NOT_TRAINED
+from tests.networks.test_families import saved
 from tests.networks.test_two_towers import IMAGE
 from zigzag.core.errors import ConfigError
 
@@ -95,12 +95,8 @@ def _make(base, folder, edits):
     names = dict(edits).get("architectures")
     name = names[0] if isinstance(names, list) and names else base.model
     torch.manual_seed(1)
-    model = getattr(transformers, name)._from_config(config, **_attention(base)).eval()
-    with torch.no_grad():
-        buffers = [b for n, b in model.named_buffers() if n.endswith(NOT_TRAINED)]
-        for w in (*model.parameters(), *buffers):
-            w.add_(torch.randn_like(w) * 0.1)
-    model.save_pretrained(folder)
+    model = getattr(transformers, name)._from_config(config, **_attention(base))
+    saved(model, folder)
 
 
 HELD = []

@@ -5,14 +5,13 @@ import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import networks
 import sample
 from networks import transformer
-from tests.common import check_network, mean_loss, net, peer, sums_and_gradients
+from tests.common import check_network, net, peer
 from tests.helpers import config_of, mesh_of, run_of
 from tests.networks.test_families import (
     BY_HAND,
@@ -24,18 +23,22 @@ from tests.networks.test_families import (
     V,
     assert_close,
     assert_gradient,
+    assert_step,
     assert_the_same_when_brief,
     batch_of,
     cases,
+    export,
     logits_of,
     numbers_of,
+    read_by_theirs,
     ready,
     rewrite,
+    sends_no_more,
+    trained,
 )
-from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import by_path, shardings
+from zigzag.core.mesh import shardings
 from zigzag.generate.prompts import load_sources
 from zigzag.hub import llama
 from zigzag.hub.published_config import as_config
@@ -113,10 +116,7 @@ def reference(name):
 
 def their_model(name, folder):
     """The transformers model that reads a folder of ours."""
-    theirs, report = their_class(name).from_pretrained(
-        folder, output_loading_info=True, dtype=peer("torch").float32)
-    assert not any(report.values()), report
-    return theirs.eval()
+    return read_by_theirs(their_class(name), folder)
 
 
 # -------------------------------------------------------------------------------------------
@@ -155,15 +155,10 @@ def test_gradients_are_those_of_torch(name):
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array of one stack that is written as the other's."""
     params, config, gradient, _ = loaded(name)
-    params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
-                          gradient)
+    params = trained(params, gradient)
     tokens, source = reference(name).batch["tokens"], source_of(name)
     ours = logits_of(params, config, tokens, **source)
-    assert np.linalg.norm(ours - reference(name).logits) > 1e-2 * np.linalg.norm(ours)
-    networks.save_hf(tmp_path / "out", params, config)
-    again, _ = networks.load_hf(tmp_path / "out")
-    for path, w in by_path(again).items():
-        assert_close(w, by_path(params)[path], 1e-6, path)
+    export(tmp_path / "out", params, config, ours, reference(name).logits)
     torch = peer("torch")
     with torch.no_grad():
         theirs = their_model(name, tmp_path / "out")(
@@ -174,14 +169,9 @@ def test_what_we_train_transformers_reads(name, tmp_path):
 # -------------------------------------------------------------------------------------------
 # On a mesh
 
-def assert_same_step(name, mesh, rtol=2e-6, **changes):
-    params, config, _, loss = loaded(name)
-    config = change(config, **changes)
-    batch = reference(name).batch
-    check_network(config, mesh_of(mesh))
-    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, batch)
-    assert total / count == pytest.approx(loss, rel=rtol)
-    assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
+def assert_same_step(name, mesh, **changes):
+    check_network(change(loaded(name)[1], **changes), mesh_of(mesh))
+    assert_step(loaded(name), reference(name), mesh, **changes)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2", "data=2,seq=2",
@@ -238,11 +228,7 @@ BOTH_BY_HAND = [(r"cross_w[qkv](_bias)?$", COLUMNS), (r"cross_wo$", ROWS_OF), *B
 @pytest.mark.parametrize("name", each(quick=(), slow=EACH))
 def test_no_family_sends_more_than_by_hand(name, shards):
     """A part of a family that the rule prices wrongly: more collectives, or more bytes in them."""
-    params, config, _, _ = loaded(name)
-    batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
-
-    mean = mean_loss(net.loss, config)
-    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BOTH_BY_HAND, shards)
+    sends_no_more(loaded(name), reference(name), BOTH_BY_HAND, shards)
 
 
 # -------------------------------------------------------------------------------------------
