@@ -24,13 +24,12 @@ import pytest
 import networks
 import tasks
 import train
-from tests.helpers import ROOT, batch_of, make, mesh_of, program_of, without_times
+from tests.helpers import ROOT, batch_of, make, mesh_of, placed, program_of, without_times
 from zigzag.commands import command_line, training
 from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
-from zigzag.disk.batches import place_batch
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks
 from zigzag.run.plan import resolve_dtype
@@ -133,9 +132,7 @@ def gradients_of(config, mesh, batch, weights=None):
         with jax.set_mesh(program.mesh):
             state = program.start(jax.random.key(0), weights)
             before = jax.device_get(state["params"])
-            placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                                 config.batch)
-            state, metrics = program.step(state, placed)
+            state, metrics = program.step(state, placed(program.mesh, batch))
             after = jax.device_get(state["params"])
     return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])
 
@@ -196,13 +193,12 @@ def sums_and_gradients(config, mesh, params, batch):
     program = program_of(config, mesh)
     gradients = train.make_gradients(program.plan)
     with jax.set_mesh(program.mesh):
-        placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
-                              program.weights(program.state))
-        rows = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                           config.batch)
+        weights = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
+                               program.weights(program.state))
         options = compiler_options(program.mesh)
-        trained, frozen = program.plan.in_two(program.permute(placed))
-        found, sums = jax.jit(gradients, compiler_options=options)(trained, rows, frozen)
+        trained, frozen = program.plan.in_two(program.permute(weights))
+        found, sums = jax.jit(gradients, compiler_options=options)(
+            trained, placed(program.mesh, batch), frozen)
         return jax.device_get((program.permute(found, back=True), sums))
 
 

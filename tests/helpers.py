@@ -157,6 +157,12 @@ def batch_of(config, seed=1, weights=None):
     return rows
 
 
+def placed(mesh, batch):
+    """A batch of arrays of numpy on the devices of a mesh."""
+    return place_batch(mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                       len(next(iter(batch.values()))))
+
+
 def without_times(path):
     """The lines of a metrics.jsonl, without what depends on the machine's speed."""
     times = ("tokens_per_second", "mfu", "save_seconds")
@@ -172,7 +178,8 @@ class Updates(NamedTuple):
     loads: list             # the tokens of each expert, in each update
     gradient: Any           # of the first update, before clipping
     params: Any             # after the last one
-    others: dict            # the loss's other sums in the first update, each divided by the count
+    others: dict            # the loss's other sums in the first update, each divided by the count,
+                            # and the gradient's norm
 
 
 def kept_gradient():
@@ -203,15 +210,14 @@ def run_updates(config, mesh, count, times=1):
             others = {}
             for i in range(count):
                 batch = batch_of(config, i, weights)
-                state, metrics = program.step(state, place_batch(
-                    program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                    config.batch))
+                state, metrics = program.step(state, placed(program.mesh, batch))
                 losses.append(float(metrics["loss"]))
                 loads.append((np.asarray(metrics.get("expert_load", 0))
                               * float(metrics["tokens"])).tolist())
                 if i == 0:
                     gradient = jax.device_get(program.permute(state, back=True)["opt"][0])
-                    others = {name: np.asarray(metrics[name]) for name in program.plan.sums[2]}
+                    others = {name: np.asarray(metrics[name]) for name in (
+                        "grad_norm", *program.plan.sums[2])}
             runs.append(Updates(losses, loads, gradient, program.weights(state), others))
     return runs
 

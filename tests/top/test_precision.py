@@ -13,9 +13,8 @@ import pytest
 
 import train
 from tests.common import full, gradients_of, in_float64, net, slow
-from tests.helpers import ROOT, batch_of, learn, make, program_of
+from tests.helpers import ROOT, batch_of, make, placed, program_of
 from zigzag.core.mesh import by_path, cast
-from zigzag.disk.batches import place_batch
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -34,15 +33,14 @@ def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
         program = program_of(config, mesh)
         batch = batch_of(config, weights=np.random.default_rng(0).random((8, 16)) < 0.5)
         with jax.set_mesh(program.mesh):
-            placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                                 config.batch)
+            rows = placed(program.mesh, batch)
             start = jax.device_get(program.start(jax.random.key(0)))
             leaves, tree = jax.tree.flatten(start["params"])
 
             def step(leaves):
                 state = {**start, "params": jax.tree.unflatten(tree, leaves)}
                 return program.step(jax.tree.map(lambda x, like: jax.device_put(x, like.sharding),
-                                                 state, program.state), placed)
+                                                 state, program.state), rows)
 
             def loss_at(i, leaf):
                 return float(step(leaves[:i] + [leaf] + leaves[i + 1:])[1]["loss"])
@@ -75,17 +73,6 @@ def test_gradients_of_many_tokens(changes):
         # (Gradients are read off rounded weights.)
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         assert error < 2e-3, (path, error)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["data=2,tensor=2", slow("fsdp=2,tensor=2"), slow("tensor=2"),
-                                  slow("fsdp=4")])
-def test_bfloat16_on_cpu(mesh, alone):
-    """A process aborted by the compiler on a bfloat16 sum."""
-    rows, _ = learn(make(dtype="bfloat16", accumulate=2), mesh)
-    exact = alone[0]
-    assert rows[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-2)
-    assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.1)
 
 
 # Trains in bfloat16 with every pass of the compiler: an abort would end all tests.
