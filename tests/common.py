@@ -52,16 +52,21 @@ def mean_loss(loss, config):
     return mean
 
 
-def published_files(folder, text):
-    """A folder with a tokenizer of 300 ids, as published ones are: <s>, </s> and byte-level pieces
-    of the files in `text`."""
+def byte_level(files, special):
+    """A tokenizer of 300 ids: these special ones, and byte-level pieces of the files."""
     package = peer("tokenizers")
     made = package.Tokenizer(package.models.BPE())
     made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = package.decoders.ByteLevel()
-    made.train([str(path) for path in sorted(text.iterdir())], package.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+    made.train([str(path) for path in files], package.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, show_progress=False,
         initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet()))
+    return made
+
+
+def published_files(folder, text):
+    """A folder with a tokenizer as published ones have: of <s>, </s> and the files in `text`."""
+    made = byte_level(sorted(text.iterdir()), ["<s>", "</s>"])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
