@@ -145,7 +145,7 @@ def falcon_two_groups(w, ids):
     return falcon(w, ids, 2, True)
 
 
-def llama(w, ids, kv=SH, regroup=False):
+def llama(w, ids, kv=SH):
     """Rotary positions, gated MLP, an untied output; fewer kv heads than query heads."""
     p = {"embed": w(SV, SD), "norm": {"scale": w(SD)}, "head": w(SD, SV),
          "layers": [{"n1": {"scale": w(SD)}, "wq": w(SD, SD), "wk": w(SD, kv * SN),
@@ -165,13 +165,7 @@ def llama(w, ids, kv=SH, regroup=False):
             h = _rms(q["n1"], x)
             a, k = turn(split_heads(h @ q["wq"])), turn(split_heads(h @ q["wk"], kv))
             v = split_heads(h @ q["wv"], kv)
-            if regroup:
-                s = jnp.einsum("btkgn,bskn->bkgts", a.reshape(SB, ST, kv, SH // kv, SN),
-                               k) / SN**0.5
-                s = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((ST, ST), bool)), s, -1e30))
-                o = jnp.einsum("bkgts,bskn->btkgn", s, v).reshape(SB, ST, -1)
-            else:
-                o = attend(a, *(jnp.repeat(y, SH // kv, axis=2) for y in (k, v)), 0.0, True)
+            o = attend(a, *(jnp.repeat(y, SH // kv, axis=2) for y in (k, v)), causal=True)
             x = x + o @ q["wo"]
             h = _rms(q["n2"], x)
             x = x + (jax.nn.silu(h @ q["gate"]) * (h @ q["up"])) @ q["down"]
@@ -183,14 +177,6 @@ def llama(w, ids, kv=SH, regroup=False):
 
 def llama_two_kv_heads(w, ids):
     return llama(w, ids, 2)
-
-
-def llama_two_kv_heads_regrouped(w, ids):
-    return llama(w, ids, 2, True)
-
-
-def llama_one_kv_head(w, ids):
-    return llama(w, ids, 1, True)
 
 
 def gptj(w, ids):
@@ -209,8 +195,7 @@ def gptj(w, ids):
     return fn, p, (ids,), [("head.kernel", COLUMN), *MEGATRON]
 
 
-STYLES = [gpt2, falcon, falcon_grouped, falcon_two_groups, llama, llama_two_kv_heads,
-          llama_two_kv_heads_regrouped, llama_one_kv_head, gptj]
+STYLES = [gpt2, falcon, falcon_grouped, falcon_two_groups, llama, llama_two_kv_heads, gptj]
 
 
 def style(build):

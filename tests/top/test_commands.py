@@ -12,7 +12,7 @@ import pytest
 import model
 import train
 from networks import transformer
-from tests.common import SMALL, command, peer, refused
+from tests.common import SMALL, command, peer
 from tests.helpers import ROOT, mesh_of
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
@@ -105,7 +105,7 @@ def test_the_table_of_a_big_model_needs_no_memory():
 
 
 @pytest.mark.full
-def test_train_sample_and_read_with_none_of_our_code(tmp_path, text, capsys):
+def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     """The commands of the first run, on a small model and a tokenizer of its own: a folder that one
     command leaves and the next cannot read; weights that only our code can open."""
     folder, out = tmp_path / "tokens", tmp_path / "out"
@@ -132,7 +132,6 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text, capsys):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
                           text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert "read" in done.stdout, done.stderr
-    assert "layers 2" in refused(capsys, *SMALL, "--data", folder, "--out", out, "--layers", 3)
 
 
 def test_the_page_of_flags_has_every_flag_and_its_default():

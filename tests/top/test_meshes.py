@@ -66,15 +66,13 @@ def draws(count, seed=0):
 
 
 DRAWN = draws(44)
-QUICK = 0           # the first few at each start and in .ci/run, the rest in .ci/full
 
 
 def parameters():
-    marks = [[] if i < QUICK else pytest.mark.full
-             for i in range(len(DRAWN))] + [[], *[pytest.mark.full] * 5]
-    return [pytest.param(mesh, what, rest, marks=mark, id=" ".join(
-        [mesh, *(f"{k}={v}" for k, v in {**what, **rest}.items())]))
-        for (mesh, what, rest), mark in zip(DRAWN + UNDIVIDED, marks, strict=True)]
+    """One at each start and in .ci/run, the rest in .ci/full."""
+    return [pytest.param(*case, marks=[] if case is UNDIVIDED[0] else pytest.mark.full, id=" ".join(
+        [case[0], *(f"{k}={v}" for k, v in {**case[1], **case[2]}.items())]))
+        for case in DRAWN + UNDIVIDED]
 
 
 @functools.cache
