@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
-from tests.common import check_network, mean_loss, net, peer, slow, sums_and_gradients
+from tests.common import check_network, full, mean_loss, net, peer, slow, sums_and_gradients
 from tests.helpers import mesh_of, run_of
 from tests.readme import block
 from tests.rule.test_rule import no_worse_than_by_hand
@@ -443,9 +443,8 @@ def test_another_family_is_as_short_as_the_page_says(monkeypatch):
     test_defaults_are_those_of_the_class("phi")
 
 
-@pytest.mark.parametrize("name", ["opt", pytest.param("gpt2", marks=pytest.mark.slow), *(
-    pytest.param(name, marks=pytest.mark.full) for name in ("llama", "bloom", "falcon rw"))])
-@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.full), "tensor=2"])
+@pytest.mark.parametrize("name", ["opt", slow("gpt2"), *map(full, ("llama", "bloom", "falcon rw"))])
+@pytest.mark.parametrize("mesh", [full(""), "tensor=2"])
 def test_a_mask_at_the_left_is_as_in_transformers(name, mesh):
     """Wrong logits of OPT for a row with padding at the left, because OPT counts positions along
     the mask, and other families along the row. (The loss on seq is one device's.)"""
@@ -523,13 +522,13 @@ def assert_the_same_when_brief(kind, fields):
 
 
 def assert_defaults(config):
-    full = json.loads(config.to_json_string(use_diff=False))
-    default = json.loads(config_class(full["model_type"])().to_json_string(use_diff=False))
+    whole = json.loads(config.to_json_string(use_diff=False))
+    default = json.loads(config_class(whole["model_type"])().to_json_string(use_diff=False))
     sizes = ("hidden", "layer", "head", "intermediate", "vocab", "embd", "ffn", "lora", "model")
-    brief = {k: v for k, v in full.items()
+    brief = {k: v for k, v in whole.items()
              if v != default.get(k, None) or any(size in k for size in sizes)}
-    assert len(brief) < len(full) / 2
-    got, want = (llama.fields_of(record) for record in (brief, full))
+    assert len(brief) < len(whole) / 2
+    got, want = (llama.fields_of(record) for record in (brief, whole))
     assert {**got, "published": ""} == {**want, "published": ""}
 
 
@@ -603,15 +602,20 @@ REFUSED = [
     ("gemma2", dict(_attn_implementation="sdpa"))]
 
 
+def assert_not_supported(record, changes):
+    """Assert that a config.json with these changes is refused in one line."""
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported") as e:
+        llama.fields_of(record | changes)
+    assert "\n" not in str(e.value)
+
+
 @pytest.mark.parametrize("name, changes", REFUSED, ids=str)
 def test_options_that_we_do_not_compute_are_refused(name, changes):
     """An option that changes no shape and that we do not compute: the model would load, and write
     nonsense."""
     kind, fields = CASES[name]
     config = getattr(peer("transformers"), f"{kind}Config")(**fields)
-    record = json.loads(config.to_json_string(use_diff=False)) | changes
-    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported"):
-        llama.fields_of(record)
+    assert_not_supported(json.loads(config.to_json_string(use_diff=False)), changes)
 
 
 def test_windows_are_of_the_families_that_have_them():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import networks
 import sample
 from networks import blip2, clip
-from tests.common import check_network, full, net, peer, published_files
+from tests.common import check_network, full, net, peer, published_files, slow
 from tests.helpers import learn, mesh_of, run_of
 from tests.networks.test_families import (
     ROWS,
@@ -69,8 +69,7 @@ CASES = {
                           sizes(3, layer_norm_eps=1e-3), sizes(3, qkv_bias=False)),
 }
 # The first of each kind in .ci/run, the others in .ci/full.
-EACH = [pytest.param(name, marks=pytest.mark.full if " " in name else pytest.mark.slow)
-        for name in CASES]
+EACH = [(full if " " in name else slow)(name) for name in CASES]
 
 
 def classes(name):
@@ -145,7 +144,7 @@ def assert_logits(name, got, want):
 
 
 @pytest.mark.parametrize("name, shards", [
-    pytest.param(name, n, marks=pytest.mark.slow if " " in name or n == 2 else [])
+    slow(name, n) if " " in name or n == 2 else (name, n)
     for name in CASES for n in (1, 2, 4)])
 def test_logits_are_those_of_transformers(name, shards):
     """A convention of a tower that is not the published one; a device that reads another part of an
@@ -230,7 +229,7 @@ def test_captions_are_those_of_transformers(prompts):
     assert max(map(len, ours)) == 10 and len({tuple(row) for row in ours}) > 1
 
 
-@pytest.mark.parametrize("mesh", ["", pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow),
+@pytest.mark.parametrize("mesh", ["", slow("fsdp=2,tensor=2"),
                                   full("data=2,tensor=4")])
 def test_forty_captions_are_the_beams_of_transformers(mesh):
     """Beams that all see the first one's picture; vectors that a mesh cuts; a prompt's place."""

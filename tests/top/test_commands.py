@@ -12,7 +12,7 @@ import pytest
 import model
 import train
 from networks import transformer
-from tests.common import SMALL, command, peer
+from tests.common import SMALL, command, full, peer
 from tests.helpers import ROOT, mesh_of
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
@@ -34,7 +34,7 @@ def test_importing_takes_no_device():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", ["from zigzag.core import start\nstart.begin()", "import train",
-                                   pytest.param("import shard", marks=pytest.mark.full)])
+                                   full("import shard")])
 def test_libtpu_is_quiet_where_there_is_no_tpu(begin):
     """Five lines of another program's errors before each line of ours, for whoever has installed
     the compiler for TPUs: in a command, or in a user's script that imports a file of ours."""
@@ -50,7 +50,7 @@ def test_libtpu_is_quiet_where_there_is_no_tpu(begin):
 
 @pytest.mark.full
 @pytest.mark.skipif(start._glibc_version() < (2, 35), reason="another libc")
-@pytest.mark.parametrize("file", [pytest.param("train.py", marks=pytest.mark.full), "sample.py"])
+@pytest.mark.parametrize("file", [full("train.py"), "sample.py"])
 def test_a_command_starts_with_large_pages(file):
     """The restart lost in an edit (the CPU step takes a quarter longer), after jax is imported (the
     first command takes seconds longer), again and again, or though it was switched off."""

@@ -89,9 +89,8 @@ for mesh, changes in %r:
 @pytest.mark.full
 @pytest.mark.parametrize("cases", [
     slow([("tensor=2", {}), ("fsdp=2,tensor=2", dict(accumulate=2))]),
-    pytest.param([("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")),
-                  ("seq=2,tensor=2", {}), ("expert=2,tensor=2", dict(experts=4))],
-                 marks=pytest.mark.full)])
+    full([("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")), ("seq=2,tensor=2", {}),
+          ("expert=2,tensor=2", dict(experts=4))])])
 def test_the_transformer_needs_no_pass_of_the_compiler_disabled(cases):
     """A bfloat16 sum inside a shard_map that leaves tensor to the compiler, on which a CPU's
     compiler aborts. (The transformer leaves nothing to the compiler, so it needs no disabled
