@@ -127,12 +127,19 @@ class net:
     plan_weights = _named("plan_weights")
 
 
-def gradients_of(config, mesh, batch, weights=None):
-    """The gradient that a step applies, recovered from plain SGD: no optimizer in the way. weights:
-    where; None: at init's."""
+@contextlib.contextmanager
+def plain_sgd():
+    """Updates that subtract the gradient: no optimizer in the way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
         patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(1.0))
+        yield
+
+
+def gradients_of(config, mesh, batch, weights=None):
+    """The gradient that a step applies, recovered from plain SGD. weights: where; None: at
+    init's."""
+    with plain_sgd():
         program = program_of(config, mesh)
         with jax.set_mesh(program.mesh):
             state = program.start(jax.random.key(0), weights)

@@ -17,7 +17,6 @@ from zigzag.measure.hlo import Collective, collectives
 from zigzag.measure.traffic import expected_traffic, is_complete
 from zigzag.run.plan import compiled
 from zigzag.run.task import without_data
-from zigzag.weights.table import count
 
 
 def sent_and_expected(program):
@@ -146,16 +145,3 @@ def test_of_several_overrides_the_last_that_matches_wins():
     specs = {path.split(".")[-1]: d.spec for path, d in by_path(program.plan.decisions).items()}
     assert specs["w_gate"] == P(None, "fsdp") and specs["w_up"] == P(None, None, "data")
     assert specs["norm"] == P("data")
-
-
-def test_one_gradient_reduction_per_update_however_many_parts():
-    """A sum over devices in every part, where autodiff would put it."""
-    rows = {}
-    for parts in (1, 4):
-        program = program_of(make(batch=32, accumulate=parts), "data=8")
-        rows[parts] = collectives(compiled(program))
-    size = 4 * count(program.plan.params) + 2 * 4       # the loss and the count too
-    assert {r.kind for r in rows[4]} == {"all-reduce"}
-    for r in rows.values():
-        assert sum(c.bytes for c in r) == pytest.approx(size * 2 * 7 / 8, abs=4)
-    assert [c.count for c in rows[1]] == [c.count for c in rows[4]]

@@ -8,11 +8,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import train
-from tests.common import full, gradients_of, in_float64, net, slow
+from tests.common import full, gradients_of, in_float64, net, plain_sgd, slow
 from tests.helpers import ROOT, batch_of, make, placed, program_of
 from zigzag.core.mesh import by_path, cast
 
@@ -23,12 +21,10 @@ from zigzag.core.mesh import by_path, cast
     slow("data=2,pipe=2,expert=2", dict(experts=4, schedule="1f1b", microbatches=2)),
     slow("tensor=4", dict(parallel_block=True, tied=True, remat="full")),
     slow("seq=2,expert=2,tensor=2", dict(experts=4))])
-def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
+def test_gradients_equal_finite_differences(mesh, changes):
     """A gradient of something else than the printed loss. (In float64, leaf by leaf, on the
     mesh.)"""
-    with in_float64():
-        monkeypatch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
-        monkeypatch.setattr(train, "learning_rate", lambda config, step: jnp.float64(1.0))
+    with in_float64(), plain_sgd():
         config = make(d_model=16, d_ff=32, **changes)
         program = program_of(config, mesh)
         batch = batch_of(config, weights=np.random.default_rng(0).random((8, 16)) < 0.5)
