@@ -24,7 +24,16 @@ import pytest
 import networks
 import tasks
 import train
-from tests.helpers import ROOT, batch_of, make, mesh_of, placed, program_of, without_times
+from tests.helpers import (
+    ROOT,
+    batch_of,
+    config_of,
+    make,
+    mesh_of,
+    placed,
+    program_of,
+    without_times,
+)
 from zigzag.commands import command_line, training
 from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
@@ -72,6 +81,16 @@ def published_files(folder, text):
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     return folder
+
+
+def published_model(folder, text, scale=2, seed=0, **options):
+    """A folder with a small model of 300 ids and the tokenizer of published_files. scale: of its
+    weights, so that it has opinions."""
+    peer("safetensors")
+    config = config_of(vocab_size=300, **options)
+    params = jax.tree.map(lambda w: scale * w, net.init(config, jax.random.key(seed)))
+    networks.save_hf(folder, params, config)
+    return published_files(folder, text)
 
 
 def digit_pairs(path, count, digits=8, seed=0):
@@ -223,9 +242,15 @@ def assert_same_on(mesh, rtol=1e-9, **changes):
         plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})
         want = _of_the_formula(plain)
         got = sums_and_gradients(config, mesh, *_exact_inputs(plain))
-    size = float(optax.tree.norm(want[0]))
+    assert_agree(got, want, rtol, beside=want[0])
+
+
+def assert_agree(got, want, rtol, beside=None):
+    """Assert that each leaf is equal up to a share of its norm, plus a thousandth of that share of
+    the norm of everything, or of `beside`."""
+    size = float(optax.tree.norm(want if beside is None else beside))
     for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
-        error = np.linalg.norm(a - b)
+        error = np.linalg.norm(np.asarray(a) - b)
         assert error <= rtol * (np.linalg.norm(b) + 1e-3 * size), (path, error, np.linalg.norm(b))
 
 
@@ -277,8 +302,9 @@ def go(*words):
 
 
 def _words(file, words):
-    """The words that run a file of ours, or "-m MODULE"."""
-    at = str(file).split() if str(file).startswith("-m ") else [str(ROOT / file)]
+    """The words that run a file of ours, "-m MODULE", or what python is given in a list."""
+    at = file if isinstance(file, list) else (
+        str(file).split() if str(file).startswith("-m ") else [str(ROOT / file)])
     return [sys.executable, *at, *map(str, words)]
 
 

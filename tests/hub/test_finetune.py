@@ -23,7 +23,7 @@ from tests.common import (
     net,
     order,
     peer,
-    published_files,
+    published_model,
     refused,
     slow,
     train_here,
@@ -39,19 +39,14 @@ from zigzag.run.loop import first_state
 from zigzag.weights import lora
 
 # 3 heads, 1 key head and 300 ids: what 2 devices do not divide, and rows of padding.
-SHAPE = dict(layers=4, d_model=24, heads=3, kv_heads=1, head_dim=8, d_ff=40, vocab_size=300,
-             seq_len=640)
+SHAPE = dict(layers=4, d_model=24, heads=3, kv_heads=1, head_dim=8, d_ff=40, seq_len=640)
 STEPS = ("--seq_len", 16, "--batch", 8, "--steps", 4, "--save_every", 2, "--eval_every", 2)
 GREEDY = ("--prompt", "7 and", "--temperature", 0, "--tokens", 9)
 
 
 def make_published(folder, text, seed=5):
     """A folder with a tiny LLaMA, as published ones are."""
-    peer("safetensors")
-    config = config_of(**SHAPE)
-    networks.save_hf(folder, jax.tree.map(lambda w: 2 * w, net.init(config, jax.random.key(seed))),
-                  config)
-    return published_files(folder, text)
+    return published_model(folder, text, seed=seed, **SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +245,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
 def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monkeypatch):
     """An exported folder that seems to be complete, without a tokenizer."""
     peer("safetensors")
-    config, run = config_of(**SHAPE), tmp_path / "run"
+    config, run = config_of(**SHAPE, vocab_size=300), tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps({
         **dataclasses.asdict(config), "format": 0, "network": networks.network_of(config).name,

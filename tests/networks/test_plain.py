@@ -10,7 +10,6 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import model
@@ -18,7 +17,14 @@ import networks
 import sample
 import shard
 from networks import transformer
-from tests.common import full, gradients_of, in_float64, slow, sums_and_gradients
+from tests.common import (
+    assert_agree,
+    full,
+    gradients_of,
+    in_float64,
+    slow,
+    sums_and_gradients,
+)
 from tests.helpers import ROOT, batch_of, make, run_of
 from tests.parallel.test_attention import give_kernel, one_kernel
 from zigzag.core import flags
@@ -57,12 +63,6 @@ def on_one_device(changes):
             if path[-1].key.endswith("_b") else w, params)
     batch = batch_of(config, weights=rng.random((config.batch, config.seq_len)) < 0.8)
     return params, batch, sums_and_gradients(in_general(config), "", params, batch)
-
-
-def assert_agree(got, want, rtol):
-    for (path, b), a in zip(by_path(want).items(), jax.tree.leaves(got), strict=True):
-        size = np.linalg.norm(b) + 1e-3 * float(optax.tree.norm(want))
-        assert np.linalg.norm(np.asarray(a) - b) <= rtol * size, path
 
 
 @pytest.mark.parametrize("changes", [

@@ -27,8 +27,7 @@ def test_importing_takes_no_device():
                for path in (ROOT / "zigzag").glob("*/*.py")]
     code = (f"import model, shard, train, data, sample, {', '.join(library)}\n"
             f"from jax._src import xla_bridge\nassert not xla_bridge._backends")
-    done = subprocess.run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
-                          cwd=ROOT, capture_output=True, text=True)
+    done = command(file=["-W", "error::DeprecationWarning:__main__", "-c", code])
     assert done.returncode == 0, done.stderr
 
 
@@ -129,8 +128,7 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     code = block("docs/running.md", "orbax").replace("/full/path/to/out/checkpoints/900/params",
                                                      str(out / "checkpoints/4/params"))
     code += "assert weights['layers']['wq'].shape == (2, 32, 4, 8), weights\nprint('read')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    done = command(file=["-c", code], cwd=tmp_path)
     assert "read" in done.stdout, done.stderr
 
 

@@ -1,17 +1,14 @@
 """Precision: which values are computed in bfloat16, and gradients to twelve digits."""
 
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.common import full, gradients_of, in_float64, net, plain_sgd, slow
-from tests.helpers import ROOT, batch_of, make, placed, program_of
+from tests.common import command, full, gradients_of, in_float64, net, plain_sgd, slow
+from tests.helpers import batch_of, make, placed, program_of
 from zigzag.core.mesh import by_path, cast
 
 
@@ -91,8 +88,7 @@ def test_the_transformer_needs_no_pass_of_the_compiler_disabled(cases):
     """A bfloat16 sum inside a shard_map that leaves tensor to the compiler, on which a CPU's
     compiler aborts. (The transformer leaves nothing to the compiler, so it needs no disabled
     pass.)"""
-    done = subprocess.run([sys.executable, "-c", WITH_ALL_PASSES % (cases,)], cwd=ROOT, text=True,
-                          capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    done = command(file=["-c", WITH_ALL_PASSES % (cases,)])
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("\n") == len(cases)
 
