@@ -195,15 +195,19 @@ def test_functions_are_short_enough_to_be_read():
     assert not long, long
 
 
+def lines_of(*patterns):
+    """(place, line) of all lines of our own files and of these."""
+    for path in (*FILES.values(), *(path for each in patterns for path in ROOT.glob(each))):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            yield f"{path}:{number}", line
+
+
 def test_lines_fit_on_a_page():
     """Lines of 160 columns, which a diff or a second window cuts in half. (Rows of a table may be
     that long.)"""
-    paths = [*FILES.values(), *(path for pattern in (
+    long = [f"{at}: {len(line)} columns" for at, line in lines_of(
         "*.md", "docs/*.md", "*.txt", "*.ini", "*.toml", ".ci/*", "recipes/*.sh")
-        for path in ROOT.glob(pattern))]
-    long = [f"{path}:{number}: {len(line)} columns" for path in paths
-            for number, line in enumerate(path.read_text().splitlines(), 1)
-            if len(line) > 100 and not (path.suffix == ".md" and line.startswith("|"))]
+            if len(line) > 100 and not (".md:" in at and line.startswith("|"))]
     assert not long, "\n".join(long)
 
 
@@ -216,11 +220,8 @@ TRANSLATED = re.compile(r"\bOf (a|an|the|each|all|those|these|its|what|which|som
 def test_the_prose_reads_as_english():
     """Sentences that begin with "Of each ...", from which a reader learns the subject last; a
     custom loss called by a home-made name, which nobody can search for."""
-    paths = [*FILES.values(), *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    wrong = [f"{path}:{number}: {line.strip()}" for path in paths
-             if path.name != "test_layout.py"
-             for number, line in enumerate(path.read_text().splitlines(), 1)
-             if TRANSLATED.search(line)]
+    wrong = [f"{at}: {line.strip()}" for at, line in lines_of("*.md", "docs/**/*.md")
+             if "test_layout.py:" not in at and TRANSLATED.search(line)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -368,40 +368,20 @@ def test_names_and_their_order_change_no_spec(build):
 # -------------------------------------------------------------------------------------------
 # Our transformer
 
-def decoder_specs(mesh, **changes):
-    """The specs of the transformer's weights."""
-    config = config_of(**{**dict(layers=2, d_model=32, heads=4, d_ff=64, vocab_size=61,
-                                    seq_len=16), **changes})
-    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
-    batch = {"tokens": ints(2, 16), "targets": ints(2, 16), "weights": floats(2, 16)}
-    return infer_specs(lambda p, b: net.loss(p, b, config), params, batch, mesh=mesh_of(mesh))
-
-
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (12, 3), (12, 6)])
 def test_too_few_kv_heads_stay_whole_and_queries_split(heads, kv_heads):
     """Key heads split four ways, which cuts through heads, or (6 of 12) leaves a device three
-    quarters of a group."""
-    layers = decoder_specs("tensor=4", heads=heads, kv_heads=kv_heads, head_dim=8)["layers"]
-    assert layers["wk"] == layers["wv"] == P()
-    assert layers["wq"] == P(None, None, "tensor") and layers["wo"] == P(None, "tensor")
-
-
-def test_a_loss_that_jax_traced_for_another_mesh_is_traced_anew():
-    """A trace from jax's cache, with heads repeated for another size of the tensor axis."""
-    config = config_of(layers=2, d_model=32, d_ff=64, vocab_size=61, seq_len=16, heads=12,
-                          kv_heads=3, head_dim=8)
+    quarters of a group; a trace from jax's cache, with heads repeated for another size of the
+    tensor axis."""
+    config = config_of(layers=2, d_model=32, d_ff=64, vocab_size=61, seq_len=16, heads=heads,
+                       kv_heads=kv_heads, head_dim=8)
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     fn = jax.jit(lambda p, x: net.forward(p, x, config))
-    for mesh, want in (("data=8", P()), ("tensor=4", P(None, None, "tensor")), ("data=8", P())):
-        specs = infer_specs(fn, params, ints(2, 16), mesh=mesh_of(mesh))
-        assert specs["layers"]["wq"] == want
-
-
-def test_fsdp_takes_the_largest_dimension_left():
-    """fsdp on a small dimension, or on a leaf that is not worth gathering."""
-    specs = decoder_specs("fsdp=2,tensor=2", d_ff=256)
-    assert specs["layers"]["w_up"] == P(None, "fsdp", "tensor")
-    assert specs["norm"] == P(), "small leaves stay whole"
+    for mesh, columns, rows in (("data=8", P(), P()), (
+            "tensor=4", P(None, None, "tensor"), P(None, "tensor")), ("data=8", P(), P())):
+        layers = infer_specs(fn, params, ints(2, 16), mesh=mesh_of(mesh))["layers"]
+        assert layers["wk"] == layers["wv"] == P()
+        assert layers["wq"] == columns and layers["wo"] == rows
 
 
 # -------------------------------------------------------------------------------------------

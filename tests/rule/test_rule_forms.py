@@ -387,6 +387,9 @@ def test_the_reductions_that_a_group_costs():
 # -------------------------------------------------------------------------------------------
 # Questions about a function (jaxprs.py)
 
+GIVEN = floats(64, 64), floats(8, 64)       # a weight, and rows
+
+
 def branching(p, x):
     return jax.lax.map(lambda row: jax.lax.cond(row[0] > 0, jnp.tanh, lambda y: y, row), x @ p)
 
@@ -415,9 +418,8 @@ def harmless(p, x):
 def test_what_no_compiler_may_split_is_found(fn, why):
     """A collective inside a branch or loop that depends on data, which waits for ever for devices
     that do not come. It is found under jit and in a ClosedJaxpr too."""
-    args = floats(64, 64), floats(8, 64)
-    assert jaxprs.why_not_split(fn, *args) == jaxprs.why_not_split(jax.jit(fn), *args) == why
-    assert jaxprs.why_not_split(jax.make_jaxpr(fn)(*args), args[0]) == why
+    assert jaxprs.why_not_split(fn, *GIVEN) == jaxprs.why_not_split(jax.jit(fn), *GIVEN) == why
+    assert jaxprs.why_not_split(jax.make_jaxpr(fn)(*GIVEN), GIVEN[0]) == why
 
 
 def test_a_gradient_through_a_mark_is_seen():
@@ -432,11 +434,10 @@ def test_a_gradient_through_a_mark_is_seen():
     def stopped(p, x):
         return jax.grad(lambda y: loss(jax.lax.stop_gradient(p), x) * y)(1.0)
 
-    args = floats(64, 64), floats(8, 64)
-    assert jaxprs.names_in(loss, *args) == {"attend"}
-    assert jaxprs.names_in(jax.make_jaxpr(loss)(*args)) == {"attend"}
-    assert jaxprs.DIFFERENTIATED in jaxprs.names_in(inside, *args)
-    assert jaxprs.names_in(stopped, *args) == {"attend"}
+    assert jaxprs.names_in(loss, *GIVEN) == {"attend"}
+    assert jaxprs.names_in(jax.make_jaxpr(loss)(*GIVEN)) == {"attend"}
+    assert jaxprs.DIFFERENTIATED in jaxprs.names_in(inside, *GIVEN)
+    assert jaxprs.names_in(stopped, *GIVEN) == {"attend"}
 
 
 def test_16_bits_are_seen_wherever_they_are():
@@ -444,7 +445,6 @@ def test_16_bits_are_seen_wherever_they_are():
     def inside(p, x):
         return jax.jit(lambda p: (x.astype("bfloat16") @ p.astype("bfloat16")).sum())(p)
 
-    args = floats(64, 64), floats(8, 64)
-    assert jaxprs.computes_in_16_bits(inside, *args)
-    assert jaxprs.computes_in_16_bits(jax.make_jaxpr(inside)(*args))
+    assert jaxprs.computes_in_16_bits(inside, *GIVEN)
+    assert jaxprs.computes_in_16_bits(jax.make_jaxpr(inside)(*GIVEN))
     assert not jaxprs.computes_in_16_bits(feed, MLP, X)
