@@ -163,11 +163,15 @@ def placed(mesh, batch):
                        len(next(iter(batch.values()))))
 
 
+def rows_in(path):
+    """The rows of a metrics.jsonl, or of another file of JSON lines."""
+    return [json.loads(line) for line in open(path)]
+
+
 def without_times(path):
     """The lines of a metrics.jsonl, without what depends on the machine's speed."""
     times = ("tokens_per_second", "mfu", "save_seconds")
-    rows = [json.loads(line) for line in open(path)]
-    return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows]
+    return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows_in(path)]
 
 
 # -------------------------------------------------------------------------------------------

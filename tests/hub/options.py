@@ -35,7 +35,7 @@ import numpy as np
 import networks
 from tests.common import peer
 from tests.hub.option_cases import bases, cases_of, changed, speaks_5
-from tests.networks.test_families import saved
+from tests.networks.test_families import as_theirs, saved
 from tests.networks.test_two_towers import IMAGE
 from zigzag.core.errors import ConfigError
 
@@ -182,13 +182,12 @@ THEIR_NAMES = dict(tokens="input_ids", mask="attention_mask", token_types="token
 
 
 def _their_inputs(base, batch):
-    torch, names = peer("torch"), dict(THEIR_NAMES)
+    names = dict(THEIR_NAMES)
     if base.kind == "pair":
         names |= dict(tokens="decoder_input_ids", source="input_ids")
         if base.family == "whisper":
             names["source"] = "input_features"
-    given = {names[k]: torch.tensor(a) for k, a in batch.items()}
-    return {k: a.long() if k.endswith(("ids", "mask")) else a for k, a in given.items()}
+    return as_theirs(batch, names)
 
 
 def seen(base, output, batch):

@@ -28,7 +28,16 @@ from tests.common import (
     slow,
     train_here,
 )
-from tests.helpers import config_of, learn, make, mesh_of, program_of, tokens_of, without_times
+from tests.helpers import (
+    config_of,
+    learn,
+    make,
+    mesh_of,
+    program_of,
+    rows_in,
+    tokens_of,
+    without_times,
+)
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
@@ -74,8 +83,7 @@ def half_of(out, to):
 
 
 def losses_in(out):
-    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in rows_in(out / "metrics.jsonl") if "loss" in row]
 
 
 def same(a, b):

@@ -23,6 +23,7 @@ from tests.networks.test_families import (
     Reference,
     T,
     V,
+    as_theirs,
     assert_close,
     assert_defaults,
     assert_gradient,
@@ -149,11 +150,9 @@ def inputs(batch):
 
 
 def their_output(theirs, batch):
-    torch = peer("torch")
     names = {"tokens": "input_ids", "mask": "attention_mask", "token_types": "token_type_ids",
              "source": "pixel_values"}
-    out = theirs(**{names[k]: torch.tensor(a).long() if a.dtype == np.int32 else torch.tensor(a)
-                    for k, a in batch.items() if k in names})
+    out = theirs(**as_theirs(batch, names))
     return out["logits"] if "logits" in out else out.last_hidden_state
 
 

@@ -213,6 +213,13 @@ def weighted_loss(logits, batch):
     return (losses * weights).sum() / weights.sum()
 
 
+def as_theirs(batch, names):
+    """The arrays of a batch as torch's, under transformers' names. (Ids and masks are whole.)"""
+    torch = peer("torch")
+    given = {theirs: torch.tensor(batch[ours]) for ours, theirs in names.items() if ours in batch}
+    return {name: a.long() if name.endswith(("ids", "mask")) else a for name, a in given.items()}
+
+
 def read_by_theirs(kind, folder, **how):
     """The transformers model that reads a folder of ours, which must lack nothing."""
     theirs, report = kind.from_pretrained(folder, output_loading_info=True,
@@ -376,12 +383,6 @@ def test_gradients_are_those_of_torch(name):
     assert_gradient(config, gradient, reference(name).gradients)
 
 
-def trained(params, gradient):
-    """Weights after a step against their gradient."""
-    return jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
-                        gradient)
-
-
 def export(folder, params, config, ours, before):
     """Write weights that compute `ours`, and no longer `before`: they are read as they were."""
     assert np.linalg.norm(ours - before) > 1e-2 * np.linalg.norm(ours)
@@ -391,14 +392,23 @@ def export(folder, params, config, ours, before):
         assert_close(w, by_path(params)[path], 1e-6, path)
 
 
+def export_trained(folder, model, want, output):
+    """Export a model after a step against its gradient. Returns what output(params, config) is
+    then."""
+    params, config, gradient, _ = model
+    params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
+                          gradient)
+    ours = output(params, config)
+    export(folder, params, config, ours, want.logits)
+    return ours
+
+
 @pytest.mark.parametrize("name", cases(TRAINED))
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array that is written as it was read, without its training, in another order, or without
     the number that its family subtracts."""
-    params, config, gradient, _ = loaded(name)
-    params = trained(params, gradient)
-    ours = logits_of(params, config, reference(name).batch["tokens"])
-    export(tmp_path / "out", params, config, ours, reference(name).logits)
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        logits_of, tokens=reference(name).batch["tokens"]))
     assert_close(their_logits(name, tmp_path / "out"), ours, 1e-5)
 
 

@@ -21,6 +21,7 @@ from tests.networks.test_families import (
     Reference,
     T,
     V,
+    as_theirs,
     assert_close,
     assert_gradient,
     assert_not_supported,
@@ -28,14 +29,13 @@ from tests.networks.test_families import (
     assert_the_same_when_brief,
     batch_of,
     cases,
-    export,
+    export_trained,
     logits_of,
     numbers_of,
     read_by_theirs,
     ready,
     rewrite,
     sends_no_more,
-    trained,
 )
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -95,11 +95,9 @@ def source_of(name):
 
 def given_to_theirs(name):
     """The encoder's inputs, under transformers' names."""
-    torch, source = peer("torch"), source_of(name)
     names = {"source": "input_features" if name == "whisper" else "input_ids",
              "source_mask": "attention_mask"}
-    return {names[k]: torch.tensor(a if a.ndim == 3 else a.astype(np.int64))
-            for k, a in source.items()}
+    return as_theirs(source_of(name), names)
 
 
 @functools.cache
@@ -155,11 +153,9 @@ def test_gradients_are_those_of_torch(name):
 @pytest.mark.parametrize("name", each())
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array of one stack that is written as the other's."""
-    params, config, gradient, _ = loaded(name)
-    params = trained(params, gradient)
-    tokens, source = reference(name).batch["tokens"], source_of(name)
-    ours = logits_of(params, config, tokens, **source)
-    export(tmp_path / "out", params, config, ours, reference(name).logits)
+    tokens = reference(name).batch["tokens"]
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        logits_of, tokens=tokens, **source_of(name)))
     torch = peer("torch")
     with torch.no_grad():
         theirs = their_model(name, tmp_path / "out")(

@@ -20,13 +20,12 @@ from tests.networks.test_families import (
     assert_gradient,
     assert_step,
     cases,
-    export,
+    export_trained,
     logits_of,
     read_by_theirs,
     ready,
     saved,
     sends_no_more,
-    trained,
 )
 from tests.rule.test_rule import by_hand, sent_by
 from zigzag.core.errors import ConfigError
@@ -141,11 +140,10 @@ def test_what_we_train_transformers_reads(name, tmp_path):
     """An array that is written as it was read and not as it is now; an image encoder that is
     written as a whole SamModel."""
     torch, transformers = peer("torch"), peer("transformers")
-    params, config, gradient, _ = loaded(name)
-    params, pictures = trained(params, gradient), reference(name).batch["source"]
-    ours = logits_of(params, config, pictures)
-    export(tmp_path / "out", params, config, ours, reference(name).logits)
-    assert networks.network_of_folder(tmp_path / "out") is networks.network_of(config)
+    pictures = reference(name).batch["source"]
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        logits_of, tokens=pictures))
+    assert networks.network_of_folder(tmp_path / "out") is networks.network_of(loaded(name)[1])
     kind = CASES[name][0].replace("SamModel", "SamVisionModel")
     theirs = read_by_theirs(getattr(transformers, kind), tmp_path / "out")
     with torch.no_grad():

@@ -17,16 +17,16 @@ from tests.networks.test_families import (
     ROWS,
     Reference,
     V,
+    as_theirs,
     assert_close,
     assert_gradient,
     assert_step,
-    export,
+    export_trained,
     logits_of,
     read_by_theirs,
     ready,
     saved,
     sends_no_more,
-    trained,
     weighted_loss,
 )
 from zigzag.core.errors import ConfigError
@@ -107,10 +107,8 @@ def batch_for(name):
 
 def theirs_on(model, name, batch):
     """Their logits and their loss."""
-    torch = peer("torch")
-    given = {"input_ids": batch["tokens"].astype(np.int64), "pixel_values": batch["source"],
-             "attention_mask": batch["mask"].astype(np.int64)}
-    given = {k: torch.tensor(a) for k, a in given.items()}
+    given = as_theirs(batch, {"tokens": "input_ids", "source": "pixel_values",
+                              "mask": "attention_mask"})
     if name.startswith("clip"):
         out = model(**given, return_loss=True)
         return out.logits_per_image, out.loss
@@ -171,10 +169,9 @@ def test_gradients_are_those_of_torch(name):
 @pytest.mark.parametrize("name", EACH)
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array that is written as it was read and not as it is now, or without its axis of 1."""
-    params, config, gradient, _ = loaded(name)
-    params, batch = trained(params, gradient), reference(name).batch
-    ours = scores_of(params, config, batch)
-    export(tmp_path / "out", params, config, ours, reference(name).logits)
+    batch = reference(name).batch
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        scores_of, batch=batch))
     theirs = read_by_theirs(classes(name)[1], tmp_path / "out", attn_implementation="eager")
     with peer("torch").no_grad():
         assert_logits(name, theirs_on(theirs, name, batch)[0].numpy(), ours)

@@ -13,7 +13,7 @@ import model
 import train
 from networks import transformer
 from tests.common import SMALL, command, full, peer
-from tests.helpers import ROOT, mesh_of
+from tests.helpers import ROOT, mesh_of, rows_in
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
 from zigzag.core.compiler import compiler_options
@@ -112,7 +112,7 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     assert done.returncode == 0, done.stderr
     done = command(*SMALL, "--shards", 2, "--steps", 4, "--data", folder, "--out", out)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    rows = rows_in(out / "metrics.jsonl")
     assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4]
     assert set(rows[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu",
                             "skipped", "save_seconds"}

@@ -18,7 +18,7 @@ import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
 from tests.common import command, ends, hosts, net, peer, published_model
 from tests.generate.test_generation import log_probabilities
-from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
+from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, rows_in, without_times
 from zigzag.run import begin
 
 
@@ -373,8 +373,7 @@ def test_answers_are_the_same_in_two_processes(tmp_path):
     assert all(status == 0 for status, *_ in ends(two))
     one = command(*words, tmp_path / "one", file="-m recipes.grpo")
     assert one.returncode == 0, one.stderr
-    rows, others = ([json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
-                    for name in ("one", "two"))
+    rows, others = (rows_in(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for a, b in zip(rows, others, strict=True):
         for name in {"loss", "reward"} & a.keys():
             assert a[name] == pytest.approx(b[name], rel=1e-5)
