@@ -25,7 +25,16 @@ import data
 import networks
 import tasks
 import train
-from tests.helpers import ROOT, batch_of, make, mesh_of, program_of, without_times
+from tests.helpers import (
+    ROOT,
+    batch_of,
+    config_of,
+    make,
+    mesh_of,
+    placed,
+    program_of,
+    without_times,
+)
 from zigzag.commands import command_line, training
 from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
@@ -33,7 +42,6 @@ from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import shardings
-from zigzag.disk.batches import place_batch
 from zigzag.disk.output import SPLITS
 from zigzag.disk.shuffle import order_at
 from zigzag.run import checks
@@ -57,16 +65,21 @@ def mean_loss(loss, config):
     return mean
 
 
-def published_files(folder, text):
-    """A folder with a tokenizer of 300 ids, as published ones are: <s>, </s> and byte-level pieces
-    of the files in `text`."""
+def byte_level(files, special):
+    """A tokenizer of 300 ids: these special ones, and byte-level pieces of the files."""
     package = peer("tokenizers")
     made = package.Tokenizer(package.models.BPE())
     made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = package.decoders.ByteLevel()
-    made.train([str(path) for path in sorted(text.iterdir())], package.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+    made.train([str(path) for path in files], package.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, show_progress=False,
         initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet()))
+    return made
+
+
+def published_files(folder, text):
+    """A folder with a tokenizer as published ones have: of <s>, </s> and the files in `text`."""
+    made = byte_level(sorted(text.iterdir()), ["<s>", "</s>"])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -118,6 +131,16 @@ def documents_of(corpus):
         found += [tuple(array[a:b].tolist() for array in (documents.tokens, documents.weights))
                   for a, b in zip(bounds, bounds[1:])]
     return found
+
+
+def published_model(folder, text, scale=2, seed=0, **options):
+    """A folder with a small model of 300 ids and the tokenizer of published_files. scale: of its
+    weights, so that it has opinions."""
+    peer("safetensors")
+    config = config_of(vocab_size=300, **options)
+    params = jax.tree.map(lambda w: scale * w, net.init(config, jax.random.key(seed)))
+    networks.save_hf(folder, params, config)
+    return published_files(folder, text)
 
 
 def digit_pairs(path, count, digits=8, seed=0):
@@ -172,7 +195,7 @@ class net:
     plan_weights = _named("plan_weights")
 
 
-def placed(params, config, mesh):
+def weights_on(params, config, mesh):
     """These weights as a mesh has them; as they are if there is none."""
     if not mesh:
         return params
@@ -186,19 +209,24 @@ def far_apart(config, times=3, seed=0):
     return jax.tree.map(lambda w: times * w, params)
 
 
-def gradients_of(config, mesh, batch, weights=None):
-    """The gradient that a step applies, recovered from plain SGD: no optimizer in the way. weights:
-    where; None: at init's."""
+@contextlib.contextmanager
+def plain_sgd():
+    """Updates that subtract the gradient: no optimizer in the way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
         patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(1.0))
+        yield
+
+
+def gradients_of(config, mesh, batch, weights=None):
+    """The gradient that a step applies, recovered from plain SGD. weights: where; None: at
+    init's."""
+    with plain_sgd():
         program = program_of(config, mesh)
         with jax.set_mesh(program.mesh):
             state = program.start(jax.random.key(0), weights)
             before = jax.device_get(state["params"])
-            placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                                 config.batch)
-            state, metrics = program.step(state, placed)
+            state, metrics = program.step(state, placed(program.mesh, batch))
             after = jax.device_get(state["params"])
     return jax.tree.map(lambda a, b: a - b, before, after), float(metrics["loss"])
 
@@ -272,13 +300,12 @@ def sums_and_gradients(config, mesh, params, batch):
     program = program_of(config, mesh)
     gradients = train.make_gradients(program.plan)
     with jax.set_mesh(program.mesh):
-        placed = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
-                              program.weights(program.state))
-        rows = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                           config.batch)
+        weights = jax.tree.map(lambda w, like: jax.device_put(w, like.sharding), params,
+                               program.weights(program.state))
         options = compiler_options(program.mesh)
-        trained, frozen = program.plan.in_two(program.permute(placed))
-        found, sums = jax.jit(gradients, compiler_options=options)(trained, rows, frozen)
+        trained, frozen = program.plan.in_two(program.permute(weights))
+        found, sums = jax.jit(gradients, compiler_options=options)(
+            trained, placed(program.mesh, batch), frozen)
         return jax.device_get((program.permute(found, back=True), sums))
 
 
@@ -291,9 +318,15 @@ def assert_same_on(mesh, rtol=1e-9, **changes):
         plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})
         want = _of_the_formula(plain)
         got = sums_and_gradients(config, mesh, *exact_inputs(plain))
-    size = float(optax.tree.norm(want[0]))
+    assert_agree(got, want, rtol, beside=want[0])
+
+
+def assert_agree(got, want, rtol, beside=None):
+    """Assert that each leaf is equal up to a share of its norm, plus a thousandth of that share of
+    the norm of everything, or of `beside`."""
+    size = float(optax.tree.norm(want if beside is None else beside))
     for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
-        error = np.linalg.norm(a - b)
+        error = np.linalg.norm(np.asarray(a) - b)
         assert error <= rtol * (np.linalg.norm(b) + 1e-3 * size), (path, error, np.linalg.norm(b))
 
 
@@ -353,8 +386,9 @@ def go(*words):
 
 
 def _words(file, words):
-    """The words that run a file of ours, or "-m MODULE"."""
-    at = str(file).split() if str(file).startswith("-m ") else [str(ROOT / file)]
+    """The words that run a file of ours, "-m MODULE", or what python is given in a list."""
+    at = file if isinstance(file, list) else (
+        str(file).split() if str(file).startswith("-m ") else [str(ROOT / file)])
     return [sys.executable, *at, *map(str, words)]
 
 

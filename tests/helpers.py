@@ -157,9 +157,20 @@ def batch_of(config, seed=1, weights=None):
     return rows
 
 
+def placed(mesh, batch):
+    """A batch of arrays of numpy on the devices of a mesh."""
+    return place_batch(mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
+                       len(next(iter(batch.values()))))
+
+
+def rows_in(path):
+    """The rows of a metrics.jsonl, or of another file of JSON lines."""
+    return [json.loads(line) for line in open(path)]
+
+
 def rows_of(run):
     """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in open(Path(run) / "metrics.jsonl")]
+    return rows_in(Path(run) / "metrics.jsonl")
 
 
 def losses_of(rows):
@@ -175,8 +186,7 @@ def all_losses(rows):
 def without_times(path):
     """The lines of a metrics.jsonl, without what depends on the machine's speed."""
     times = ("tokens_per_second", "mfu", "save_seconds")
-    rows = [json.loads(line) for line in open(path)]
-    return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows]
+    return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows_in(path)]
 
 
 # -------------------------------------------------------------------------------------------
@@ -187,7 +197,8 @@ class Updates(NamedTuple):
     loads: list             # the tokens of each expert, in each update
     gradient: Any           # of the first update, before clipping
     params: Any             # after the last one
-    others: dict            # the loss's other sums in the first update, each divided by the count
+    others: dict            # the loss's other sums in the first update, each divided by the count,
+                            # and the gradient's norm
 
 
 def kept_gradient():
@@ -218,15 +229,14 @@ def run_updates(config, mesh, count, times=1):
             others = {}
             for i in range(count):
                 batch = batch_of(config, i, weights)
-                state, metrics = program.step(state, place_batch(
-                    program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                    config.batch))
+                state, metrics = program.step(state, placed(program.mesh, batch))
                 losses.append(float(metrics["loss"]))
                 loads.append((np.asarray(metrics.get("expert_load", 0))
                               * float(metrics["tokens"])).tolist())
                 if i == 0:
                     gradient = jax.device_get(program.permute(state, back=True)["opt"][0])
-                    others = {name: np.asarray(metrics[name]) for name in program.plan.sums[2]}
+                    others = {name: np.asarray(metrics[name]) for name in (
+                        "grad_norm", *program.plan.sums[2])}
             runs.append(Updates(losses, loads, gradient, program.weights(state), others))
     return runs
 

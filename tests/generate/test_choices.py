@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import sample
-from tests.common import far_apart, placed, refused
+from tests.common import far_apart, weights_on, refused
 from tests.generate.test_generation import compiled_forward, log_probabilities
 from tests.generate.test_sample_command import FakeModel, sampled
 from tests.helpers import config_of
@@ -127,7 +127,7 @@ def test_given_ids_are_context_and_are_not_scored(mesh):
 
     best = likeliest()
     rows[0][6], rows[0][8], rows[1][15] = best[0, 5], 63 - best[0, 7], best[1, 14]
-    on = placed(params, config, mesh)
+    on = weights_on(params, config, mesh)
     found = sample.score(on, rows, config, batch=32, given=[*given, 1], likeliest=True)
     assert [count for _, count, _ in found] == [5, 1, 4, 39, 22, 0, 22]
     logs = log_probabilities(params, config, [rows[0], rows[1], rows[2][-16:]])

@@ -11,7 +11,7 @@ import pytest
 import networks
 import sample
 from networks import transformer
-from tests.common import far_apart, net, peer, placed
+from tests.common import far_apart, net, peer, weights_on
 from tests.helpers import make
 from tests.networks import test_families, test_pairs_families
 from zigzag.core.flags import change
@@ -80,7 +80,7 @@ def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5)
 def assert_writes_as_forward(name, mesh=""):
     params, config, source = loaded(name)
     prompts = prompts_of(config)
-    found = sample.generate(placed(params, config, mesh), prompts, config, NEW, temperature=0,
+    found = sample.generate(weights_on(params, config, mesh), prompts, config, NEW, temperature=0,
                             logprobs=True, source=source)
     assert [len(ids) for ids, _ in found] == [NEW] * len(prompts)
     assert_teacher_forced(params, config, prompts, found, source_of(name))
@@ -135,7 +135,7 @@ def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh
     params, config, source = loaded(name)
     config = change(config, seq_len=64)
     prompts = prompts_of(config, (40, 9, 23, 1))
-    on = placed(params, config, mesh)
+    on = weights_on(params, config, mesh)
     found = sample.generate(on, prompts, config, 21, temperature=0, logprobs=True, source=source)
     assert_teacher_forced(params, config, prompts, found, source_of(name))
     texts = [p + ids for p, (ids, _) in zip(prompts, found)]
@@ -191,7 +191,7 @@ def test_score_is_the_sum_of_forwards_log_probabilities(name, mesh):
     config = change(config, seq_len=16)
     texts = prompts_of(change(config, seq_len=40), (16, 3, 37, 1))
     given = source_of(name)
-    on = placed(params, config, mesh)
+    on = weights_on(params, config, mesh)
     got = sample.score(on, texts, config, source, batch=3)
     for row, ((total, count), ids) in enumerate(zip(got, texts, strict=True)):
         own, want = {k: a[row:row + 1] for k, a in given.items()}, 0.0

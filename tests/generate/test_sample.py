@@ -12,7 +12,7 @@ import pytest
 
 import networks
 import sample
-from tests.common import ends, far_apart, full, hosts, net, placed, slow
+from tests.common import ends, far_apart, full, hosts, net, weights_on, slow
 from tests.generate.test_generation import steps_of
 from tests.helpers import learn, make
 from zigzag.core.errors import ConfigError
@@ -77,7 +77,7 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
     """Ids chosen from only a device's own part of the vocabulary; the last position of a part taken
     for the last one; another device's rows or keys; one row on each device, whose update of the
     cache a shard_map refuses. (8 devices divide neither 4 heads nor 4 rows.)"""
-    greedy, drawn, beams = in_all_ways(placed(*trained, mesh), trained.config)
+    greedy, drawn, beams = in_all_ways(weights_on(*trained, mesh), trained.config)
     assert greedy == generated[0]
     assert drawn == generated[1]
     for got, want in zip(beams, generated[2], strict=True):
@@ -90,7 +90,7 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
 def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     """A cache with all heads, or all tokens, on every device: tensor would save no memory."""
     config = make(**changes)
-    params = placed(net.init(config, jax.random.key(0)), config, mesh)
+    params = weights_on(net.init(config, jax.random.key(0)), config, mesh)
     with mesh_of_weights(params):
         rows = prompt_arrays(networks.network_of(config), [[1], [2]], config, 16, None)
         cache = passes.new_cache(sample.engine_of(config), sample.for_decoding(params, config),
@@ -271,7 +271,7 @@ def decode_program(params, config, prompts):
 @pytest.mark.parametrize("mesh", ["", slow("tensor=2")])
 def test_the_cache_is_donated(trained, mesh):
     """A cache that is copied in each call: twice the memory."""
-    compiled, cache = decode_program(placed(*trained, mesh), trained.config, PROMPTS)
+    compiled, cache = decode_program(weights_on(*trained, mesh), trained.config, PROMPTS)
     assert "input_output_alias" in compiled.as_text()
     kept = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache))
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
@@ -443,7 +443,7 @@ def test_a_full_context_goes_on_from_its_last_half(moved):
 @pytest.mark.parametrize("mesh", [full("tensor=2"), slow("data=2,fsdp=2"), full("seq=2,pipe=2")])
 def test_a_full_context_goes_on_so_on_any_mesh(moved, mesh):
     """Rows of padding that count as full; random numbers in another order."""
-    on = Model(placed(*moved, mesh), moved.config)
+    on = Model(weights_on(*moved, mesh), moved.config)
     for options in (dict(temperature=0), dict(temperature=0.8, seed=3, repetition_penalty=1.2)):
         want = moved.generate(LONG, 40, **options)
         assert on.generate(LONG, 40, **options) == want

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sample
-from tests.common import far_apart, full, placed
+from tests.common import far_apart, full, weights_on
 from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks, steps_of
 from tests.helpers import make
 from zigzag.commands import sampling
@@ -111,7 +111,7 @@ def test_an_answer_ends_when_it_is_asked_to():
 def test_ids_are_the_same_on_a_mesh(mesh, changes):
     """New rows on another device than that of their places; slots that tensor splits."""
     params, config = made(seq_len=64, **changes)
-    assert_the_same(params, config, prompts_of(config, 21), 6, placed(params, config, mesh))
+    assert_the_same(params, config, prompts_of(config, 21), 6, weights_on(params, config, mesh))
 
 
 def test_no_row_waits_for_the_longest(monkeypatch):

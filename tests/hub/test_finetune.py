@@ -23,12 +23,21 @@ from tests.common import (
     net,
     order,
     peer,
-    published_files,
+    published_model,
     refused,
     slow,
     train_here,
 )
-from tests.helpers import config_of, learn, make, mesh_of, program_of, tokens_of, without_times
+from tests.helpers import (
+    config_of,
+    learn,
+    make,
+    mesh_of,
+    program_of,
+    rows_in,
+    tokens_of,
+    without_times,
+)
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
@@ -39,19 +48,14 @@ from zigzag.run.loop import first_state
 from zigzag.weights import lora
 
 # 3 heads, 1 key head and 300 ids: what 2 devices do not divide, and rows of padding.
-SHAPE = dict(layers=4, d_model=24, heads=3, kv_heads=1, head_dim=8, d_ff=40, vocab_size=300,
-             seq_len=640)
+SHAPE = dict(layers=4, d_model=24, heads=3, kv_heads=1, head_dim=8, d_ff=40, seq_len=640)
 STEPS = ("--seq_len", 16, "--batch", 8, "--steps", 4, "--save_every", 2, "--eval_every", 2)
 GREEDY = ("--prompt", "7 and", "--temperature", 0, "--tokens", 9)
 
 
 def make_published(folder, text, seed=5):
     """A folder with a tiny LLaMA, as published ones are."""
-    peer("safetensors")
-    config = config_of(**SHAPE)
-    networks.save_hf(folder, jax.tree.map(lambda w: 2 * w, net.init(config, jax.random.key(seed))),
-                  config)
-    return published_files(folder, text)
+    return published_model(folder, text, seed=seed, **SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +70,20 @@ def fine_tune(*words, mesh="tensor=2"):
     return config
 
 
+def export(run, to, *words):
+    folders.export(networks.network_of_record, ["--run", str(run), "--export", str(to), *words])
+
+
+def half_of(out, to):
+    """A copy of a run without the checkpoints of its second half."""
+    shutil.copytree(out, to)
+    for step in (3, 4):
+        shutil.rmtree(to / "checkpoints" / str(step), ignore_errors=True)
+    return to
+
+
 def losses_in(out):
-    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in rows_in(out / "metrics.jsonl") if "loss" in row]
 
 
 def same(a, b):
@@ -153,9 +168,7 @@ def test_a_run_continues_from_its_own_checkpoint(tmp_path, published, text, tune
     """A continued run that starts again from the published weights. (Here these were replaced, and
     half of the run was deleted.)"""
     out, words = tuned
-    half = shutil.copytree(out, tmp_path / "out")
-    for step in (3, 4):
-        shutil.rmtree(half / "checkpoints" / str(step), ignore_errors=True)
+    half = half_of(out, tmp_path / "out")
     kept = published / "model.safetensors"
     raw = kept.read_bytes()
     kept.write_bytes((make_published(tmp_path / "other", text, 6) / kept.name).read_bytes())
@@ -201,14 +214,10 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
         sample.main([str(w) for w in (*words, *GREEDY)])
         return capsys.readouterr().out
 
-    def export(run, to):
-        folders.export(networks.network_of_record,
-                       ["--run", str(run), "--export", str(to)])
-        return capsys.readouterr().out
-
     said = written("--run", out)
     assert said.startswith("7 and") and written("--run", out, "--shards", 1) == said
-    assert "tokenizer.json, tokenizer_config.json" in export(out, mine)
+    export(out, mine)
+    assert "tokenizer.json, tokenizer_config.json" in capsys.readouterr().out
     assert written("--model", mine) == said
     params, again = networks.load_hf(mine)
     same(params, networks.load_run(out)[0])
@@ -244,15 +253,14 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
 def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monkeypatch):
     """An exported folder that seems to be complete, without a tokenizer."""
     peer("safetensors")
-    config, run = config_of(**SHAPE), tmp_path / "run"
+    config, run = config_of(**SHAPE, vocab_size=300), tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps({
         **dataclasses.asdict(config), "format": 0, "network": networks.network_of(config).name,
         "tokenizer": "bytes"}))
     params = net.init(config, jax.random.key(0))
     monkeypatch.setattr(folders, "load_run", lambda network, folder: (params, config))
-    folders.export(networks.network_of_record,
-                   ["--run", str(run), "--export", str(tmp_path / "mine"), "--dtype", "float16"])
+    export(run, tmp_path / "mine", "--dtype", "float16")
     assert "in float16, without a tokenizer" in capsys.readouterr().out
     assert "has no tokenizer" in refused(capsys, "--model", tmp_path / "mine", "--out",
                                          tmp_path / "no")
@@ -273,13 +281,10 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
     assert read.lora_rank == 0
     np.testing.assert_array_equal(params["embed"], base["embed"])
     assert np.abs(params["layers"]["wq"] - base["layers"]["wq"]).max() > 1e-4
-    half = shutil.copytree(out, tmp_path / "half")
-    for step in (3, 4):
-        shutil.rmtree(half / "checkpoints" / str(step), ignore_errors=True)
+    half = half_of(out, tmp_path / "half")
     fine_tune(*words, "--out", half, mesh="fsdp=2")
     assert losses_in(half) == pytest.approx(losses_in(out), rel=2e-6)
-    folders.export(networks.network_of_record,
-                   ["--run", str(out), "--export", str(tmp_path / "mine")])
+    export(out, tmp_path / "mine")
     same(networks.load_hf(tmp_path / "mine")[0], params)
     # A run that begins with this one trains all weights, unless it is told otherwise.
     flags = ["--init_from", str(out), "--data", str(text), *map(str, STEPS)]
@@ -399,8 +404,7 @@ def test_several_processes_fine_tune_one_folder(tmp_path, published, text, tuned
 def test_transformers_reads_what_a_run_exports(tmp_path, tuned):
     """An export that only our own code can read, or with other logits, ids or ends of text."""
     torch, transformers = peer("torch"), peer("transformers")
-    folders.export(networks.network_of_record,
-                   ["--run", str(tuned[0]), "--export", str(tmp_path / "mine")])
+    export(tuned[0], tmp_path / "mine")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
     reader = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path /
                                                                      "mine/tokenizer.json"))

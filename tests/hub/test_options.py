@@ -16,7 +16,6 @@ from tests.hub.option_cases import (
     REMOVED,
     Case,
     bases,
-    cases_of,
     changed,
     rope_specs,
     speaks_5,
@@ -113,8 +112,7 @@ def test_a_sample_of_all_options(name):
     """A key of config.json that changes what transformers computes and that we do not read, or read
     otherwise; a key that a new version of transformers writes into each config.json (the model as
     it is then fails)."""
-    wanted = {str(case): case for case in cases_of(name)
-              if not case.edits or case.number % EVERY == 0}
+    wanted = {str(case): case for case in options.chosen(name, EVERY)}
     wanted |= {str(case): case for case in found() if case.base == name}
     assert_outcomes([*wanted.values()])
 
@@ -123,8 +121,7 @@ def test_a_sample_of_all_options(name):
                                         for part in range(PARTS)])
 def test_all_options(name, part):
     """The faults of the sample test, in cases that nobody thought of."""
-    assert_outcomes([case for case in cases_of(name)
-                     if not case.edits or case.number % PARTS == part])
+    assert_outcomes(options.chosen(name, PARTS, part))
 
 
 # -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import sample
 import train
 from tasks.pairs import collate_arrays
+from tests.helpers import rows_in
 from tests.networks.test_two_towers import blip2_folder
 from zigzag.core.errors import ConfigError
 from zigzag.disk.examples import Pairs, named_array
@@ -40,7 +41,7 @@ def squares(folder, count=400):
 def command(folder, out, *flags):
     train.main(["--data", str(folder), "--out", str(out), "--batch", "16", "--lr", "0.01",
                 *MODEL, *flags])
-    return [json.loads(line) for line in open(out / "metrics.jsonl")]
+    return rows_in(out / "metrics.jsonl")
 
 
 @pytest.mark.full

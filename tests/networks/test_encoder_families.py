@@ -3,8 +3,6 @@ for text and for pictures, with each head."""
 
 import functools
 import json
-import tempfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ import networks
 import tasks
 import train
 from networks import transformer
-from tests.common import assert_same_on, check_network, mean_loss, net, peer, sums_and_gradients
+from tests.common import assert_same_on, check_network, full, net, peer, slow
 from tests.helpers import mesh_of, run_of
 from tests.networks.test_families import (
     BY_HAND,
@@ -25,18 +23,25 @@ from tests.networks.test_families import (
     Reference,
     T,
     V,
+    as_theirs,
     assert_close,
     assert_defaults,
     assert_gradient,
+    assert_not_supported,
+    assert_step,
     cases,
+    export,
     logits_of,
+    read_by_theirs,
+    ready,
     renamed,
     rewrite,
+    saved,
+    sends_no_more,
+    their_gradients,
+    weighted_loss,
 )
-from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
-from zigzag.core.flags import change
-from zigzag.core.mesh import by_path
 from zigzag.hub import llama
 from zigzag.hub.published import Folder
 from zigzag.hub.published_config import as_config
@@ -145,11 +150,9 @@ def inputs(batch):
 
 
 def their_output(theirs, batch):
-    torch = peer("torch")
     names = {"tokens": "input_ids", "mask": "attention_mask", "token_types": "token_type_ids",
              "source": "pixel_values"}
-    out = theirs(**{names[k]: torch.tensor(a).long() if a.dtype == np.int32 else torch.tensor(a)
-                    for k, a in batch.items() if k in names})
+    out = theirs(**as_theirs(batch, names))
     return out["logits"] if "logits" in out else out.last_hidden_state
 
 
@@ -159,14 +162,10 @@ def where_tokens_are(output, batch):
 
 
 def their_loss(logits, batch):
-    """The mean loss; for a model without a head, of some linear function of its output."""
     torch = peer("torch")
     if "labels" in batch:
         return torch.nn.functional.cross_entropy(logits, torch.tensor(batch["labels"]).long())
-    losses = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, V), torch.tensor(batch["targets"].ravel()).long(), reduction="none")
-    weights = torch.tensor(batch["weights"].ravel())
-    return (losses * weights).sum() / weights.sum()
+    return weighted_loss(logits, batch)
 
 
 @functools.cache
@@ -174,21 +173,16 @@ def reference(name):
     """A saved transformers model, its output, and its gradients if it has a head."""
     torch, transformers = peer("torch"), peer("transformers")
     torch.manual_seed(1)
-    theirs = getattr(transformers, CASES[name][0])(config_of(name)).eval()
-    with torch.no_grad():       # scales are no ones, biases no zeros
-        for w in theirs.parameters():
-            w.add_(torch.randn_like(w) * 0.1)
+    theirs = getattr(transformers, CASES[name][0])(config_of(name))
+    folder, batch = saved(theirs), new_batch(name)
     for module in theirs.modules():     # (of padding torch learns nothing)
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
-    folder = Path(tempfile.mkdtemp(prefix="zigzag-")) / "model"
-    theirs.save_pretrained(folder)
-    batch = new_batch(name)
     output, gradients = their_output(theirs, batch), {}
     if name in TRAINED:
         their_loss(output, batch).backward()
-        gradients = {n: np.zeros(w.shape, np.float32) if w.grad is None else w.grad.numpy()
-                     for n, w in theirs.named_parameters() if not n.endswith("mask_token")}
+        gradients = {n: g for n, g in their_gradients(theirs).items()
+                     if not n.endswith("mask_token")}
         if not theirs.config.tie_word_embeddings:   # (of the bias's two names, the one of 5)
             gradients = {n.replace("predictions.bias", "predictions.decoder.bias"): w
                          for n, w in gradients.items()}
@@ -202,13 +196,10 @@ def our_output(params, config, batch, mesh=None):
 
 def output_of_folder(name, folder):
     """The output of the transformers model that reads a folder of ours, which must lack nothing."""
-    torch, transformers = peer("torch"), peer("transformers")
-    theirs, report = getattr(transformers, CASES[name][0]).from_pretrained(
-        folder, output_loading_info=True, dtype=torch.float32)
-    assert not any(report.values()), report
-    with torch.no_grad():
+    theirs = read_by_theirs(getattr(peer("transformers"), CASES[name][0]), folder)
+    with peer("torch").no_grad():
         batch = reference(name).batch
-        return where_tokens_are(their_output(theirs.eval(), batch).numpy(), batch)
+        return where_tokens_are(their_output(theirs, batch).numpy(), batch)
 
 
 # -------------------------------------------------------------------------------------------
@@ -227,16 +218,7 @@ def test_logits_are_those_of_transformers(name, shards):
 
 @functools.cache
 def loaded(name):
-    """A model on one device, ready to train on the reference's batch; with our gradient of the
-    mean loss there, and that loss."""
-    want = reference(name)
-    fields = {} if is_picture(name) else {"seq_len": T}
-    params, config = networks.load_hf(want.folder, **fields)
-    config = run_of(config, **dict(batch=ROWS, dtype="float32", out=""))
-
-    mean = mean_loss(net.loss, config)
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
-    return params, config, gradient, float(loss)
+    return ready(reference(name))
 
 
 @pytest.mark.parametrize("name", of())
@@ -259,11 +241,7 @@ def test_what_we_train_transformers_reads(name, tmp_path):
         if path in params:
             params[path] = params[path].at[:, V:].set(0)
     ours = our_output(params, config, want.batch)
-    assert np.linalg.norm(ours - want.logits) > 1e-2 * np.linalg.norm(ours)
-    networks.save_hf(tmp_path / "out", params, config)
-    again, _ = networks.load_hf(tmp_path / "out")
-    for path, w in by_path(again).items():
-        assert_close(w, by_path(params)[path], 1e-6, path)
+    export(tmp_path / "out", params, config, ours, want.logits)
     assert_close(output_of_folder(name, tmp_path / "out"), ours, 1e-5)
 
 
@@ -277,14 +255,10 @@ SCHEDULES = [dict(schedule="1f1b", microbatches=2), dict(schedule="1f1b", microb
 PIPED = ["bert classes", "roberta", "albert equal", "vit", "beit"]
 
 
-def assert_step(name, mesh, **changes):
+def assert_same_step(name, mesh, **changes):
     """The loss and torch's gradients on a mesh."""
-    params, config, _, loss = loaded(name)
-    config = change(config, **changes)
-    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, reference(name).batch)
-    assert total / count == pytest.approx(loss, rel=2e-6)
+    count = assert_step(loaded(name), reference(name), mesh, **changes)
     assert count == (reference(name).batch["weights"].sum() if "Masked" in CASES[name][0] else ROWS)
-    assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -299,14 +273,14 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
         with pytest.raises(ConfigError, match="--layers 2 does not divide into 4"):
             check_network(loaded(name)[1], mesh_of(mesh))
     else:
-        assert_step(name, mesh)
+        assert_same_step(name, mesh)
 
 
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)
 @pytest.mark.parametrize("name", of((), (), PIPED))
 def test_a_step_of_any_schedule_is_that_of_one_device(name, changes):
     """Labels of other rows than the microbatch's, or a class that each stage counts."""
-    assert_step(name, "pipe=2", **changes)
+    assert_same_step(name, "pipe=2", **changes)
 
 
 SMALL = dict(layers=4, causal=False, norm="layer", gated=False, biases="qkv,out,mlp,head,embed",
@@ -324,8 +298,8 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name, mesh", [
-    pytest.param(name, mesh, marks=[] if (name, mesh) == ("mean", "seq=4")
-                 else pytest.mark.slow if name == "mean" and mesh != "pipe=2" else pytest.mark.full)
+    (name, mesh) if (name, mesh) == ("mean", "seq=4")
+    else (slow if name == "mean" and mesh != "pipe=2" else full)(name, mesh)
     for name in EXACT for mesh in ["pipe=2", *MESHES] if name != "shared" or "pipe" not in mesh])
 def test_an_encoder_on_a_mesh_is_the_plain_formula(name, mesh):
     """A first token that is counted once for each device, or a mean over only a part. (In
@@ -343,7 +317,7 @@ def test_an_encoder_of_any_schedule_is_the_plain_formula(name, changes):
 
 @pytest.mark.full
 @pytest.mark.parametrize("changes", SCHEDULES[::2], ids=str)
-@pytest.mark.parametrize("name", ["text", pytest.param("mean", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["text", full("mean")])
 @pytest.mark.slow
 def test_a_class_is_counted_once_on_pipe_and_seq(name, changes):
     """A sum and a count that are both twice as large on pipe=2,seq=2: right after the division, and
@@ -361,12 +335,8 @@ MEGATRON = [*BY_HAND, (r"\.relative$", COLUMNS), ("^relative$", ROWS_OF)]
 @pytest.mark.parametrize("name", of((), ("vit",)))
 def test_no_encoder_sends_more_than_by_hand(name, shards):
     """A part of a family that the rule prices wrongly: more collectives, or more bytes in them."""
-    params, config, _, _ = loaded(name)
-    batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
-
-    mean = mean_loss(net.loss, config)
-    specs = net.weight_specs(config, mesh_of(f"tensor={shards}"))
-    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), MEGATRON, shards, specs)
+    specs = net.weight_specs(loaded(name)[1], mesh_of(f"tensor={shards}"))
+    sends_no_more(loaded(name), reference(name), MEGATRON, shards, specs)
 
 
 # -------------------------------------------------------------------------------------------
@@ -386,8 +356,7 @@ def test_what_a_config_leaves_out_is_its_default(name):
     assert_defaults(config)
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param("Bert"), pytest.param("Albert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Bert", slow("Albert")])
 def test_a_model_for_pretraining_is_a_masked_language_model(kind, tmp_path):
     """A refusal of BERT's own folder, because of its pooler, its next-sentence head, its buffers,
     or the old names of scales and biases of norms."""
@@ -409,14 +378,12 @@ def test_a_model_for_pretraining_is_a_masked_language_model(kind, tmp_path):
             "tokens", "mask", "token_types")))[0].numpy(), batch)
     assert_close(our_output(params, config, batch), want, 1e-5)
     networks.save_hf(tmp_path / "out", params, config)
-    again, report = transformers.AutoModelForMaskedLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True)
-    assert not any(report.values()) and again.config.architectures == [f"{kind}ForMaskedLM"]
+    again = read_by_theirs(transformers.AutoModelForMaskedLM, tmp_path / "out")
+    assert again.config.architectures == [f"{kind}ForMaskedLM"]
 
 
 @pytest.mark.parametrize("name", [
-    "bert bare", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "roberta bare", "albert bare", "vit bare"))])
+    "bert bare", slow("roberta bare"), slow("albert bare"), slow("vit bare")])
 def test_a_model_may_have_no_pooler(name, tmp_path):
     """A refusal of a model without a pooler, or with one, which no config.json says."""
     transformers = peer("transformers")
@@ -447,9 +414,7 @@ REFUSED = [
 def test_options_that_we_do_not_compute_are_refused(name, changes):
     """An option that changes no shape and that we do not compute: the model would load, and write
     nonsense."""
-    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported") as e:
-        llama.fields_of(record_of(name, **changes))
-    assert "\n" not in str(e.value)
+    assert_not_supported(record_of(name), changes)
 
 
 HOSTILE = [

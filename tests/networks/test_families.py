@@ -18,11 +18,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
-from tests.common import check_network, mean_loss, net, peer, slow, sums_and_gradients
+from tests.common import check_network, full, mean_loss, net, peer, slow, sums_and_gradients
 from tests.helpers import mesh_of, run_of
 from tests.readme import block
 from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
 from zigzag.hub import gpt, llama, published
 
@@ -146,6 +147,7 @@ class Reference(NamedTuple):
     batch: dict
     logits: np.ndarray
     gradients: dict         # of the mean loss, by the names of published arrays
+    loss: float = 0.0       # that loss, where it is compared
 
 
 def attention(name):
@@ -173,23 +175,59 @@ def reference(name):
 NOT_TRAINED = ("e_score_correction_bias", "final_logits_bias")      # by torch: they are buffers
 
 
-def numbers_of(theirs, targets, **given):
-    """(the folder in which it was saved, its logits, gradients of its mean loss) for a transformers
-    model whose weights are all made random."""
+def saved(theirs, folder=None):
+    """The folder in which a transformers model was saved, whose weights are all made random."""
     torch = peer("torch")
     theirs = theirs.eval()
     with torch.no_grad():       # scales are no ones, biases no zeros
         biases = [b for n, b in theirs.named_buffers() if n.endswith(NOT_TRAINED)]
         for w in (*theirs.parameters(), *biases):
             w.add_(torch.randn_like(w) * 0.1)
-    folder = Path(tempfile.mkdtemp(prefix="zigzag-")) / "model"
+    folder = folder or Path(tempfile.mkdtemp(prefix="zigzag-")) / "model"
     theirs.save_pretrained(folder)
+    return folder
+
+
+def their_gradients(theirs):
+    """By the names of published arrays. (No token may choose an expert.)"""
+    return {n: np.zeros(w.shape, np.float32) if w.grad is None else w.grad.numpy()
+            for n, w in theirs.named_parameters()}
+
+
+def numbers_of(theirs, targets, **given):
+    """(the folder in which it was saved, its logits, gradients of its mean loss) for a transformers
+    model whose weights are all made random."""
+    torch, folder = peer("torch"), saved(theirs)
     logits = theirs(**given).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.tensor(targets.ravel())
                                       ).backward()
-    gradients = {n: np.zeros(w.shape, np.float32) if w.grad is None else w.grad.numpy()
-                 for n, w in theirs.named_parameters()}     # (no token may choose an expert)
-    return folder, logits.detach().numpy(), gradients
+    return folder, logits.detach().numpy(), their_gradients(theirs)
+
+
+def weighted_loss(logits, batch):
+    """Torch's mean cross-entropy of a batch's targets."""
+    torch = peer("torch")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), torch.tensor(batch["targets"].ravel()).long(), reduction="none")
+    weights = torch.tensor(batch["weights"].ravel())
+    return (losses * weights).sum() / weights.sum()
+
+
+def as_theirs(batch, names):
+    """The arrays of a batch as torch's, under transformers' names. (Ids and masks are whole.)"""
+    torch = peer("torch")
+    given = {theirs: torch.tensor(batch[ours]) for ours, theirs in names.items() if ours in batch}
+    return {name: a.long() if name.endswith(("ids", "mask")) else a for name, a in given.items()}
+
+
+def read_by_theirs(kind, folder, **how):
+    """The transformers model that reads a folder of ours, which must lack nothing."""
+    theirs, report = kind.from_pretrained(folder, output_loading_info=True,
+                                          dtype=peer("torch").float32, **how)
+    report = {what: [n for n in names if not str(n).endswith("relative_position_index")]
+              for what, names in report.items()}    # (a constant of Swin's, which it makes)
+    assert not any(report.values()), report
+    return theirs.eval()
 
 
 def batch_of(tokens, targets, **given):
@@ -204,11 +242,9 @@ def their_logits(name, folder):
     if name == "chatglm":
         rewrite(folder, as_glm, json.loads((reference("glm").folder / "config.json").read_text())
                 | {"rope_theta": 10000.0})
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, dtype=torch.float32, **attention(name))
-    assert not any(report.values()), report
+    theirs = read_by_theirs(transformers.AutoModelForCausalLM, folder, **attention(name))
     with torch.no_grad():
-        return theirs.eval()(torch.tensor(reference(name).batch["tokens"])).logits.numpy()
+        return theirs(torch.tensor(reference(name).batch["tokens"])).logits.numpy()
 
 
 # ChatGLM has no class in transformers. GLM's computes the same; its arrays are renamed to ChatGLM
@@ -255,10 +291,10 @@ def as_glm(arrays):
     return arrays
 
 
-def rewrite(folder, change, config):
-    """Change the arrays of a folder, and give it another config.json."""
+def rewrite(folder, edit, config):
+    """Edit the arrays of a folder, and give it another config.json."""
     package = pytest.importorskip("safetensors.numpy")
-    arrays = change(package.load_file(folder / "model.safetensors"))
+    arrays = edit(package.load_file(folder / "model.safetensors"))
     package.save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()},
                       folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
@@ -300,16 +336,15 @@ def loaded(name):
     return ready(reference(name))
 
 
-def ready(want, **fields):
+def ready(want, fsdp_min=4096, **fields):
     """A model on one device, ready to train on the reference's batch; with our gradient of the
     mean loss there, and that loss."""
-    rows, time = want.batch["tokens"].shape
-    params, config = networks.load_hf(want.folder, seq_len=time, **fields)
-    config = run_of(config, **dict(
-        batch=rows, dtype="float32", out="", balance=0.0, router_z=0.0))
-
-    mean = mean_loss(net.loss, config)
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
+    if "tokens" in want.batch:
+        fields["seq_len"] = want.batch["tokens"].shape[1]
+    params, config = networks.load_hf(want.folder, **fields)
+    of_experts = dict(balance=0.0, router_z=0.0) if getattr(config, "experts", 0) else {}
+    config = run_of(config, batch=ROWS, dtype="float32", out="", fsdp_min=fsdp_min, **of_experts)
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss(net.loss, config)))(params, want.batch)
     return params, config, gradient, float(loss)
 
 
@@ -318,8 +353,8 @@ def as_published(config, tree):
     some."""
     family = llama.family_of(json.loads(config.published),
                                 networks.network_of(config).families)
-    adjust = {name: dataclasses.replace(change, offset=0.0)
-              for name, change in family.adjust(config).items()}
+    adjust = {name: dataclasses.replace(how, offset=0.0)
+              for name, how in family.adjust(config).items()}
     table, weights = networks.network_of(config).table(config), by_path(tree)
     return {name: published.published_array(name, parts, weights, adjust)
             for name, parts in published.published_arrays(family, config, table).items()
@@ -348,35 +383,56 @@ def test_gradients_are_those_of_torch(name):
     assert_gradient(config, gradient, reference(name).gradients)
 
 
+def export(folder, params, config, ours, before):
+    """Write weights that compute `ours`, and no longer `before`: they are read as they were."""
+    assert np.linalg.norm(ours - before) > 1e-2 * np.linalg.norm(ours)
+    networks.save_hf(folder, params, config)
+    again, _ = networks.load_hf(folder)
+    for path, w in by_path(again).items():
+        assert_close(w, by_path(params)[path], 1e-6, path)
+
+
+def export_trained(folder, model, want, output):
+    """Export a model after a step against its gradient. Returns what output(params, config) is
+    then."""
+    params, config, gradient, _ = model
+    params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
+                          gradient)
+    ours = output(params, config)
+    export(folder, params, config, ours, want.logits)
+    return ours
+
+
 @pytest.mark.parametrize("name", cases(TRAINED))
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array that is written as it was read, without its training, in another order, or without
     the number that its family subtracts."""
-    params, config, gradient, _ = loaded(name)
-    params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
-                          gradient)
-    ours = logits_of(params, config, reference(name).batch["tokens"])
-    assert np.linalg.norm(ours - reference(name).logits) > 1e-2 * np.linalg.norm(ours)
-    networks.save_hf(tmp_path / "out", params, config)
-    again, _ = networks.load_hf(tmp_path / "out")
-    for path, w in by_path(again).items():
-        assert_close(w, by_path(params)[path], 1e-6, path)
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        logits_of, tokens=reference(name).batch["tokens"]))
     assert_close(their_logits(name, tmp_path / "out"), ours, 1e-5)
+
+
+def assert_step(model, want, mesh, **changes):
+    """Assert that the loss on a mesh is that of one device, and the gradients torch's. Returns what
+    the loss is divided by."""
+    params, config, _, loss = model
+    config = change(config, **changes)
+    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, want.batch)
+    assert total / count == pytest.approx(loss, rel=2e-6)
+    assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), want.gradients)
+    return count
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", slow("pipe=2,tensor=2"), slow("seq=2")])
 @pytest.mark.parametrize("name", cases(TRAINED, slow=()))
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     """A family's own part that a mesh splits wrongly: its loss, and torch's gradients."""
-    params, config, _, loss = loaded(name)
+    _, config, *_ = loaded(name)
     if getattr(config, "dense_layers", 0) and "pipe" in mesh:
         with pytest.raises(ConfigError, match="--dense_layers 1 differ from the others"):
             check_network(config, mesh_of(mesh))
         return
-    batch = reference(name).batch
-    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, batch)
-    assert total / count == pytest.approx(loss, rel=2e-6)
-    assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
+    assert_step(loaded(name), reference(name), mesh)
 
 
 @pytest.mark.slow
@@ -397,9 +453,8 @@ def test_another_family_is_as_short_as_the_page_says(monkeypatch):
     test_defaults_are_those_of_the_class("phi")
 
 
-@pytest.mark.parametrize("name", ["opt", pytest.param("gpt2", marks=pytest.mark.slow), *(
-    pytest.param(name, marks=pytest.mark.full) for name in ("llama", "bloom", "falcon rw"))])
-@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.full), "tensor=2"])
+@pytest.mark.parametrize("name", ["opt", slow("gpt2"), *map(full, ("llama", "bloom", "falcon rw"))])
+@pytest.mark.parametrize("mesh", [full(""), "tensor=2"])
 def test_a_mask_at_the_left_is_as_in_transformers(name, mesh):
     """Wrong logits of OPT for a row with padding at the left, because OPT counts positions along
     the mask, and other families along the row. (The loss on seq is one device's.)"""
@@ -428,16 +483,20 @@ BY_HAND = [(r"\.w([qkv]|_gate|_up)(_bias)?$|\.e_down$", COLUMNS),
 WIDE_NORMS = [(r"\.[qk]_norm$", COLUMNS)]       # of all heads: a scale lies where its head does
 
 
+def sends_no_more(model, want, rules, shards, specs=None):
+    """no_worse_than_by_hand, for the mean loss of a model that is ready to train."""
+    params, config, *_ = model
+    batch = {k: v for k, v in want.batch.items() if k != "seeds"}
+    return no_worse_than_by_hand(mean_loss(net.loss, config), jax.device_get(params), (batch,),
+                                 rules, shards, specs)
+
+
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("name", cases((), ("opt 350m", "gemma3", "deepseek_v3")))
 def test_no_family_sends_more_than_by_hand(name, shards):
     """A part of a family that the rule prices wrongly: more collectives, or more bytes in them."""
-    params, config, _, _ = loaded(name)
-    batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
-
-    mean = mean_loss(net.loss, config)
-    rules = BY_HAND + (WIDE_NORMS if getattr(config, "qk_norm_wide", False) else [])
-    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), rules, shards)
+    wide = WIDE_NORMS if getattr(loaded(name)[1], "qk_norm_wide", False) else []
+    sends_no_more(loaded(name), reference(name), BY_HAND + wide, shards)
 
 
 # -------------------------------------------------------------------------------------------
@@ -473,13 +532,13 @@ def assert_the_same_when_brief(kind, fields):
 
 
 def assert_defaults(config):
-    full = json.loads(config.to_json_string(use_diff=False))
-    default = json.loads(config_class(full["model_type"])().to_json_string(use_diff=False))
+    whole = json.loads(config.to_json_string(use_diff=False))
+    default = json.loads(config_class(whole["model_type"])().to_json_string(use_diff=False))
     sizes = ("hidden", "layer", "head", "intermediate", "vocab", "embd", "ffn", "lora", "model")
-    brief = {k: v for k, v in full.items()
+    brief = {k: v for k, v in whole.items()
              if v != default.get(k, None) or any(size in k for size in sizes)}
-    assert len(brief) < len(full) / 2
-    got, want = (llama.fields_of(record) for record in (brief, full))
+    assert len(brief) < len(whole) / 2
+    got, want = (llama.fields_of(record) for record in (brief, whole))
     assert {**got, "published": ""} == {**want, "published": ""}
 
 
@@ -553,15 +612,20 @@ REFUSED = [
     ("gemma2", dict(_attn_implementation="sdpa"))]
 
 
+def assert_not_supported(record, changes):
+    """Assert that a config.json with these changes is refused in one line."""
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported") as e:
+        llama.fields_of(record | changes)
+    assert "\n" not in str(e.value)
+
+
 @pytest.mark.parametrize("name, changes", REFUSED, ids=str)
 def test_options_that_we_do_not_compute_are_refused(name, changes):
     """An option that changes no shape and that we do not compute: the model would load, and write
     nonsense."""
     kind, fields = CASES[name]
     config = getattr(peer("transformers"), f"{kind}Config")(**fields)
-    record = json.loads(config.to_json_string(use_diff=False)) | changes
-    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported"):
-        llama.fields_of(record)
+    assert_not_supported(json.loads(config.to_json_string(use_diff=False)), changes)
 
 
 def test_windows_are_of_the_families_that_have_them():

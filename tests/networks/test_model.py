@@ -6,14 +6,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import networks
 import shard
-from tests.common import full, gradients_of, net, peer, slow
+from tests.common import assert_same_on, full, gradients_of, net, peer, slow
 from tests.helpers import batch_of, learn, make, mesh_of, program_of
 from zigzag.core.mesh import by_path, shardings
 from zigzag.measure import hlo
@@ -225,24 +224,7 @@ def test_without_seeds_nothing_is_dropped():
 def test_gradients_equal_autodiff_of_the_plain_formula(mesh, tied):
     """A mean of means, which shows because masks differ between rows; any other wrong gradient,
     leaf by leaf."""
-    config = make(tied=tied, kv_heads=2, accumulate=1 if mesh else 2)
-    weights = np.random.default_rng(0).random((8, 16)) < np.linspace(0.1, 1, 8)[:, None]
-    batch = batch_of(config, weights=weights)
-    got, value = gradients_of(config, mesh, batch)
-    params = net.init(config, jax.random.key(0))
-    plain = {k: jnp.asarray(v) for k, v in batch.items()}
-
-    def mean(params):
-        total, count = net.loss(params, plain, config)
-        return total / count
-
-    want_value, want = jax.jit(jax.value_and_grad(mean))(params)
-    assert value == pytest.approx(float(want_value), rel=2e-6)
-    total = float(optax.tree.norm(want))
-    for (path, a), b in zip(by_path(got).items(), jax.tree.leaves(want)):
-        # Both sides are p - (p - g) in float32, so each element carries the rounding of p.
-        slack = 1e-5 * np.linalg.norm(b) + 1e-7 * total + 1e-7 * np.sqrt(b.size)
-        assert np.linalg.norm(a - b) < slack, path
+    assert_same_on(mesh, tied=tied, kv_heads=2, accumulate=1 if mesh else 2)
 
 
 @pytest.fixture(scope="module")

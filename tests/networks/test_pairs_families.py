@@ -5,14 +5,13 @@ import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import networks
 import sample
 from networks import transformer
-from tests.common import check_network, mean_loss, net, peer, sums_and_gradients
+from tests.common import check_network, full, net, peer, slow
 from tests.helpers import config_of, mesh_of, run_of
 from tests.networks.test_families import (
     BY_HAND,
@@ -22,20 +21,25 @@ from tests.networks.test_families import (
     Reference,
     T,
     V,
+    as_theirs,
     assert_close,
     assert_gradient,
+    assert_not_supported,
+    assert_step,
     assert_the_same_when_brief,
     batch_of,
     cases,
+    export_trained,
     logits_of,
     numbers_of,
+    read_by_theirs,
     ready,
     rewrite,
+    sends_no_more,
 )
-from tests.rule.test_rule import no_worse_than_by_hand
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import by_path, shardings
+from zigzag.core.mesh import shardings
 from zigzag.generate.prompts import load_sources
 from zigzag.hub import llama
 from zigzag.hub.published_config import as_config
@@ -91,11 +95,9 @@ def source_of(name):
 
 def given_to_theirs(name):
     """The encoder's inputs, under transformers' names."""
-    torch, source = peer("torch"), source_of(name)
     names = {"source": "input_features" if name == "whisper" else "input_ids",
              "source_mask": "attention_mask"}
-    return {names[k]: torch.tensor(a if a.ndim == 3 else a.astype(np.int64))
-            for k, a in source.items()}
+    return as_theirs(source_of(name), names)
 
 
 @functools.cache
@@ -113,10 +115,7 @@ def reference(name):
 
 def their_model(name, folder):
     """The transformers model that reads a folder of ours."""
-    theirs, report = their_class(name).from_pretrained(
-        folder, output_loading_info=True, dtype=peer("torch").float32)
-    assert not any(report.values()), report
-    return theirs.eval()
+    return read_by_theirs(their_class(name), folder)
 
 
 # -------------------------------------------------------------------------------------------
@@ -154,16 +153,9 @@ def test_gradients_are_those_of_torch(name):
 @pytest.mark.parametrize("name", each())
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array of one stack that is written as the other's."""
-    params, config, gradient, _ = loaded(name)
-    params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
-                          gradient)
-    tokens, source = reference(name).batch["tokens"], source_of(name)
-    ours = logits_of(params, config, tokens, **source)
-    assert np.linalg.norm(ours - reference(name).logits) > 1e-2 * np.linalg.norm(ours)
-    networks.save_hf(tmp_path / "out", params, config)
-    again, _ = networks.load_hf(tmp_path / "out")
-    for path, w in by_path(again).items():
-        assert_close(w, by_path(params)[path], 1e-6, path)
+    tokens = reference(name).batch["tokens"]
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        logits_of, tokens=tokens, **source_of(name)))
     torch = peer("torch")
     with torch.no_grad():
         theirs = their_model(name, tmp_path / "out")(
@@ -174,14 +166,9 @@ def test_what_we_train_transformers_reads(name, tmp_path):
 # -------------------------------------------------------------------------------------------
 # On a mesh
 
-def assert_same_step(name, mesh, rtol=2e-6, **changes):
-    params, config, _, loss = loaded(name)
-    config = change(config, **changes)
-    batch = reference(name).batch
-    check_network(config, mesh_of(mesh))
-    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, batch)
-    assert total / count == pytest.approx(loss, rel=rtol)
-    assert_gradient(config, jax.tree.map(lambda g: g / count, gradient), reference(name).gradients)
+def assert_same_step(name, mesh, **changes):
+    check_network(change(loaded(name)[1], **changes), mesh_of(mesh))
+    assert_step(loaded(name), reference(name), mesh, **changes)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "pipe=2,tensor=2", "seq=2", "data=2,seq=2",
@@ -194,15 +181,12 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 
 
 @pytest.mark.parametrize("name, mesh, changes", [
-    pytest.param("t5", "pipe=2", dict(microbatches=2, remat="selective"), marks=pytest.mark.slow),
-    pytest.param("t5 deep", "pipe=2", dict(schedule="interleaved", chunks=2, microbatches=2),
-                 marks=pytest.mark.full),
-    pytest.param("t5 deep", "pipe=2,tensor=2", dict(schedule="interleaved", chunks=2,
-                                                    remat="full"), marks=pytest.mark.full),
-    pytest.param("bart", "fsdp=2", dict(remat="full", accumulate=2), marks=pytest.mark.full),
-    pytest.param("whisper", "tensor=2", dict(remat="selective"), marks=pytest.mark.full),
-    pytest.param("bart", "data=2,tensor=2", dict(seq_len=15), marks=pytest.mark.full),
-    pytest.param("t5", "tensor=4", {}, marks=pytest.mark.full)])
+    slow("t5", "pipe=2", dict(microbatches=2, remat="selective")),
+    full("t5 deep", "pipe=2", dict(schedule="interleaved", chunks=2, microbatches=2)),
+    full("t5 deep", "pipe=2,tensor=2", dict(schedule="interleaved", chunks=2, remat="full")),
+    full("bart", "fsdp=2", dict(remat="full", accumulate=2)),
+    full("whisper", "tensor=2", dict(remat="selective")),
+    full("bart", "data=2,tensor=2", dict(seq_len=15)), full("t5", "tensor=4", {})])
 def test_a_step_in_other_ways_is_that_of_one_device(name, mesh, changes):
     """A wrong recomputation of an encoder, or of its parts in a pipeline, in the backward pass."""
     assert_same_step(name, mesh, **changes)
@@ -238,11 +222,7 @@ BOTH_BY_HAND = [(r"cross_w[qkv](_bias)?$", COLUMNS), (r"cross_wo$", ROWS_OF), *B
 @pytest.mark.parametrize("name", each(quick=(), slow=EACH))
 def test_no_family_sends_more_than_by_hand(name, shards):
     """A part of a family that the rule prices wrongly: more collectives, or more bytes in them."""
-    params, config, _, _ = loaded(name)
-    batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
-
-    mean = mean_loss(net.loss, config)
-    no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BOTH_BY_HAND, shards)
+    sends_no_more(loaded(name), reference(name), BOTH_BY_HAND, shards)
 
 
 # -------------------------------------------------------------------------------------------
@@ -367,8 +347,7 @@ def test_feed_forward_proj_is_parsed_as_transformers_does(proj, gated, activatio
 def test_options_that_we_do_not_compute_are_refused(name, changes):
     """An option that changes no shape and that we do not compute: the model would load, and write
     nonsense."""
-    with pytest.raises(ConfigError, match=f"{next(iter(changes))} .*not supported"):
-        llama.fields_of(record_of(name, **changes))
+    assert_not_supported(record_of(name), changes)
 
 
 @pytest.mark.parametrize("name, field", [

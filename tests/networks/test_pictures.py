@@ -2,29 +2,35 @@
 same results and gradients on any mesh, and transformers reads our exports."""
 
 import functools
-import json
-import tempfile
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
 from networks import sam, swin
-from tests.common import check_network, full, mean_loss, peer, slow, sums_and_gradients
+from tests.common import check_network, full, mean_loss, net, peer, slow, sums_and_gradients
 from tests.helpers import mesh_of, program_of, run_of
-from tests.networks.test_families import assert_close
-from tests.rule.test_rule import by_hand, no_worse_than_by_hand, sent_by
+from tests.networks.test_families import (
+    ROWS,
+    Reference,
+    assert_close,
+    assert_gradient,
+    assert_step,
+    cases,
+    export_trained,
+    logits_of,
+    read_by_theirs,
+    ready,
+    saved,
+    sends_no_more,
+)
+from tests.rule.test_rule import by_hand, sent_by
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import by_path
-from zigzag.hub import published
-from zigzag.hub.llama import family_of, fields_of
+from zigzag.hub.llama import fields_of
 
 # -------------------------------------------------------------------------------------------
 # Tiny models. Pictures that patches do not fill, tokens that windows do not, an odd row to merge.
@@ -46,12 +52,7 @@ CASES = {"swin": ("SwinForImageClassification", SWIN), "sam": ("SamModel", SAM),
          "swin deep": ("SwinForImageClassification", DEEP),
          "swin bare": ("SwinModel", DEEP), "sam plain": ("SamVisionModel", PLAIN)}
 TRAINED = [name for name in CASES if name != "swin bare"]
-ROWS = 4
-
-
-def cases(names=CASES, quick=("swin", "sam")):
-    return [pytest.param(name, id=name, marks=[] if name in quick else pytest.mark.slow)
-            for name in names]
+each = functools.partial(cases, quick=("swin", "sam"), slow=CASES, names=CASES)
 
 
 def theirs_of(name):
@@ -72,24 +73,13 @@ def outputs(theirs, pictures):
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
-class Reference(NamedTuple):
-    folder: Path            # as transformers saved it
-    batch: dict
-    outputs: np.ndarray
-    gradients: dict         # of the mean loss, by the names of published arrays
-
-
 @functools.cache
 def reference(name):
     """A saved transformers model, its results and gradients."""
     torch = peer("torch")
     torch.manual_seed(1)
     theirs = theirs_of(name)
-    with torch.no_grad():       # scales are no ones, biases no zeros
-        for w in theirs.parameters():
-            w.add_(torch.randn_like(w) * 0.1)
-    folder = Path(tempfile.mkdtemp(prefix="zigzag-")) / "model"
-    theirs.save_pretrained(folder)
+    folder = saved(theirs)
     size = CASES[name][1]["image_size"]
     pictures = torch.randn(ROWS, 3, size, size)
     out = outputs(theirs, pictures)
@@ -106,55 +96,23 @@ def reference(name):
     return Reference(folder, batch, out.detach().numpy(), gradients)
 
 
-def results(network, params, config, pictures, mesh=None):
-    forward = functools.partial({swin.NETWORK: swin, sam.NETWORK: sam}[network].forward,
-                                config=config)
-    if mesh is not None:
-        forward = jax.shard_map(forward, mesh=mesh, out_specs=P(), in_specs=(
-            jax.tree.map(lambda w: w.sharding.spec, params), P()))
-    return np.asarray(jax.jit(lambda params, pictures: forward(params, pictures))(params, pictures))
-
-
 @functools.cache
 def loaded(name):
-    """The kind, and a model on one device, ready to train on the reference's batch; with our
-    gradient of the mean loss there, and that loss."""
-    want = reference(name)
-    network = networks.network_of_folder(want.folder)
-    params, config = networks.load_hf(want.folder)
-    config = run_of(config, **dict(
-        batch=ROWS, dtype="float32", out="", fsdp_min=64))
-
-    mean = mean_loss(network.loss, config)
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
-    return network, params, config, gradient, float(loss)
-
-
-def assert_gradient(network, config, gradient, want):
-    """Assert that gradients equal torch's, array by array."""
-    family = family_of(json.loads(config.published), network.families)
-    parts, weights = published.published_arrays(family, config, network.table(config)), by_path(
-        gradient)
-    assert want.keys() == parts.keys()
-    total = float(optax.tree.norm(want))
-    for name, array in want.items():
-        got = published.published_array(name, parts[name], weights, {})
-        assert_close(got, array, 1e-4, name, total)
+    return ready(reference(name), fsdp_min=64)
 
 
 # -------------------------------------------------------------------------------------------
 # The same numbers
 
 @pytest.mark.parametrize("shards", [full(1), full(2), 4])
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", each())
 def test_results_are_those_of_transformers(name, shards):
     """A window, a roll, a region or a distance that is not the published one; heads or tokens that
     the shards do not divide; a table of distances with other heads than the queries'."""
     want, mesh = reference(name), mesh_of(f"tensor={shards}")
-    network = networks.network_of_folder(want.folder)
     params, config = networks.load_hf(want.folder, mesh)
-    got = results(network, params, config, want.batch["source"], mesh)
-    assert_close(got, want.outputs, 1e-5)
+    got = logits_of(params, config, want.batch["source"], mesh)
+    assert_close(got, want.logits, 1e-5)
 
 
 @pytest.mark.slow
@@ -162,59 +120,48 @@ def test_pictures_of_another_size():
     """A Swin whose windows are those of config.json's picture, given one that is not square and has
     another width."""
     torch, want = peer("torch"), reference("swin")
-    network, params, config, *_ = loaded("swin")
+    params, config, *_ = loaded("swin")
     theirs = type(theirs_of("swin")).from_pretrained(want.folder).eval()
     pictures = np.random.default_rng(0).normal(size=(2, 3, 65, 30)).astype(np.float32)
     with torch.no_grad():
         logits = theirs(torch.tensor(pictures)).logits.numpy()
-    assert_close(results(network, params, config, pictures), logits, 1e-5)
+    assert_close(logits_of(params, config, pictures), logits, 1e-5)
 
 
-@pytest.mark.parametrize("name", cases(TRAINED, ("swin",)))
+@pytest.mark.parametrize("name", each(names=TRAINED, quick=("swin",)))
 def test_gradients_are_those_of_torch(name):
     """Faults that results do not show: in a weight that is used twice, or in a mask."""
-    network, _, config, gradient, _ = loaded(name)
-    assert_gradient(network, config, gradient, reference(name).gradients)
+    _, config, gradient, _ = loaded(name)
+    assert_gradient(config, gradient, reference(name).gradients)
 
 
-@pytest.mark.parametrize("name", cases(TRAINED, ("swin",)))
+@pytest.mark.parametrize("name", each(names=TRAINED, quick=("swin",)))
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array that is written as it was read and not as it is now; an image encoder that is
     written as a whole SamModel."""
     torch, transformers = peer("torch"), peer("transformers")
-    network, params, config, gradient, _ = loaded(name)
-    params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
-                          gradient)
     pictures = reference(name).batch["source"]
-    ours = results(network, params, config, pictures)
-    assert np.linalg.norm(ours - reference(name).outputs) > 1e-2 * np.linalg.norm(ours)
-    networks.save_hf(tmp_path / "out", params, config)
-    assert networks.network_of_folder(tmp_path / "out") is network
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        logits_of, tokens=pictures))
+    assert networks.network_of_folder(tmp_path / "out") is networks.network_of(loaded(name)[1])
     kind = CASES[name][0].replace("SamModel", "SamVisionModel")
-    theirs, report = getattr(transformers, kind).from_pretrained(
-        tmp_path / "out", output_loading_info=True)
-    missing = report.pop("missing_keys")    # (a constant, which it makes)
-    assert not any(report.values()), report
-    assert all(key.endswith("relative_position_index") for key in missing), missing
+    theirs = read_by_theirs(getattr(transformers, kind), tmp_path / "out")
     with torch.no_grad():
-        assert_close(outputs(theirs.eval(), torch.tensor(pictures)).numpy(), ours, 1e-5)
+        assert_close(outputs(theirs, torch.tensor(pictures)).numpy(), ours, 1e-5)
 
 
 @pytest.mark.slow
 def test_a_bare_model_is_read_and_written(tmp_path):
     """A folder without a head, whose arrays have no prefix, that is refused or written wrongly."""
     want = reference("swin bare")
-    network = networks.network_of_folder(want.folder)
     params, config = networks.load_hf(want.folder)
     networks.save_hf(tmp_path / "out", params, config)
-    theirs, report = peer("transformers").SwinModel.from_pretrained(
-        tmp_path / "out", output_loading_info=True)
-    assert not report["unexpected_keys"] and not report["mismatched_keys"], report
+    theirs = read_by_theirs(peer("transformers").SwinModel, tmp_path / "out")
     with peer("torch").no_grad():
-        got = outputs(theirs.eval(), peer("torch").tensor(want.batch["source"])).numpy()
-    assert_close(got, want.outputs, 1e-5)
+        got = outputs(theirs, peer("torch").tensor(want.batch["source"])).numpy()
+    assert_close(got, want.logits, 1e-5)
     with pytest.raises(ConfigError, match="has no loss of its own"):
-        network.check(config, mesh_of("data=2"))
+        networks.network_of(config).check(config, mesh_of("data=2"))
 
 
 @pytest.mark.parametrize("name, mesh", [
@@ -226,29 +173,21 @@ def test_a_bare_model_is_read_and_written(tmp_path):
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     """Windows of only a part of the time, a merge of tokens that are not neighbours, a gradient
     that is not summed. (The loss, and torch's gradients.)"""
-    network, params, config, _, loss = loaded(name)
-    want = reference(name)
-    assert program_of(config, mesh).plan.trusted
-    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, want.batch)
-    assert total / count == pytest.approx(loss, rel=2e-6)
-    assert_gradient(network, config, jax.tree.map(lambda g: g / count, gradient), want.gradients)
+    assert program_of(loaded(name)[1], mesh).plan.trusted
+    assert_step(loaded(name), reference(name), mesh)
 
 
 @pytest.mark.full
 def test_a_table_that_is_whole_beside_heads_that_are_split():
     """Biases of other heads than this device's query heads."""
-    network, params, config, _, loss = loaded("swin")
-    want, config = reference("swin"), change(config, override=("relative=-",))
-    gradient, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, want.batch)
-    assert total / count == pytest.approx(loss, rel=2e-6)
-    assert_gradient(network, config, jax.tree.map(lambda g: g / count, gradient), want.gradients)
+    assert_step(loaded("swin"), reference("swin"), "tensor=2", override=("relative=-",))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["swin", "sam"])
 def test_in_bfloat16(name):
     """A product that works only in float32."""
-    _, params, config, _, loss = loaded(name)
+    params, config, _, loss = loaded(name)
     config = change(config, dtype="bfloat16")
     _, (total, count, *_) = sums_and_gradients(config, "tensor=2", params, reference(name).batch)
     assert total / count == pytest.approx(loss, rel=0.05)
@@ -267,16 +206,16 @@ def test_no_more_is_sent_than_by_hand(name, shards):
     hand. In a merge, the four neighbours side by side must not be split, because nothing makes them
     in parts. (The rule would split SAM's last convolution, and the code does not: its norm would
     need three more collectives.)"""
-    network, params, config, *_ = loaded(name)
+    params, config, *_ = loaded(name)
     batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
     params, mesh = jax.device_get(params), mesh_of(f"tensor={shards}")
 
-    mean = mean_loss(network.loss, config)
     if name.startswith("swin"):
-        no_worse_than_by_hand(mean, params, (batch,), BY_HAND, shards)
+        sends_no_more(loaded(name), reference(name), BY_HAND, shards)
+    mean = mean_loss(net.loss, config)
     for fn in (mean, jax.value_and_grad(mean)):
         ours, hand = (sent_by(fn, params, (batch,), specs, mesh)[1] for specs in (
-            network.weight_specs(config, mesh), by_hand(params, BY_HAND, shards)))
+            net.weight_specs(config, mesh), by_hand(params, BY_HAND, shards)))
         assert ours[0] <= hand[0] and ours[1] <= hand[1], (ours, hand)
 
 

@@ -10,7 +10,6 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import model
@@ -18,7 +17,14 @@ import networks
 import sample
 import shard
 from networks import transformer
-from tests.common import full, gradients_of, in_float64, slow, sums_and_gradients
+from tests.common import (
+    assert_agree,
+    full,
+    gradients_of,
+    in_float64,
+    slow,
+    sums_and_gradients,
+)
 from tests.helpers import ROOT, batch_of, make, run_of
 from tests.parallel.test_attention import give_kernel, one_kernel
 from zigzag.core import flags
@@ -57,12 +63,6 @@ def on_one_device(changes):
             if path[-1].key.endswith("_b") else w, params)
     batch = batch_of(config, weights=rng.random((config.batch, config.seq_len)) < 0.8)
     return params, batch, sums_and_gradients(in_general(config), "", params, batch)
-
-
-def assert_agree(got, want, rtol):
-    for (path, b), a in zip(by_path(want).items(), jax.tree.leaves(got), strict=True):
-        size = np.linalg.norm(b) + 1e-3 * float(optax.tree.norm(want))
-        assert np.linalg.norm(np.asarray(a) - b) <= rtol * size, path
 
 
 @pytest.mark.parametrize("changes", [
@@ -397,15 +397,16 @@ def test_the_reference_of_an_export_is_the_model(changes, monkeypatch):
     config, weights = as_llama(config)
     params = weights(params)
     ids = np.arange(20)[None] % config.vocab_size
-    want = model.forward(params, ids, config)
     general = in_general(run_of(config)).network
-    got = transformer.NETWORK.forward(params, ids, general, attend=plain_attention)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+    def assert_same():
+        got = transformer.NETWORK.forward(params, ids, general, attend=plain_attention)
+        np.testing.assert_allclose(got, model.forward(params, ids, config), rtol=1e-4, atol=1e-5)
+
+    assert_same()
     if config.experts:      # (equal shares: the first ones are chosen)
         params["layers"]["router"] *= 0
-        want = model.forward(params, ids, config)
-        got = transformer.NETWORK.forward(params, ids, general, attend=plain_attention)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+        assert_same()
     real = shard.self_attend
     monkeypatch.setattr(shard, "self_attend", lambda q, *args, **how: real(1.1 * q, *args, **how))
     assert "its logits differ by" in reference._difference.__wrapped__(model.NETWORK, config)

@@ -3,42 +3,41 @@ weights has the same logits and gradients on any mesh, and transformers reads ou
 
 import functools
 import json
-import tempfile
-from pathlib import Path
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import networks
 import sample
 from networks import blip2, clip
-from tests.common import (
-    check_network,
-    full,
-    mean_loss,
-    peer,
-    published_files,
-    sums_and_gradients,
-)
+from tests.common import check_network, full, net, peer, published_files, slow
 from tests.helpers import learn, mesh_of, run_of
-from tests.networks.test_families import assert_close
-from tests.rule.test_rule import no_worse_than_by_hand
+from tests.networks.test_families import (
+    ROWS,
+    Reference,
+    V,
+    as_theirs,
+    assert_close,
+    assert_gradient,
+    assert_step,
+    export_trained,
+    logits_of,
+    read_by_theirs,
+    ready,
+    saved,
+    sends_no_more,
+    weighted_loss,
+)
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
-from zigzag.core.mesh import by_path
 from zigzag.disk.tokenizers import published_tokenizer
-from zigzag.hub import published
 from zigzag.hub.published_config import Record
 
 # -------------------------------------------------------------------------------------------
 # Tiny models, of widths that differ from each other and from all defaults
 
-V, ROWS, T, IMAGE, QUERIES = 131, 4, 16, 130, 6
+T, IMAGE, QUERIES = 16, 130, 6
 
 
 def sizes(heads, layers=2, width=12, **more):
@@ -70,16 +69,7 @@ CASES = {
                           sizes(3, layer_norm_eps=1e-3), sizes(3, qkv_bias=False)),
 }
 # The first of each kind in .ci/run, the others in .ci/full.
-EACH = [pytest.param(name, marks=pytest.mark.full if " " in name else pytest.mark.slow)
-        for name in CASES]
-
-
-class Reference(NamedTuple):
-    folder: Path            # as transformers saved it
-    batch: dict
-    logits: np.ndarray
-    loss: float
-    gradients: dict         # of that loss, by the names of published arrays
+EACH = [(full if " " in name else slow)(name) for name in CASES]
 
 
 def classes(name):
@@ -117,19 +107,13 @@ def batch_for(name):
 
 def theirs_on(model, name, batch):
     """Their logits and their loss."""
-    torch = peer("torch")
-    given = {"input_ids": batch["tokens"].astype(np.int64), "pixel_values": batch["source"],
-             "attention_mask": batch["mask"].astype(np.int64)}
-    given = {k: torch.tensor(a) for k, a in given.items()}
+    given = as_theirs(batch, {"tokens": "input_ids", "source": "pixel_values",
+                              "mask": "attention_mask"})
     if name.startswith("clip"):
         out = model(**given, return_loss=True)
         return out.logits_per_image, out.loss
     logits = model(**given).logits
-    each = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, V), torch.tensor(batch["targets"].ravel().astype(np.int64)),
-        reduction="none")
-    weights = torch.tensor(batch["weights"].ravel())
-    return logits, (each * weights).sum() / weights.sum()
+    return logits, weighted_loss(logits, batch)
 
 
 @functools.cache
@@ -138,33 +122,17 @@ def reference(name):
     torch = peer("torch")
     config, kind = classes(name)
     torch.manual_seed(1)
-    theirs = kind._from_config(config(**CASES[name]), attn_implementation="eager").eval()
-    with torch.no_grad():       # scales are no ones, biases no zeros
-        for w in theirs.parameters():
-            w.add_(torch.randn_like(w) * 0.1)
-    folder = Path(tempfile.mkdtemp(prefix="zigzag-")) / "model"
-    theirs.save_pretrained(folder)
-    batch = batch_for(name)
+    theirs = kind._from_config(config(**CASES[name]), attn_implementation="eager")
+    folder, batch = saved(theirs), batch_for(name)
     logits, loss = theirs_on(theirs, name, batch)
     loss.backward()
     gradients = {n: w.grad.numpy() for n, w in theirs.named_parameters()}
-    return Reference(folder, batch, logits.detach().numpy(), loss.item(), gradients)
+    return Reference(folder, batch, logits.detach().numpy(), gradients, loss.item())
 
 
-def network(name):
-    return clip.NETWORK if name.startswith("clip") else blip2.NETWORK
-
-
-def logits_of(name, params, config, batch, mesh=None):
-    forward = (clip if name.startswith("clip") else blip2).forward
-
-    def call(params, tokens, source, mask):
-        return forward(params, tokens, config, source=source, mask=mask)
-
-    if mesh is not None:
-        call = jax.shard_map(call, mesh=mesh, out_specs=P(), in_specs=(
-            jax.tree.map(lambda w: w.sharding.spec, params), P(), P(), P()))
-    return np.asarray(jax.jit(call)(params, *(batch[k] for k in ("tokens", "source", "mask"))))
+def scores_of(params, config, batch, mesh=None):
+    return logits_of(params, config, batch["tokens"], mesh, source=batch["source"],
+                     mask=batch["mask"])
 
 
 def assert_logits(name, got, want):
@@ -174,72 +142,39 @@ def assert_logits(name, got, want):
 
 
 @pytest.mark.parametrize("name, shards", [
-    pytest.param(name, n, marks=pytest.mark.slow if " " in name or n == 2 else [])
+    slow(name, n) if " " in name or n == 2 else (name, n)
     for name in CASES for n in (1, 2, 4)])
 def test_logits_are_those_of_transformers(name, shards):
     """A convention of a tower that is not the published one; a device that reads another part of an
     array than its own; heads, queries or a vocabulary that the shards do not divide."""
     want, mesh = reference(name), mesh_of(f"tensor={shards}")
     params, config = networks.load_hf(want.folder, mesh)
-    assert_logits(name, logits_of(name, params, config, want.batch, mesh), want.logits)
+    assert_logits(name, scores_of(params, config, want.batch, mesh), want.logits)
 
 
 @functools.cache
 def loaded(name):
-    """A model on one device, ready to train on the reference's batch; with our gradient of the
-    mean loss there, and that loss."""
-    want = reference(name)
-    params, config = networks.load_hf(want.folder, seq_len=T)
-    config = run_of(config, **dict(
-        batch=ROWS, dtype="float32", out=""))
-
-    mean = mean_loss(network(name).loss, config)
-    loss, gradient = jax.jit(jax.value_and_grad(mean))(params, want.batch)
-    return params, config, gradient, float(loss)
-
-
-def assert_gradient(name, gradient):
-    """Assert that gradients equal torch's, array by array. (A key bias's is only rounding.)"""
-    _, config, _, _ = loaded(name)
-    family, want = network(name).families[json.loads(config.published)["model_type"]], (
-        reference(name).gradients)
-    arrays = published.published_arrays(family, config, network(name).table(config))
-    got = {name: published.published_array(name, parts, by_path(gradient), {})
-           for name, parts in arrays.items() if parts[0].sign == "->"}
-    assert got.keys() == want.keys()
-    total = float(optax.tree.norm(want))
-    for array in got:
-        assert_close(got[array], want[array], 1e-4, array, total)
+    return ready(reference(name))
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_gradients_are_those_of_torch(name):
     """Faults that the logits do not show: in a vector that is used twice, in a token that the
     picture replaces (it must have no gradient), in the pictures' half of the loss."""
-    _, _, gradient, loss = loaded(name)
+    _, config, gradient, loss = loaded(name)
     assert loss == pytest.approx(reference(name).loss, rel=2e-6)
-    assert_gradient(name, gradient)
+    assert_gradient(config, gradient, reference(name).gradients)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_what_we_train_transformers_reads(name, tmp_path):
     """An array that is written as it was read and not as it is now, or without its axis of 1."""
-    torch = peer("torch")
-    params, config, gradient, _ = loaded(name)
-    params = jax.tree.map(lambda w, g: w - 0.5 * g / jnp.maximum(jnp.linalg.norm(g), 1e-9), params,
-                          gradient)
-    ours, batch = logits_of(name, params, config, reference(name).batch), reference(name).batch
-    assert np.linalg.norm(ours - reference(name).logits) > 1e-2 * np.linalg.norm(ours)
-    networks.save_hf(tmp_path / "out", params, config)
-    again, _ = networks.load_hf(tmp_path / "out")
-    for path, w in by_path(again).items():
-        assert_close(w, by_path(params)[path], 1e-6, path)
-    theirs, report = classes(name)[1].from_pretrained(
-        tmp_path / "out", output_loading_info=True, dtype=torch.float32,
-        attn_implementation="eager")
-    assert not any(report.values()), report
-    with torch.no_grad():
-        assert_logits(name, theirs_on(theirs.eval(), name, batch)[0].numpy(), ours)
+    batch = reference(name).batch
+    ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
+        scores_of, batch=batch))
+    theirs = read_by_theirs(classes(name)[1], tmp_path / "out", attn_implementation="eager")
+    with peer("torch").no_grad():
+        assert_logits(name, theirs_on(theirs, name, batch)[0].numpy(), ours)
 
 
 MESHES = ["fsdp=2,tensor=2", "data=2", "tensor=4", full("data=2,fsdp=2"),
@@ -250,10 +185,7 @@ MESHES = ["fsdp=2,tensor=2", "data=2", "tensor=4", full("data=2,fsdp=2"),
 @pytest.mark.parametrize("name", EACH)
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     """A loss that compares a device's rows among themselves; a tower that a mesh splits wrongly."""
-    params, config, _, loss = loaded(name)
-    gradient, (total, count, *_) = sums_and_gradients(config, mesh, params, reference(name).batch)
-    assert total / count == pytest.approx(loss, rel=2e-6)
-    assert_gradient(name, jax.tree.map(lambda g: g / count, gradient))
+    assert_step(loaded(name), reference(name), mesh)
 
 
 # Megatron's table, in every tower.
@@ -267,12 +199,8 @@ BY_HAND = [(r"\.(cross_)?w([qkv]|_up)(_bias)?$", P(None, None, "tensor")),
 def test_no_tower_sends_more_than_by_hand(name, shards):
     """A product of one tower that the rule prices wrongly, with more collectives; a weight that no
     device splits, because its table names no dimension for tensor."""
-    params, config, _, _ = loaded(name)
-    batch = {k: v for k, v in reference(name).batch.items() if k != "seeds"}
-
-    mean = mean_loss(network(name).loss, config)
-    ours, _ = no_worse_than_by_hand(mean, jax.device_get(params), (batch,), BY_HAND, shards)
-    assert network(name).weight_specs(config, mesh_of(f"tensor={shards}")) == ours
+    ours, _ = sends_no_more(loaded(name), reference(name), BY_HAND, shards)
+    assert net.weight_specs(loaded(name)[1], mesh_of(f"tensor={shards}")) == ours
 
 
 @pytest.mark.slow
@@ -298,7 +226,7 @@ def test_captions_are_those_of_transformers(prompts):
     assert max(map(len, ours)) == 10 and len({tuple(row) for row in ours}) > 1
 
 
-@pytest.mark.parametrize("mesh", ["", pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow),
+@pytest.mark.parametrize("mesh", ["", slow("fsdp=2,tensor=2"),
                                   full("data=2,tensor=4")])
 def test_forty_captions_are_the_beams_of_transformers(mesh):
     """Beams that all see the first one's picture; vectors that a mesh cuts; a prompt's place."""

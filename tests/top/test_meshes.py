@@ -9,28 +9,12 @@ import pytest
 
 import model
 import train
-from tests.common import check_network, slow
-from tests.helpers import assert_same_copies, assert_same_gradient, learn, make, run_updates
+from tests.common import check_network
+from tests.helpers import assert_same_copies, assert_same_gradient, make, run_updates
 from tests.readme import LOSS_PAGES, LOSSES
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import parse_flags
 from zigzag.core.mesh import AXES, make_mesh
-
-MESHES = ["data=2,tensor=2", "data=2,fsdp=2,tensor=2", *map(slow, (
-    "tensor=4", "data=4", "tensor=2", "fsdp=4", "fsdp=2,tensor=2"))]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_trains_the_same_model(mesh, alone):
-    """Gradients scaled by a mesh's size hide behind Adam; norms clipped on each device differ."""
-    rows, _ = learn(make(), mesh)
-    first, last = alone[0][0], alone[0][-1]
-    assert rows[0]["loss"] == pytest.approx(first["loss"], rel=2e-6)
-    assert rows[0]["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5)
-    for a, b in zip(rows, alone[0], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=5e-5), a["step"]
-    assert last["loss"] < 0.8 * first["loss"], "it learns"
-
 
 # -------------------------------------------------------------------------------------------
 # Drawn meshes
@@ -82,15 +66,13 @@ def draws(count, seed=0):
 
 
 DRAWN = draws(44)
-QUICK = 0           # the first few at each start and in .ci/run, the rest in .ci/full
 
 
 def parameters():
-    marks = [[] if i < QUICK else pytest.mark.full
-             for i in range(len(DRAWN))] + [[], *[pytest.mark.full] * 5]
-    return [pytest.param(mesh, what, rest, marks=mark, id=" ".join(
-        [mesh, *(f"{k}={v}" for k, v in {**what, **rest}.items())]))
-        for (mesh, what, rest), mark in zip(DRAWN + UNDIVIDED, marks, strict=True)]
+    """One at each start and in .ci/run, the rest in .ci/full."""
+    return [pytest.param(*case, marks=[] if case is UNDIVIDED[0] else pytest.mark.full, id=" ".join(
+        [case[0], *(f"{k}={v}" for k, v in {**case[1], **case[2]}.items())]))
+        for case in DRAWN + UNDIVIDED]
 
 
 @functools.cache

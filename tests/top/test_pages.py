@@ -44,13 +44,6 @@ def test_readme_is_short():
     assert len(lines) <= 260, f"README.md has {len(lines)} lines; move reference pages to docs/"
 
 
-@PAGE
-def test_lines_fit(page):
-    """Prose that is no longer wrapped. (Tables cannot be.)"""
-    long = [line for line in page.read_text().splitlines() if len(line) > 100 and line[0] != "|"]
-    assert not long, long
-
-
 # -------------------------------------------------------------------------------------------
 # Links and names
 

@@ -1,21 +1,15 @@
 """Precision: which values are computed in bfloat16, and gradients to twelve digits."""
 
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import train
-from tests.common import full, gradients_of, in_float64, net, slow
-from tests.helpers import ROOT, batch_of, learn, make, program_of
+from tests.common import command, full, gradients_of, in_float64, net, plain_sgd, slow
+from tests.helpers import batch_of, make, placed, program_of
 from zigzag.core.mesh import by_path, cast
-from zigzag.disk.batches import place_batch
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -24,25 +18,22 @@ from zigzag.disk.batches import place_batch
     slow("data=2,pipe=2,expert=2", dict(experts=4, schedule="1f1b", microbatches=2)),
     slow("tensor=4", dict(parallel_block=True, tied=True, remat="full")),
     slow("seq=2,expert=2,tensor=2", dict(experts=4))])
-def test_gradients_equal_finite_differences(mesh, changes, monkeypatch):
+def test_gradients_equal_finite_differences(mesh, changes):
     """A gradient of something else than the printed loss. (In float64, leaf by leaf, on the
     mesh.)"""
-    with in_float64():
-        monkeypatch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
-        monkeypatch.setattr(train, "learning_rate", lambda config, step: jnp.float64(1.0))
+    with in_float64(), plain_sgd():
         config = make(d_model=16, d_ff=32, **changes)
         program = program_of(config, mesh)
         batch = batch_of(config, weights=np.random.default_rng(0).random((8, 16)) < 0.5)
         with jax.set_mesh(program.mesh):
-            placed = place_batch(program.mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
-                                 config.batch)
+            rows = placed(program.mesh, batch)
             start = jax.device_get(program.start(jax.random.key(0)))
             leaves, tree = jax.tree.flatten(start["params"])
 
             def step(leaves):
                 state = {**start, "params": jax.tree.unflatten(tree, leaves)}
                 return program.step(jax.tree.map(lambda x, like: jax.device_put(x, like.sharding),
-                                                 state, program.state), placed)
+                                                 state, program.state), rows)
 
             def loss_at(i, leaf):
                 return float(step(leaves[:i] + [leaf] + leaves[i + 1:])[1]["loss"])
@@ -77,17 +68,6 @@ def test_gradients_of_many_tokens(changes):
         assert error < 2e-3, (path, error)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["data=2,tensor=2", slow("fsdp=2,tensor=2"), slow("tensor=2"),
-                                  slow("fsdp=4")])
-def test_bfloat16_on_cpu(mesh, alone):
-    """A process aborted by the compiler on a bfloat16 sum."""
-    rows, _ = learn(make(dtype="bfloat16", accumulate=2), mesh)
-    exact = alone[0]
-    assert rows[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-2)
-    assert rows[-1]["loss"] == pytest.approx(exact[-1]["loss"], rel=0.1)
-
-
 # Trains in bfloat16 with every pass of the compiler: an abort would end all tests.
 WITH_ALL_PASSES = """
 from tests.helpers import learn, make, program_of
@@ -102,15 +82,13 @@ for mesh, changes in %r:
 @pytest.mark.full
 @pytest.mark.parametrize("cases", [
     slow([("tensor=2", {}), ("fsdp=2,tensor=2", dict(accumulate=2))]),
-    pytest.param([("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")),
-                  ("seq=2,tensor=2", {}), ("expert=2,tensor=2", dict(experts=4))],
-                 marks=pytest.mark.full)])
+    full([("pipe=2,tensor=2", dict(microbatches=2, schedule="1f1b")), ("seq=2,tensor=2", {}),
+          ("expert=2,tensor=2", dict(experts=4))])])
 def test_the_transformer_needs_no_pass_of_the_compiler_disabled(cases):
     """A bfloat16 sum inside a shard_map that leaves tensor to the compiler, on which a CPU's
     compiler aborts. (The transformer leaves nothing to the compiler, so it needs no disabled
     pass.)"""
-    done = subprocess.run([sys.executable, "-c", WITH_ALL_PASSES % (cases,)], cwd=ROOT, text=True,
-                          capture_output=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    done = command(file=["-c", WITH_ALL_PASSES % (cases,)])
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("\n") == len(cases)
 

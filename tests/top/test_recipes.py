@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,16 +16,14 @@ import networks
 import sample
 import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
-from tests.common import command, ends, hosts, net, peer, published_files
+from tests.common import command, ends, hosts, net, peer, published_model
 from tests.generate.test_generation import log_probabilities
-from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, without_times
+from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, rows_in, without_times
 from zigzag.run import begin
 
 
-def run_recipe(name, *words, **environment):
-    return subprocess.run(
-        [sys.executable, ROOT / "recipes" / name, *map(str, words)], text=True,
-        capture_output=True, env={**os.environ, **environment}, cwd=ROOT.parent)
+def run_lm_eval(*words, **environment):
+    return command(*words, file="recipes/lm_eval.py", cwd=ROOT.parent, env=environment)
 
 
 @pytest.mark.full
@@ -36,10 +33,10 @@ def test_lm_eval_is_found_or_missed_by_its_name(tmp_path):
         (tmp_path / "sitecustomize.py").write_text(
             "import importlib.util as u\nfind = u.find_spec\n"
             "u.find_spec = lambda n, *a: None if n == 'lm_eval' else find(n, *a)\n")
-    done = run_recipe("lm_eval.py", PYTHONPATH=tmp_path)
+    done = run_lm_eval(PYTHONPATH=tmp_path)
     assert done.returncode == 2 and done.stderr == (
         "error: recipes/lm_eval.py needs the package lm_eval: pip install lm_eval\n")
-    done = run_recipe("lm_eval.py", "--help", PYTHONPATH=tmp_path)
+    done = run_lm_eval("--help", PYTHONPATH=tmp_path)
     assert done.returncode == 2 and "    --run DIR " in done.stdout
 
 
@@ -56,7 +53,7 @@ def test_the_help_of_lm_eval_begins_with_ours(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     for word in ("--help", "-h"):
-        done = run_recipe("lm_eval.py", word, PYTHONPATH=tmp_path)
+        done = run_lm_eval(word, PYTHONPATH=tmp_path)
         assert done.returncode == 0, done.stderr
         ours, _, theirs = done.stdout.partition("lm_eval's own help")
         assert ours.startswith("The tasks of EleutherAI's lm_eval")
@@ -71,10 +68,7 @@ def test_the_help_of_lm_eval_begins_with_ours(tmp_path):
 def folder(tmp_path, text):
     """A published model with weights large enough to have opinions."""
     pytest.importorskip("lm_eval")
-    config = config_of(layers=1, seq_len=32, vocab_size=300, kernel=False)
-    params = jax.tree.map(lambda w: 3 * w, net.init(config, jax.random.key(0)))
-    networks.save_hf(tmp_path / "tiny", params, config)
-    return published_files(tmp_path / "tiny", text)
+    return published_model(tmp_path / "tiny", text, 3, layers=1, seq_len=32, kernel=False)
 
 
 def test_lm_eval_gets_what_forward_says(folder):
@@ -140,8 +134,8 @@ doc_to_choice: "{{{{choices}}}}"
 doc_to_target: answer
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """)
-    done = run_recipe(
-        "lm_eval.py", "--model", folder, "--mesh", "data=1,tensor=2", "--tasks", "ours",
+    done = run_lm_eval(
+        "--model", folder, "--mesh", "data=1,tensor=2", "--tasks", "ours",
         "--include_path", tmp_path / "tasks", "--output_path", tmp_path / "found",
         HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
@@ -316,11 +310,8 @@ def test_preferences_are_learned_by_the_papers_formula():
 def test_preferences_are_learned_as_trl_learns_them(recipe, tmp_path, text, monkeypatch):
     """Probabilities of the prompt, or none of the end; a reference that moves with the weights."""
     trl, transformers, datasets = map(pytest.importorskip, ("trl", "transformers", "datasets"))
-    config = config_of(layers=2, d_model=32, heads=4, seq_len=32, vocab_size=300, kernel=False)
-    params = jax.tree.map(lambda w: 2 * w, net.init(config, jax.random.key(0)))
-    folder = tmp_path / "model"
-    networks.save_hf(folder, params, config)
-    published_files(folder, text)
+    folder = published_model(tmp_path / "model", text, layers=2, d_model=32, heads=4, seq_len=32,
+                             kernel=False)
     # (A prompt that ends in a space would be cut elsewhere: trl reads it and the answer as one.)
     pairs = [{"prompt": pair["prompt"].rstrip(), "chosen": " " + pair["chosen"],
               "rejected": " " + pair["rejected"]} for pair in dpo.made_pairs(40)]
@@ -382,8 +373,7 @@ def test_answers_are_the_same_in_two_processes(tmp_path):
     assert all(status == 0 for status, *_ in ends(two))
     one = command(*words, tmp_path / "one", file="-m recipes.grpo")
     assert one.returncode == 0, one.stderr
-    rows, others = ([json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
-                    for name in ("one", "two"))
+    rows, others = (rows_in(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for a, b in zip(rows, others, strict=True):
         for name in {"loss", "reward"} & a.keys():
             assert a[name] == pytest.approx(b[name], rel=1e-5)
