@@ -2,7 +2,7 @@
 
 import pytest
 
-from zigzag.core import tested
+from zigzag.core import edited as tested
 
 TESTS = "test_all.py::"
 collected, passed, failed = set(), set(), set()     # ids of the tests of test_all.py

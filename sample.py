@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import model as model         # (its network is then known)
+import model as model  # (its network is then known)
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import run_main
 from zigzag.core.mesh import mesh_of_flags

@@ -22,8 +22,6 @@ import optax
 import pytest
 
 import data
-import networks
-import tasks
 import train
 from tests.helpers import (
     ROOT,
@@ -42,9 +40,11 @@ from zigzag.core import mesh as mesh_tools
 from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import shardings
+from zigzag.core.parts import part
 from zigzag.disk.output import SPLITS
 from zigzag.disk.shuffle import order_at
-from zigzag.run import checks
+from zigzag.parallel.network import network_of
+from zigzag.run import checks, source
 from zigzag.run.plan import compiled, resolve_dtype
 
 
@@ -137,9 +137,10 @@ def published_model(folder, text, scale=2, seed=0, **options):
     """A folder with a small model of 300 ids and the tokenizer of published_files. scale: of its
     weights, so that it has opinions."""
     peer("safetensors")
+    published = part("published", "a published folder")
     config = config_of(vocab_size=300, **options)
     params = jax.tree.map(lambda w: scale * w, net.init(config, jax.random.key(seed)))
-    networks.save_hf(folder, params, config)
+    published.save_hf(folder, params, config)
     return published_files(folder, text)
 
 
@@ -175,20 +176,20 @@ class net:
 
     @staticmethod
     def loss(params, batch, config, specs=None, with_aux=False):
-        result = networks.network_of(config).loss(params, batch, config, specs)
+        result = network_of(config).loss(params, batch, config, specs)
         return result if with_aux else result[:2]
 
     @staticmethod
     def forward(params, tokens, config, **more):
-        return networks.network_of(config).forward(params, tokens, config, **more)
+        return network_of(config).forward(params, tokens, config, **more)
 
     @staticmethod
     def flops(config, tokens):
-        return networks.network_of(config).training_flops(config, tokens)
+        return network_of(config).training_flops(config, tokens)
 
     def _named(name):
         return staticmethod(lambda config, *args, **more: getattr(
-            networks.network_of(config), name)(config, *args, **more))
+            network_of(config), name)(config, *args, **more))
 
     init, weight_specs, weight_shapes = map(_named, ("init", "weight_specs", "weight_shapes"))
     parameters, batch_shapes = _named("parameters"), _named("batch_shapes")
@@ -363,13 +364,12 @@ def continued(*words):
 
 def check_network(config, mesh):
     """Refuse a network that this mesh cannot train, as train.py does."""
-    checks.check_network(config, networks.network_of(config), mesh)
+    checks.check_network(config, network_of(config), mesh)
 
 
 def opened(config, run, tokenizer=None, ready=0, fingerprint=""):
     """--data of a configuration, opened for the run in this folder: a Learned."""
-    kind = tasks.KINDS[tasks.kind_of(config)]
-    return kind.opened(config, tokenizer, run, ready, fingerprint)
+    return training.opener(source.kind_of(config))(config, tokenizer, run, ready, fingerprint)
 
 
 def train_here(config, mesh):

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from tests.helpers import ROOT
-from zigzag.run import plots
+from tools import plots
 
 # The number of each recipe that is drawn: a name in its metrics.jsonl.
 DRAWN = {"regress": "r2", "classify": "right", "seq2seq": "exact", "caption": "exact",

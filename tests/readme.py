@@ -13,7 +13,7 @@ from pathlib import Path
 
 import model
 import train
-from networks import transformer
+from published import transformer
 from zigzag.core.flags import flag_rows
 
 ROOT = Path(__file__).parents[1]

@@ -14,11 +14,12 @@ import data
 import model
 import sample
 import train
-from networks import NETWORKS
+from published import NETWORKS
 from tests.common import SMALL, command, refused
 from tests.helpers import ROOT
 from zigzag.commands import command_line
-from zigzag.core import errors, familiar, flags
+from zigzag.core import errors, flags
+from zigzag.core import synonyms as familiar
 from zigzag.core.options import comments
 from zigzag.generate import prompts
 

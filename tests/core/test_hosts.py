@@ -20,7 +20,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 import data
-import networks
 from tests.common import (
     SMALL,
     all_succeed,
@@ -35,6 +34,7 @@ from tests.common import (
 from tests.helpers import all_losses, assert_same_bits, rows_of
 from zigzag.core import hosts as hosts_lib
 from zigzag.disk.checkpoint import run_steps
+from zigzag.parallel.saved import load_run
 
 TWO = (*SMALL, "--mesh", "data=2,tensor=2", "--eval_every", 1000)
 
@@ -463,7 +463,7 @@ def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_p
     at = int(re.search(r"error: step (\d+): the gradient was not finite, 1 times in a row",
                        results[0][2])[1])
     assert [status for status, *_ in results] == [1, 1] and 10 < at < 13
-    assert networks.load_run(tmp_path / "run", step=10)
+    assert load_run(tmp_path / "run", step=10)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-
 from tests.common import refuses
 from zigzag.core import flags
 from zigzag.core.options import check_values, comments, fits, flag, options

@@ -13,7 +13,7 @@ import pytest
 import train
 from tests.common import SMALL, succeeds
 from tests.helpers import build, learn, make, mesh_of, program_of, tokens_of
-from zigzag.commands import dry_runs
+from zigzag.commands import programs
 from zigzag.core import report
 from zigzag.core.errors import human_bytes
 from zigzag.run import loop
@@ -142,7 +142,7 @@ def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
     state = 4 * sum(math.prod(x.sharding.shard_shape(x.shape))
                     for x in jax.tree.leaves(program.state["opt"]))
     assert f"{human_bytes(state)} of the optimizer's state" in short
-    dry_runs.show_sharding(["--optimizer", "muon", "--shards", "2",
+    programs.show_sharding(["--optimizer", "muon", "--shards", "2",
                                            *map(str, SMALL[2:])])
     shown = capsys.readouterr().out
     assert "layers.attn_norm" in shown and "small weights" not in shown and "AdamW" not in shown

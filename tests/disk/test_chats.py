@@ -9,14 +9,14 @@ import pytest
 
 import data
 import sample
-import tasks
 from tests.common import data_py, documents_of, full, go, json_lines, peer, prepared, refused
 from tests.helpers import TINY, learn, run_of
+from tools.chat import chat_ids, user
+from zigzag.commands import text as text_task
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
 from zigzag.disk.corpus import Corpus, Sources
 from zigzag.disk.tokenizers import tokenizer_at
-from zigzag.generate.chat import chat_ids, user
 
 # With and without marks around what the assistant wrote.
 MARKED = """{% for m in messages %}<{{ m.role }}>
@@ -183,7 +183,7 @@ def test_a_held_out_loss_of_nothing_is_refused(folder, tmp_path):
     """A held-out loss of 0, of conversations whose answers no row reaches."""
     corpus = corpus_of(tmp_path / "out", [*CHATS[:20], LONG, LONG], folder)
     with pytest.raises(ConfigError, match="nothing to evaluate; .* a longer --seq_len"):
-        tasks.text.task_of(config_on(corpus), Sources([corpus], [""]))
+        text_task.task_of(config_on(corpus), Sources([corpus], [""]))
 
 
 def test_a_preference_is_two_documents(folder, tmp_path, capsys):
@@ -310,7 +310,7 @@ def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
              [corpus.record["train"]["documents"]:]}
     assert all(text.startswith("<user>") and text.endswith("<assistant>") for text in asked)
     config = config_on(corpus)
-    task = tasks.text.task_of(config, Sources([corpus], [""]))
+    task = text_task.task_of(config, Sources([corpus], [""]))
     _, result = learn(config, mesh, **vars(task))
     shown = task.show(result.outputs)
     assert list(shown) == ["question", "answer"] and shown["question"] in asked
@@ -324,7 +324,7 @@ def test_an_evaluation_asks_a_held_out_question(folder, tmp_path, mesh):
     assert task.show(outputs)["answer"] == "It is."
     # (One that is too long is cut on the left: half of the context is for the answer.)
     short = dataclasses.replace(config, network=dataclasses.replace(config.network, seq_len=32))
-    task = tasks.text.task_of(short, Sources([corpus], [""]))
+    task = text_task.task_of(short, Sources([corpus], [""]))
     outputs = task.predict(result.params, {"tokens": np.zeros((1, 32), np.int32)})
     assert outputs.shape == (1, 16 + 17) and begin > 16
     end = tokenizer.spelled(outputs[0, :16].tolist())

@@ -22,17 +22,18 @@ import pytest
 
 import data
 import model
-import networks
 import sample
 import train
-from networks import transformer
+from published import transformer
 from tests.common import SMALL, command, full, refused, rewrite, started, survives_kills
 from tests.helpers import learn, make, mesh_of
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
+from zigzag.parallel.network import NETWORKS
+from zigzag.parallel.saved import load_run
+from zigzag.parallel.table import Weight
 from zigzag.run.continuing import read_old
-from zigzag.weights.table import Weight
 
 
 def train_in(folder, steps, save_every=2, changes={}, **given):
@@ -326,7 +327,7 @@ def edit_weights(monkeypatch, change):
     usual = model.weights
     network = dataclasses.replace(model.NETWORK, weights=weights)
     monkeypatch.setattr(model, "NETWORK", network)
-    monkeypatch.setitem(networks.NETWORKS, "decoder", network)
+    monkeypatch.setitem(NETWORKS, "decoder", network)
 
 
 def of_any_weights(params, batch):
@@ -351,7 +352,7 @@ def test_weights_that_were_edited_are_named(run, capsys, monkeypatch, name):
     before = sorted(run.rglob("*"))
     edit_weights(monkeypatch, change)
     with pytest.raises(ConfigError) as e:
-        networks.load_run(run)
+        load_run(run)
     assert says in str(e.value) and "--run" in str(e.value) and "checkpoint 6" in str(e.value)
     with pytest.raises(ConfigError) as e:
         train_in(run, 8, loss=of_any_weights)
@@ -385,16 +386,16 @@ def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
 @pytest.mark.full
 def test_what_reads_a_run_looks_at_what_it_reads(run, capsys):
     """Damaged weights in sample.py and load_run: they must be skipped, with a message."""
-    want, _ = networks.load_run(run, step=4)
+    want, _ = load_run(run, step=4)
     for step, says in {6: "checkpoint 6 is damaged", 4: "checkpoint 4 is damaged"}.items():
         flip(largest(run / f"checkpoints/{step}/params"))
-        got, _ = networks.load_run(run)
+        got, _ = load_run(run)
         assert says in capsys.readouterr().err
         if step == 6:
             jax.tree.map(np.testing.assert_array_equal, got, want)
     flip(largest(run / "checkpoints/2/params"))
     with pytest.raises(RunError, match="can be read"):
-        networks.load_run(run)
+        load_run(run)
 
 
 class Restored(Exception):

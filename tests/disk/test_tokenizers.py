@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from tests.common import peer, prepared, rewrite
+from tools import chat
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
 from zigzag.disk.corpus import Corpus
 from zigzag.disk.reading import find
 from zigzag.disk.tokenizers import Bytes, is_tenth
-from zigzag.generate import chat
 
 TEXTS = ("7 and 8 are 15\n", "  two  spaces\n\n\ttab", "naïve 日本語 🙂", "", " x")
 

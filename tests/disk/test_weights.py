@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import data
-import tasks
 from tests.common import (
     SMALL,
     TOKENS,
@@ -30,6 +29,8 @@ from tests.common import (
 )
 from tests.disk.test_chats import MARKED, PLAIN
 from tests.helpers import ROOT, TINY, learn, run_of
+from tools.chat import user
+from zigzag.commands import text as text_task
 from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Corpus, opened_sources
 from zigzag.disk.mixture import numbers_at
@@ -37,7 +38,6 @@ from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options
 from zigzag.disk.token_files import TokenFiles
 from zigzag.disk.tokenizers import Bytes, tokenizer_at
-from zigzag.generate.chat import user
 
 WEIGHTED = Options(weight_field="w")
 
@@ -275,7 +275,7 @@ def test_losses_are_weighted_means(weighted, tmp_path, pack, mesh):
     config = run_of(**{**TINY, "vocab_size": 257, "data": (str(weighted),), "weight_field": "w",
                        "pack": pack, "steps": 1, "eval_tokens": 256})
     with opened_sources(config.data, False, (), tmp_path / "run", weight_field="w") as sources:
-        task = tasks.text.task_of(config, sources)
+        task = text_task.task_of(config, sources)
         (first, last), result = learn(config, mesh, **vars(task))
         chosen = numbers_at(task.examples, config.seed, np.arange(config.batch))
         learned = task.collate([task.examples[int(i)] for i in chosen])

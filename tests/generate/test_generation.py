@@ -8,16 +8,19 @@ import jax
 import numpy as np
 import pytest
 
-import networks
+import published
 import sample
-from networks import transformer
+from published import transformer
+from published.llama import start_id
 from tests.common import far_apart, net, peer, weights_on
 from tests.helpers import make
 from tests.networks import test_families, test_pairs_families
+from tools import scores
 from zigzag.core.flags import change
-from zigzag.generate import cache, passes, rows, scores, turns
+from zigzag.generate import batching as turns
+from zigzag.generate import cache, passes, rows
 from zigzag.generate.rows import cut_at_end, padded_length
-from zigzag.hub.llama import start_id
+from zigzag.parallel.network import network_of
 
 PAIRS = ("t5", "bart", "whisper")
 NEW, LENGTHS = 7, (3, 11, 1, 17)     # of prompts: all are padded to 32, the cache has 48 slots
@@ -27,7 +30,7 @@ NEW, LENGTHS = 7, (3, 11, 1, 17)     # of prompts: all are padded to 32, the cac
 def loaded(name):
     """(params, config, the encoder's input in the form of generate) of a tiny model."""
     if name not in PAIRS:
-        return *networks.load_hf(test_families.reference(name).folder), None
+        return *published.load_hf(test_families.reference(name).folder), None
     params, config, *_ = test_pairs_families.loaded(name)
     return params, change(config, seq_len=40), test_pairs_families.sources(name)
 
@@ -40,7 +43,7 @@ def source_of(name):
 def prompts_of(config, lengths=LENGTHS):
     rng = np.random.default_rng(2)
     made = [rng.integers(3, config.vocab_size, min(n, config.seq_len)).tolist() for n in lengths]
-    has_encoder = networks.network_of(config).source_shape(config) is not None
+    has_encoder = network_of(config).source_shape(config) is not None
     return [[start_id(config), *ids[1:]] for ids in made] if has_encoder else made
 
 
@@ -65,7 +68,7 @@ def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5)
     texts = [p + ids for p, (ids, _) in zip(prompts, found)]
     length = max(map(len, texts))
     if config.rope_scaling:     # (some scalings depend on the length)
-        length = networks.network_of(config).decoding_length(
+        length = network_of(config).decoding_length(
             config, P + new, P + padded_length(new)) or config.seq_len
     logits = logits_of(params, config, texts, length, given)
     for row, prompt, (ids, logs) in zip(logits, prompts, found):
@@ -277,7 +280,7 @@ def test_smollm2_writes_what_transformers_writes():
     prompts = [tokenizer.encode(text).ids for text in (
         "The capital of France is", "def main(", "Once upon a time there was a small dog who",
         "1, 2, 3, 4,", "Water boils at a temperature of about 100 degrees, because")]
-    params, config = networks.load_hf(folder, dtype="float32")
+    params, config = published.load_hf(folder, dtype="float32")
     got = sample.generate(params, prompts, config, 64, temperature=0)
     # (Version 4 does not find the base of positions in what version 5 wrote.)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

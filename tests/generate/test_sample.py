@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import networks
 import sample
-from tests.common import ends, far_apart, full, hosts, net, weights_on, slow
+from tests.common import ends, far_apart, full, hosts, net, slow, weights_on
 from tests.generate.test_generation import steps_of
 from tests.helpers import learn, make
 from zigzag.core.errors import ConfigError
@@ -20,6 +19,7 @@ from zigzag.core.flags import change
 from zigzag.generate import decoding, passes
 from zigzag.generate.engine import mesh_of_weights
 from zigzag.generate.rows import cut_at_end, prompt_arrays, seeds_of
+from zigzag.parallel.network import network_of
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 31))]
 
@@ -92,7 +92,7 @@ def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     config = make(**changes)
     params = weights_on(net.init(config, jax.random.key(0)), config, mesh)
     with mesh_of_weights(params):
-        rows = prompt_arrays(networks.network_of(config), [[1], [2]], config, 16, None)
+        rows = prompt_arrays(network_of(config), [[1], [2]], config, 16, None)
         cache = passes.new_cache(sample.engine_of(config), sample.for_decoding(params, config),
                                  rows, 32)
     for kept in jax.tree.leaves(cache):
@@ -257,7 +257,7 @@ def decode_program(params, config, prompts):
     """The compiled passes.decode after these prompts, and the state before it."""
     with mesh_of_weights(params):
         params = sample.for_decoding(params, config)
-        rows = prompt_arrays(networks.network_of(config), prompts, config, 8, None)
+        rows = prompt_arrays(network_of(config), prompts, config, 8, None)
         sampling = decoding.Sampling()
         state = decoding.before_ids(seeds_of(rows, 0), ())
         engine = sample.engine_of(config)
@@ -318,11 +318,11 @@ THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 IN_PROCESSES = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
-import networks, sample, train
-from zigzag.run.begin import machine
+import published, sample, train
+from zigzag.run.running import machine
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 config = train.parse(sys.argv[1:])
-params, c = networks.load_run(config.out, machine(config))
+params, c = load_run(config.out, machine(config))
 found = [sample.generate(params, THIRTEEN, c, 8, **options)
          for options in (dict(temperature=0), dict(temperature=1.5, seed=list(range(13))))]
 scores = sample.score(params, THIRTEEN, c)

@@ -16,17 +16,17 @@ import time
 
 import pytest
 
-import networks
 import sample
 from tests.common import command, ends, hosts, published_files, refused, started
 from tests.helpers import ROOT, config_of, learn, make
+from tools import chat
 from zigzag.commands import sampling
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
-from zigzag.generate import chat
 from zigzag.generate.answers import Answer
 from zigzag.generate.prompts import Prompt, step_of, whole_context
 from zigzag.generate.rows import context_of
+from zigzag.parallel.network import network_of
 
 CONTEXT = 40
 
@@ -294,7 +294,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
 def test_the_context_is_that_of_the_positions():
     """A context shorter than the published model's; positions that do not exist."""
     def context(c):
-        return context_of(networks.network_of(c), c)
+        return context_of(network_of(c), c)
 
     def scaled(kind):
         return json.dumps({"rope_type": kind, "factor": 4.0,

@@ -10,9 +10,9 @@ import pytest
 import train
 from learn import explain
 from tests.common import refused
-from zigzag.commands import dry_runs
+from zigzag.commands import programs
+from zigzag.parallel.network import network_of
 from zigzag.run.continuing import record_of
-from zigzag.weights.network import network_of
 
 FLAGS = "--layers 4 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 16"
 
@@ -72,7 +72,7 @@ def test_a_page(tmp_path):
     runs = [write_run(tmp_path / name) for name in ("one", "two")]
     text, page = written(tmp_path, "--mesh", "data=2,fsdp=2,tensor=2",
                          *(word for folder in runs for word in ("--run", folder)))
-    program = dry_runs.program_of(train.parse(
+    program = programs.program_of(train.parse(
         ["--mesh", "data=2,fsdp=2,tensor=2", *FLAGS.split()]))
     for path, x in jax.tree.leaves_with_path(program.state["params"]):
         name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -11,7 +11,7 @@ from learn import lesson
 from learn.answers import ANSWERS
 from tests.common import full
 from tests.helpers import ROOT
-from zigzag.measure.chips import CHIPS
+from zigzag.core.chips import CHIPS
 
 RUN = """
 import runpy, sys

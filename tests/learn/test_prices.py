@@ -9,7 +9,7 @@ from learn import prices
 from tests.common import net, refused
 from tests.helpers import make, mesh_of
 from zigzag.core.mesh import spec_axes
-from zigzag.rule.rule import groups
+from zigzag.parallel.rule import groups
 
 MINE = """
 import jax, jax.numpy as jnp

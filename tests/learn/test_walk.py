@@ -5,13 +5,13 @@ import re
 import pytest
 
 import train
+from forecast.traffic import expected_traffic
 from learn import walk
 from tests.common import full, refused
 from tests.helpers import ROOT
-from zigzag.commands import dry_runs
+from zigzag.commands import programs
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import mesh_sizes
-from zigzag.measure.traffic import expected_traffic
 
 FLAGS = "--layers 2 --d_model 64 --heads 4 --d_ff 128 --seq_len 32 --vocab_size 257 --batch 8"
 BLOCK = str(ROOT / "model.py")
@@ -89,7 +89,7 @@ def test_a_line_sends_what_its_loop_sends():
 def test_the_whole_step_sends_what_the_header_expects():
     """Collectives in a loop that the trace does not reach."""
     config = train.parse([*FLAGS.split(), "--layers", "1", "--mesh", "tensor=2"])
-    program = dry_runs.program_of(config)
+    program = programs.program_of(config)
     want = sum(group.bytes for group in expected_traffic(program.plan) if group.axis == "tensor")
     sent, _, _ = walk.trace(config, {BLOCK})
     assert sum(one.bytes for one in sent if "over tensor" in one.text) == pytest.approx(
@@ -101,7 +101,7 @@ def test_any_function_of_any_file(capsys):
     found = walked(capsys, "shard.py:row", "--mesh fsdp=2,tensor=2")
     lines, = (lines for code, lines in found.items() if "into_stream(*row_products(pairs))" in code)
     assert lines[0].startswith("forward: reduce-scatter over tensor")
-    found = walked(capsys, "networks/transformer.py:block",
+    found = walked(capsys, "published/transformer.py:block",
                    "--model transformer --mesh tensor=2 --parallel_block true")
     assert sum("reduce-scatter" in line for lines in found.values() for line in lines) >= 2
     assert any(re.match(r"if ", code) for code in found)

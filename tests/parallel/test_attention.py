@@ -27,8 +27,7 @@ from tests.common import (
 )
 from tests.helpers import batch_of, make, mesh_of, program_of
 from zigzag.core.flags import change
-from zigzag.measure import hlo
-from zigzag.parallel import attention, ring_kernel
+from zigzag.parallel import attention, hlo, ring_kernel
 from zigzag.parallel.attention import block_ends, kernel_name
 from zigzag.run import loop
 

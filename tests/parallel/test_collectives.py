@@ -4,8 +4,8 @@ import pytest
 
 from tests.common import assert_same_on, full, slow
 from tests.helpers import make, program_of
-from zigzag.measure.hlo import collectives as collectives_of
 from zigzag.parallel import collectives
+from zigzag.parallel.hlo import collectives as collectives_of
 from zigzag.run.plan import compiled
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import shard
-from networks import transformer
+from published import transformer
 from tests.common import assert_same_update, full, gradients_of, net
 from tests.helpers import batch_of, learn, make
 from zigzag.core import mesh as mesh_tools

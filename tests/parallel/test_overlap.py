@@ -6,12 +6,12 @@ import pytest
 
 import model
 import train
+from published.llama import OF_TRAINING
 from tests.common import assert_same_on, full, peer
+from tests.forecast.test_traffic import ONE_F_ONE_B, sent_and_expected
 from tests.helpers import make, program_of
-from tests.measure.test_traffic import ONE_F_ONE_B, sent_and_expected
 from zigzag.core.options import options
-from zigzag.hub.llama import OF_TRAINING
-from zigzag.weights.network import Computed
+from zigzag.parallel.network import Computed
 
 CASES = [
     ("tensor=4", dict(remat="full")),

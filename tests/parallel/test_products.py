@@ -11,8 +11,8 @@ from tests.common import assert_same_update, gradients_of
 from tests.helpers import batch_of, make, program_of
 from zigzag.parallel import products
 from zigzag.parallel.products import chunked_sums, matmul
+from zigzag.parallel.table import padded
 from zigzag.run.plan import compiled
-from zigzag.weights.table import padded
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

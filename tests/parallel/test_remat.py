@@ -4,9 +4,9 @@ import pytest
 
 import train
 from tests.common import assert_same_on, full, peer, refused, slow, temporaries
+from tests.forecast.test_traffic import ONE_F_ONE_B
 from tests.helpers import make
-from tests.measure.test_traffic import ONE_F_ONE_B
-from zigzag.measure import chips
+from zigzag.core import chips
 from zigzag.parallel.remat import remat_of
 
 EXPERTS = dict(experts=4, shared_experts=1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import data
-import networks
+import published
 import train
 from tests.common import full, net, refuses, slow
 from tests.helpers import KeepRows, learn, make, mesh_of, run_of, tokens_of
@@ -51,7 +51,7 @@ def test_the_hits_are_those_of_the_logits(mesh, changes, chunked, monkeypatch):
 @pytest.mark.full
 def test_classes_are_counted_too():
     """The accuracy of a classifier, whose loss is of all time on every stage."""
-    network = networks.config_of(dict(head="classes", labels=3, causal=False, layers=2, d_model=32,
+    network = published.config_of(dict(head="classes", labels=3, causal=False, layers=2, d_model=32,
                                       heads=4, d_ff=64, vocab_size=61, seq_len=16))
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 61, (24, 16)).astype(np.int32)

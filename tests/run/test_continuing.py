@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import data
-import networks
 import train
+from forecast import dry_run
 from tests.common import (
     SMALL,
     all_succeed,
@@ -22,10 +22,11 @@ from tests.common import (
     succeeds,
 )
 from tests.helpers import StopAt, learn, make, rows_of
-from zigzag.commands import dry_runs
+from tools import bench
 from zigzag.core.flags import change
 from zigzag.disk.checkpoint import FORMAT
 from zigzag.disk.corpus import opened_sources
+from zigzag.parallel.network import network_of
 from zigzag.run.continuing import old_config
 
 WORDS = (*SMALL, "--lr", 0.004, "--steps", 4, "--save_every", 2, "--eval_every", 4)
@@ -126,8 +127,8 @@ def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
     run.rename("out")
     assert train.parse([]).layers == 4 and continued("--steps", 9).layers == 2
     seen = []
-    monkeypatch.setattr(dry_runs, "dry_run", lambda config: seen.append(config))
-    monkeypatch.setattr(dry_runs, "bench", lambda config, *_: seen.append(config))
+    monkeypatch.setattr(dry_run, "run", seen.append)
+    monkeypatch.setattr(bench, "run", seen.append)
     train.main(["--topology", "v5e:2x2"])
     train.main(["--bench", "--mesh", "data=8"])
     assert [config.layers for config in seen] == [4, 4]
@@ -205,7 +206,7 @@ def test_runs_that_lack_a_field_continue_by_their_folder(tmp_path, capsys, monke
     for network, more in (("decoder", {}), ("transformer", dict(window=8))):
         (tmp_path / "config.json").write_text(json.dumps({**record, **more, "network": network}))
         config = continued("--out", tmp_path)
-        assert networks.network_of(config).name == network
+        assert network_of(config).name == network
         assert (config.layers, config.lr, config.steps, config.warmup) == (2, 0.5, 20, 1)
         assert "of another task" not in refused(capsys, "--out", tmp_path, "--layers", 3)
     assert config.window == 8

@@ -18,11 +18,11 @@ import train
 from tests.common import full, net, refuses, slow
 from tests.helpers import all_losses, build, learn, losses_of, make, mesh_of, program_of, tokens_of
 from tests.readme import block
-from zigzag.core import tested
+from zigzag.core import edited as tested
 from zigzag.core.mesh import mesh_sizes
 from zigzag.disk.batches import batch_shapes
 from zigzag.parallel import attention
-from zigzag.rule.jaxprs import DIFFERENTIATED, names_in
+from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in
 from zigzag.run import custom_loss
 from zigzag.run.evaluation import predict_all
 

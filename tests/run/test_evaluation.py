@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 
 import model
-import networks
 import sample
 import tasks
+from tasks import metrics
 from tests.common import (
     SMALL,
     all_succeed,
-    continued,
     digit_pairs,
     hosts,
     net,
@@ -47,13 +46,15 @@ from tests.helpers import (
     tokens_of,
 )
 from zigzag.commands import continued as continued_run
+from zigzag.commands import text as text_task
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import best_step, run_steps
 from zigzag.disk.corpus import opened_sources
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import step_of
-from zigzag.run import evaluation, metrics
+from zigzag.parallel.saved import load_run
+from zigzag.run import evaluation
 from zigzag.run.continuing import record_of
 
 VECTORS = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
@@ -331,7 +332,7 @@ def test_held_out_windows_are_spread_over_all_of_the_text(tmp_path, text):
     """A limited number of windows, all from the first held-out file."""
     config, opened = corpus_of(tmp_path, text, eval_tokens=64, seq_len=16)
     with opened as corpus:
-        held_out = tasks.text.task_of(config, corpus).held_out
+        held_out = text_task.task_of(config, corpus).held_out
         windows, (whole,) = held_out.examples, corpus.corpora
         assert len(held_out) == 4 < len(windows)
         where = [i * len(windows) // 4 * 16 for i in range(4)]
@@ -510,7 +511,7 @@ def test_kills_leave_the_best_checkpoint(tmp_path, text):
         if (out / "checkpoints").is_dir() and any(
                 p.name.isdecimal() for p in (out / "checkpoints").iterdir()):
             at = best_step(out)
-            assert networks.load_run(out, step=at)
+            assert load_run(out, step=at)
         return [started(*words, "--out", out)]
 
     survives_kills(2, int(os.environ.get("KILLS", 4)), tmp_path, start)
@@ -558,7 +559,7 @@ def test_the_text_that_is_shown_has_its_own_temperature(tmp_path, text, capsys):
     ids = Bytes().prompt("17 and")
     config, opened = corpus_of(tmp_path, text, layers=1, sample_temperature=0.0)
     with opened as corpus:
-        task = tasks.text.task_of(config, corpus)
+        task = text_task.task_of(config, corpus)
     params = model.init(config.network, jax.random.key(0))
     found = task.predict(params, {"tokens": np.array([ids])})[0, 4:10]
     want, = sample.generate(params, [ids[:4]], config.network, 6, temperature=0)

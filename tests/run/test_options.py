@@ -8,7 +8,6 @@ import re
 import numpy as np
 import pytest
 
-import networks
 import train
 from tests.common import SMALL, SMALL_PAIRS, continued, digit_pairs, refused, refuses
 from tests.helpers import ROOT, learn, make, run_of, tokens_of
@@ -17,6 +16,7 @@ from zigzag.commands import command_line
 from zigzag.core.options import comments, options
 from zigzag.disk import checkpoint
 from zigzag.disk.checkpoint import FORMAT
+from zigzag.parallel.saved import load_run
 from zigzag.run import schedules
 from zigzag.run.continuing import record_of
 
@@ -156,7 +156,7 @@ def test_a_run_folder_of_another_format_is_refused(tmp_path, found):
     if found is None:
         del record["format"]
     path.write_text(json.dumps(record if found is None else record | {"format": found}))
-    for read in (lambda: continued("--out", tmp_path), lambda: networks.load_run(tmp_path),
+    for read in (lambda: continued("--out", tmp_path), lambda: load_run(tmp_path),
                  lambda: checkpoint.best_step(tmp_path)):
         with refuses("format .*reads and writes format 0 alone"):
             read()

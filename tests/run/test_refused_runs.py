@@ -11,13 +11,13 @@ import optax
 import pytest
 
 import data
-import networks
 import train
+from published import folders
 from tests.common import SMALL, SMALL_PAIRS, digit_pairs, ends, go, hosts, opened, refused, refuses
 from tests.helpers import learn, make, tokens_of
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
-from zigzag.hub import folders
+from zigzag.parallel.network import network_of_record
 
 
 def all_of(folder):
@@ -80,7 +80,7 @@ def test_no_command_writes_among_files_that_it_did_not_make(tmp_path, text, caps
             capsys, text / "1.txt", "--out", tmp_path / name, main=data.main)
         assert "which this export did not make" in refused(
             capsys, "--run", run, "--export", tmp_path / name,
-            main=functools.partial(folders.export, networks.network_of_record))
+            main=functools.partial(folders.export, network_of_record))
     assert all_of(tmp_path) == before
     data.main([str(text / "1.txt"), "--out", str(tmp_path / "new"), "--vocab_size", "0"])
     assert "already holds prepared data" in refused(capsys, text, "--out", tokens, main=data.main)

@@ -16,7 +16,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import data
-import networks
 import train
 from tests.common import SMALL, full, in_float64, net, order, refuses, slow, succeeds
 from tests.helpers import (
@@ -35,6 +34,7 @@ from zigzag.core.errors import RunError
 from zigzag.core.mesh import by_path, mesh_sizes
 from zigzag.disk.batches import batch_shapes, place_batch
 from zigzag.disk.checkpoint import run_steps
+from zigzag.parallel.saved import load_run
 from zigzag.run.task import without_data
 
 INTERLEAVED = dict(schedule="interleaved", chunks=2, microbatches=2)
@@ -120,7 +120,7 @@ def test_muon_makes_every_matrix_of_the_layers_orthogonal(mesh):
 
 def test_the_optimizers_state_is_split_over_data():
     """ZeRO 1 that saves no memory: each of two devices has half the moments. (What it sends is
-    compared in tests/measure/test_traffic.py.)"""
+    compared in tests/forecast/test_traffic.py.)"""
     program = program_of(make(zero=1), "data=2,tensor=2")
     moments, params = program.state["opt"][1].mu, program.state["params"]
     for m, p in zip(jax.tree.leaves(moments), jax.tree.leaves(params)):
@@ -199,7 +199,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
     assert {r["step"] for r in rows if r["skipped"]} == POISON
     assert [r["skipped"] for r in rows[9:]] == [1, 2, 3, 4]
     assert rows[2]["loss"] is None and rows[2]["grad_norm"] is None
-    saved = {p.name: networks.load_run(run, step=int(p.name))[0]
+    saved = {p.name: load_run(run, step=int(p.name))[0]
              for p in (run / "checkpoints").iterdir()}
     assert set(saved) == {"8", "10", "12"}
     assert all(np.isfinite(w).all() for tree in saved.values() for w in jax.tree.leaves(tree))

@@ -13,9 +13,10 @@ import pytest
 
 import data
 import model
-import networks
+import published
 import sample
 import train
+from published.folders import Export
 from tests.helpers import KeepRows, mesh_of
 from tests.readme import PAGES, README, ROOT, block, blocks
 from zigzag.core.errors import ConfigError
@@ -24,7 +25,7 @@ from zigzag.disk.corpus import Corpus
 from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import GROUPS
-from zigzag.hub.folders import Export
+from zigzag.parallel.network import NETWORKS
 
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -111,7 +112,7 @@ def resolves(name):
 
 # The published models in the pages' commands, each with the options of such a model.
 FOLDERS = {"smollm2": model.Config(vocab_size=64, heads=9, d_model=576),
-           "t5-folder": networks.PRESETS["t5-small"], "vit-folder": networks.PRESETS["vit-base"]}
+           "t5-folder": published.PRESETS["t5-small"], "vit-folder": published.PRESETS["vit-base"]}
 PARSERS = {
     "train": train.parse, "shard": train.parse,
     "sample": lambda words: sample.Flags(**parse_flags(sample.Flags, words, groups=GROUPS)[0]),
@@ -138,7 +139,7 @@ SCRIPTS = sorted((ROOT / "recipes").glob("*.sh"))
 def test_commands_parse(page, tmp_path, monkeypatch):
     """A flag that is no longer there, or a value that is refused by now."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(networks, "hf_config", FOLDERS.get)
+    monkeypatch.setattr(published, "hf_config", FOLDERS.get)
     for name in FOLDERS:
         (tmp_path / name).mkdir()
     for file, words in commands(page):
@@ -162,7 +163,7 @@ def test_recipes_are_scripts(script):
 
 @functools.cache
 def known_flags():
-    configs = *(n.config for n in networks.NETWORKS.values()), *(
+    configs = *(n.config for n in NETWORKS.values()), *(
         train.Config, sample.Flags, data.Flags, Export)
     return {f for c in configs for f in c.__dataclass_fields__} | {"help"}
 
@@ -243,11 +244,11 @@ def test_a_network_of_your_own(tmp_path, monkeypatch):
     """The network of docs/networks.md, which is refused, or computes something else on a mesh."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(README.read_text())
-    alibi = types.ModuleType("networks.alibi")
-    monkeypatch.setitem(sys.modules, "networks.alibi", alibi)
-    monkeypatch.setattr(networks, "alibi", alibi, raising=False)
+    alibi = types.ModuleType("published.alibi")
+    monkeypatch.setitem(sys.modules, "published.alibi", alibi)
+    monkeypatch.setattr(published, "alibi", alibi, raising=False)
     exec(block("docs/networks.md", "NETWORK = Network("), alibi.__dict__)
-    monkeypatch.setitem(networks.NETWORKS, "alibi", alibi.NETWORK)
+    monkeypatch.setitem(NETWORKS, "alibi", alibi.NETWORK)
     script, fit, found = run(block("docs/networks.md", "import data, train")), train.fit, []
 
     def on_meshes(config, task):
