@@ -117,8 +117,8 @@ def token_shards(folder):
     """A folder with TOKENS in three files, of which the last is held out."""
     folder.mkdir()
     parts = np.split(TOKENS.astype(np.uint16), (2000, 4500))
-    for name, part in zip(("train_0", "train_1", "val"), parts):
-        part.tofile(folder / f"{name}.bin")
+    for name, piece in zip(("train_0", "train_1", "val"), parts):
+        piece.tofile(folder / f"{name}.bin")
     return folder
 
 

@@ -14,7 +14,6 @@ import data
 import model
 import sample
 import train
-from published import NETWORKS
 from tests.common import SMALL, command, refused
 from tests.helpers import ROOT
 from zigzag.commands import command_line
@@ -22,6 +21,7 @@ from zigzag.core import errors, flags
 from zigzag.core import synonyms as familiar
 from zigzag.core.options import comments
 from zigzag.generate import prompts
+from zigzag.parallel.network import NETWORKS
 
 
 @dataclasses.dataclass(frozen=True)

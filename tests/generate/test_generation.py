@@ -14,7 +14,7 @@ from published import transformer
 from published.llama import start_id
 from tests.common import far_apart, net, peer, weights_on
 from tests.helpers import make
-from tests.networks import test_families, test_pairs_families
+from tests.published import test_families, test_pairs_families
 from tools import scores
 from zigzag.core.flags import change
 from zigzag.generate import batching as turns

@@ -17,6 +17,7 @@ import time
 import pytest
 
 import sample
+from published import whole_context
 from tests.common import command, ends, hosts, published_files, refused, started
 from tests.helpers import ROOT, config_of, learn, make
 from tools import chat
@@ -24,7 +25,7 @@ from zigzag.commands import sampling
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
 from zigzag.generate.answers import Answer
-from zigzag.generate.prompts import Prompt, step_of, whole_context
+from zigzag.generate.prompts import Prompt, step_of
 from zigzag.generate.rows import context_of
 from zigzag.parallel.network import network_of
 
@@ -294,6 +295,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
 def test_the_context_is_that_of_the_positions():
     """A context shorter than the published model's; positions that do not exist."""
     def context(c):
+        c = getattr(c, "network", c)
         return context_of(network_of(c), c)
 
     def scaled(kind):
@@ -310,8 +312,7 @@ def test_the_context_is_that_of_the_positions():
     published = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,
                             "max_position_embeddings": 64})
-    assert context(whole_context(make(seq_len=16, published=published))) == 64
-    assert context(whole_context(make(seq_len=16))) == 16
+    assert context(whole_context(make(seq_len=16, published=published).network)) == 64
 
 
 # -------------------------------------------------------------------------------------------

@@ -406,7 +406,7 @@ def test_a_loss_of_ones_own_has_adapters_too():
 
 def test_the_table_of_weights_has_adapters(capsys):
     """A table of the weights before adapters are added. (tests/published/test_finetune.py has
-    of a run.)"""
+    the start of a run.)"""
     programs.show_sharding(["--lora_rank", "4", "--shards", "2"])
     assert "layers.wq_b" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ import json
 import zlib
 
 from tests.common import peer
-from tests.networks import (
+from tests.published import (
     test_encoder_families,
     test_families,
     test_pairs_families,

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import published
-from published import gpt, llama
+from published import arrays_of_folder, gpt, llama
 from tests.common import check_network, full, mean_loss, net, peer, slow, sums_and_gradients
 from tests.helpers import mesh_of, run_of
 from tests.parallel.test_rule import no_worse_than_by_hand

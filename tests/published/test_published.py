@@ -18,7 +18,7 @@ import pytest
 
 import model
 import published
-from published import folders, llama
+from published import arrays_of_folder, folders, llama
 from published.arrays_of_folder import layouts
 from tests.common import net, peer
 from tests.helpers import config_of, mesh_of

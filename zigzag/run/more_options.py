@@ -125,3 +125,14 @@ class MoreOptions(*OF_PARTS):
             fifth = max(1, self.steps // 5)
             derive(self, save_every=fifth, eval_every=fifth)
             derive(self, eval_tokens=tokens_to_evaluate(self))
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "network":
+            raise AttributeError(name)
+        value = getattr(self.network, name)
+        import sys
+        f = sys._getframe(1)
+        if "options.py" not in f.f_code.co_filename:
+            with open("/tmp/getattr.log", "a") as log:
+                log.write(f"{f.f_code.co_filename}:{f.f_lineno}:{name}\n")
+        return value

@@ -1,0 +1,84 @@
+"""The parts: folders that a fork may delete. The one table of what needs what, which the tests of the
+layout, README and the copies without a part read.
+
+    python -m tests.parts       print README's table
+"""
+
+import ast
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FIVE = ("model", "shard", "train", "data", "sample")
+
+
+class Part(NamedTuple):
+    what: str
+    needs: frozenset[str] = frozenset()     # the other parts that its files import
+    pages: tuple[str, ...] = ()             # pages of docs/ that are about it
+
+
+PARTS = {
+    "published": Part("models that others made: networks, folders in and out, presets",
+                      pages=("published.md", "networks.md")),
+    "forecast": Part("`--topology`, `--mesh auto`, expected bytes"),
+    "tools": Part("chat, choices, scores, beams, `--bench`, plots, loggers"),
+    "tasks": Part("pairs of texts and arrays as `--data`, metrics such as ROUGE"),
+    "recipes": Part("algorithms and recorded runs"),
+    "learn": Part("lessons, `learn.explain`, `learn.walk`", frozenset({"forecast"}))}
+
+# {file of a part: other parts that it needs, besides its part's own}
+FILES = {"recipes/caption.py": {"published", "tasks"}, "recipes/seq2seq.py": {"published", "tasks"},
+         "recipes/classify.py": {"published"}, "recipes/uva3d.py": {"published"},
+         "recipes/lm_eval.py": {"tools"}}
+
+# The most lines of Python in each.
+BUDGETS = {"zigzag": 16_000, "published": 5_650, "forecast": 620, "tools": 1_200, "tasks": 460,
+           "recipes": 1_520, "learn": 2_820}
+
+
+def is_there(part: str, root: Path = ROOT) -> bool:
+    return (root / part).is_dir()
+
+
+@functools.cache
+def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
+    """The first names of the modules that a file imports at its top, and those of the files of
+    tests/ that it imports."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            found.add(name.split(".")[0])
+            if name.startswith("tests."):
+                for length in (len(name.split(".")), len(name.split(".")) - 1):
+                    file = root.joinpath(*name.split(".")[:length]).with_suffix(".py")
+                    if file.exists() and file != path:
+                        found |= imported(file, root)
+    return frozenset(found)
+
+
+def needs_of_test(path: Path, root: Path = ROOT) -> set[str]:
+    """The parts without which a file of tests cannot be collected: its folder's, and those that it
+    imports, itself or through other files of tests."""
+    folder = path.relative_to(root / "tests").parts[0] if root / "tests" in path.parents else ""
+    return (imported(path, root) | {folder}) & PARTS.keys()
+
+
+def lines(folder: str, root: Path = ROOT) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in (root / folder).rglob("*.py"))
+
+
+def table() -> str:
+    """README's table of the parts that are here."""
+    rows = [f"| [{name}/]({name}/) | {part.what} | {lines(name):,} | "
+            f"{', '.join(sorted(part.needs)) or '-'} |" for name, part in PARTS.items()
+            if is_there(name)]
+    return "\n".join(["| part | what | lines | needs |", "|---|---|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    print(table(), end="")
