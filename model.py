@@ -27,7 +27,7 @@ from zigzag.core.mesh import cast, check_ids
 from zigzag.core.options import flag
 from zigzag.core.parts import part
 from zigzag.generate import cache as kv_cache
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.network import (
     Computed,
     Layer,
@@ -171,7 +171,7 @@ def embed(params, tokens, c):
 
 def layer(w, x, i, batch, c):
     """A block for training and `forward`, which see every token of a row and need no cache."""
-    w = lora.adapted(w)
+    w = low_rank.adapted(w)
     w = w | {name: shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv")}
     batch = {"positions": shard.slots_of(batch["tokens"]), **batch}
     attend = functools.partial(

@@ -17,7 +17,7 @@ from zigzag.core.chips import CHIPS, USUAL_COUNT, Chip, chip_of, peak_memory
 from zigzag.core.errors import ConfigError, human_bytes, one_line
 from zigzag.core.mesh import abstract_mesh, all_meshes, by_path
 from zigzag.core.report import Reporter
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.attention import SCORES
 from zigzag.parallel.hlo import Collective, arithmetic, collectives
 from zigzag.parallel.pipeline import can_skip, passes
@@ -63,7 +63,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, *, f
     own, trained = (
         sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
             for path, w in by_path(tree).items()) / t
-        for tree in (params, lora.split(params)[0] if c.lora_rank else params))
+        for tree in (params, low_rank.split(params)[0] if c.lora_rank else params))
     layers, tokens = c.layers / p, config.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import shard
-from learn.answers import ANSWERS
+from learn.solutions import ANSWERS
 
 HERE = Path(__file__).parent
 LESSONS = {path.name[6]: path for path in sorted(HERE.glob("lesson[0-9]_*.py"))}

@@ -5,7 +5,8 @@
 
 The first is for a function of your own, loss(params, *args). Beside it, mine.py has a function
 example() that returns (params, *args): arrays or jax.ShapeDtypeStructs. The second is for the loss
-of the network that the flags describe. Nothing is computed. zigzag/parallel/rule.py explains the steps.
+of the network that the flags describe. Nothing is computed. The steps are those of
+zigzag/parallel/rule.py.
 """
 
 import runpy

@@ -1,5 +1,5 @@
-"""Published models: networks, folders in and out, presets. (A part: delete it if you train model.py's
-decoder alone.)
+"""Published models: networks, folders in and out, presets. (A part: delete it if you train the
+decoder of model.py alone.)
 
     transformer   decoders, encoders and encoder-decoders of all families: options in general.py,
                   weights in tables.py, more in positions.py and stems.py

@@ -18,7 +18,7 @@ from zigzag.core.options import check_values, flag
 from zigzag.disk.checkpoint import run_record
 from zigzag.disk.corpus import tokenizer_of
 from zigzag.disk.tokenizers import copy_files
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.network import Computed, Network, Params, model_type, network_of_record
 from zigzag.parallel.saved import load_run
 
@@ -78,7 +78,7 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     """Write a folder that transformers reads, with adapters merged. A model that was not loaded
     from a published one is saved as a model that transformers knows, if it is one."""
     if config.lora_rank:
-        params, config = lora.merged(params), dataclasses.replace(config, lora_rank=0)
+        params, config = low_rank.merged(params), dataclasses.replace(config, lora_rank=0)
     weights, seen = dict, SEEN      # (a published model's weights are saved as they are)
     if not config.published:
         if network.name not in TO_PUBLISHED:

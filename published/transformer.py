@@ -46,7 +46,7 @@ from zigzag.core.errors import ConfigError, check_length
 from zigzag.core.flags import change, is_derived
 from zigzag.core.mesh import axis_size, cast, check_ids, time_parts
 from zigzag.generate import cache as kv_cache
-from zigzag.parallel import attention, lora, remat
+from zigzag.parallel import attention, low_rank, remat
 from zigzag.parallel.network import (
     Layer,
     Network,
@@ -303,7 +303,7 @@ def embedding(params, batch, c):
 
 def block(w, x, i, c, batch, cache=None):
     """Layer i: x [B, T, D] -> x, its terms of the loss, and the cache."""
-    w = lora.adapted(w)
+    w = low_rank.adapted(w)
     if c.parallel_block:
         return _parallel_block(w, x, i, c, batch, cache)
     is_first = c.norm_place in ("post", "out")      # attention and MLP come before their norms

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 import shard
 from published.transformer import feed_forward, norm, with_bias
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 
 
 def patches(params: Any, pictures: Array, c: Any) -> Array:
@@ -33,7 +33,7 @@ def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: 
     """A block of the stream x [B, T, D], pictures of `size` = (h, w) tokens, whose attention is
     within windows. The picture is rolled by `shift` before it is cut. attend(w, q, k, v, size)
     is attention of the tokens [B W, t, H, N] of each window of a picture, padded to this size."""
-    w = lora.adapted(w)
+    w = low_rank.adapted(w)
     h = norm(w, "attn_norm", x, c)
     picture = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
     picture = padded(picture, window)           # (tokens see the padding: zeros plus bias)

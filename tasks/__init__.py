@@ -3,7 +3,7 @@
     pairs     sources (texts, pictures, sound) and target texts                  encoder-decoders
     arrays    a row in each array for each example: pictures, sound, classes     the others
     metrics   numbers that compare predictions with references (--metric)
-    flags     the flags that these add
+    adds      what they add to command lines
 
 pairs and arrays have `opened`, a context manager that opens --data and yields a `Learned`
 (zigzag/run/task.py): the configuration with what follows from the data, the task, what config.json
@@ -11,6 +11,6 @@ notes, and what is printed. What it puts into the run's folder is taken back if 
 The options that one kind alone uses are declared so (`of=`), and refused elsewhere.
 
 To learn from something else, give train.fit functions of your own (docs/tasks.md). Needed by
-recipes that learn from pairs (seq2seq, caption). These files import zigzag/, the five files but train.py,
-and from published/ the ids of its models.
+recipes that learn from pairs (seq2seq, caption). These files import zigzag/ and the five files but
+train.py.
 """

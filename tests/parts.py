@@ -1,5 +1,5 @@
-"""The parts: folders that a fork may delete. The one table of what needs what, which the tests of the
-layout, README and the copies without a part read.
+"""The parts: folders that a fork may delete. This is the one table of what needs what, which the
+tests of the layout, README and the copies without a part read.
 
     python -m tests.parts       print README's table
 """

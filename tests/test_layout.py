@@ -9,40 +9,35 @@ import re
 
 import pytest
 
+from tests import parts
 from tests.helpers import ROOT
+from tests.parts import BUDGETS, FIVE, PARTS, is_there
+from tests.parts import FILES as NEEDED
 
 # {wing of zigzag/: the wings that it may import}. (Each may also import its own files.)
-BELOW_HUB = {"core", "parallel", "rule", "disk", "weights"}
 WINGS = {
     "core": set(),
-    "parallel": {"core"},
-    "rule": {"core"},
     "disk": {"core"},
-    "weights": {"core", "parallel", "rule", "disk"},
-    "hub": BELOW_HUB,
-    "generate": BELOW_HUB | {"hub"},
-    "measure": BELOW_HUB | {"hub"},
-    "run": BELOW_HUB | {"hub", "generate", "measure"},
+    "parallel": {"core", "disk"},
+    "generate": {"core", "disk", "parallel"},
+    "run": {"core", "disk", "parallel", "generate"},
 }
-# The wing above the top-level files: it may import everything, and only functions of those files
-# import it.
+# The wing above the top-level files: it may import everything but parts, and only functions of
+# those files import it.
 ABOVE = "commands"
-# {file or folder beside zigzag/: the files and wings that it may import}. `networks` is
-# networks/__init__.py, which chooses a network; `networks/` is any other file of that folder.
-EVERY, FILES_OF_NETWORKS = set(WINGS), {"networks", "networks/"}
+# {file or part beside zigzag/: the files, wings and parts that it may import}
+ENGINE = set(WINGS)
 TOP = {
-    "shard": EVERY,
-    "data": EVERY,
-    "model": EVERY | {"shard"},
-    "networks/": EVERY - {"run", "measure"} | {"shard"} | FILES_OF_NETWORKS,
-    "networks": EVERY - {"run", "measure"} | {"shard", "model"} | FILES_OF_NETWORKS,
-    "sample": EVERY | {"shard", "data", "model"} | FILES_OF_NETWORKS,
-    "tasks/": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
-    "train": EVERY | {"shard", "data", "model", "sample", "tasks/"} | FILES_OF_NETWORKS,
+    "shard": ENGINE,
+    "data": ENGINE,
+    "model": ENGINE | {"shard"},
+    "sample": ENGINE | {"shard", "data", "model"},
+    "train": ENGINE | {"shard", "data", "model", "sample"},
 }
-RECIPES = {*TOP, "recipes/"}
-TOP |= {"recipes/": RECIPES | {"commands"},
-        "learn/": {*RECIPES, *EVERY, "learn/", "commands"} - {"recipes/"}}
+# (tests/parts.py says what else a file needs at run time.)
+TOP |= {f"{part}/": {*FIVE, *ENGINE, ABOVE, f"{part}/", *(f"{n}/" for n in PARTS[part].needs)}
+        for part in PARTS}
+TOP["recipes/"] |= {f"{part}/" for needs in NEEDED.values() for part in needs}
 # Packages that are imported where they are used: optional ones, and private ones of jax for other
 # hardware.
 OPTIONAL = ("sentencepiece", "libtpu", "orbax", "jax.experimental.pallas", "jax_cuda12_plugin",
@@ -57,9 +52,8 @@ def module_of(path):
 
 # Our own files. A script that a fork saves beside train.py is not one of them.
 FILES = {module_of(path): path
-         for pattern in (*(f"{name}.py" for name in TOP if not name.endswith("/")), "conftest.py",
-                         "test_all.py", "networks/*.py", "tasks/*.py", "recipes/*.py", "learn/*.py",
-                         "tests/**/*.py", "zigzag/**/*.py")
+         for pattern in (*(f"{name}.py" for name in FIVE), "conftest.py", "test_all.py",
+                         *(f"{part}/*.py" for part in PARTS), "tests/**/*.py", "zigzag/**/*.py")
          for path in sorted(ROOT.glob(pattern))}
 TESTS = {name for name in FILES if name in ("test_all", "conftest")
          or name.split(".")[0] == "tests"
@@ -73,7 +67,7 @@ def place_of(module):
     first, _, rest = module.partition(".")
     if first == "zigzag":
         return rest.split(".")[0] or "zigzag"
-    if first in ("recipes", "learn", "tasks") or first == "networks" and rest:
+    if first in PARTS:
         return f"{first}/"
     return first if first in TOP or module in FILES else ""
 
@@ -82,7 +76,7 @@ def allowed(name):
     """The places that a file may import."""
     place = place_of(name)
     if place == ABOVE:
-        return {ABOVE, *TOP, *WINGS}
+        return {ABOVE, *FIVE, *WINGS}
     return {place} | WINGS[place] if place in WINGS else TOP.get(place, set())
 
 
@@ -151,7 +145,7 @@ def test_a_script_beside_train_is_nobodys_business(tmp_path, monkeypatch):
 
 def test_nothing_imports_in_a_circle():
     """Files that import each other: they run in only one order of imports, and cannot be taken
-    apart. The table above does not see this inside a wing, or among the files of networks/."""
+    apart. The table above does not see this inside a wing, or among the files of a part."""
     graphlib.TopologicalSorter({
         name: {module for module, _, is_top in imports(name)
                if module in CODE and (is_top or not is_command(name, module))}
@@ -185,6 +179,28 @@ def test_a_wing_says_what_it_is_and_runs_nothing(wing):
     body = ast.parse((ROOT / "zigzag" / wing / "__init__.py").read_text()).body
     assert len(body) == 1 and isinstance(body[0], ast.Expr)
     assert isinstance(body[0].value, ast.Constant) and len(body[0].value.value.split()) > 10
+
+
+@pytest.mark.parametrize("part", filter(is_there, PARTS))
+def test_a_part_says_what_it_is(part):
+    """A part of which a fork cannot tell whether it needs it."""
+    about = ROOT / part / "__init__.py"
+    text = (ast.get_docstring(ast.parse(about.read_text())) if about.exists() else "") or (
+        ROOT / part / "README.md").read_text()
+    assert len(text.split()) > 30, part
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_folder_keeps_to_its_budget(name):
+    """A folder that grows, each line for a good reason."""
+    assert parts.lines(name) <= BUDGETS[name], f"{name}/: {parts.lines(name):,} lines"
+
+
+def test_no_two_files_share_a_name():
+    """Two reading.py, of which a reader opens the wrong one."""
+    names = [path.stem for name, path in FILES.items() if name in CODE]
+    twice = {name for name in names if names.count(name) > 1 and name != "__init__"}
+    assert not twice, twice
 
 
 def test_functions_are_short_enough_to_be_read():

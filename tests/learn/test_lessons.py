@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from learn import lesson
-from learn.answers import ANSWERS
+from learn.solutions import ANSWERS
 from tests.common import full
 from tests.helpers import ROOT
 from zigzag.core.chips import CHIPS
@@ -16,7 +16,7 @@ from zigzag.core.chips import CHIPS
 RUN = """
 import runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
-from learn.answers import ANSWERS
+from learn.solutions import ANSWERS
 from learn.lesson import check
 for name, (right, why) in ANSWERS.items():
     assert check(name, right), name

@@ -29,7 +29,7 @@ from zigzag.commands import programs
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
-from zigzag.parallel import hlo, lora
+from zigzag.parallel import hlo, low_rank
 from zigzag.parallel.saved import load_run
 from zigzag.parallel.table import count as count_of
 from zigzag.run.plan import compiled
@@ -57,7 +57,7 @@ def plain(config):
     return change(config, lora_rank=0)
 
 
-# Of which a frozen part is large.
+# A frozen part of it is large.
 WIDE = dict(d_model=64, d_ff=256, layers=4, seq_len=32, vocab_size=128)
 
 # The matrices that lead into a block, and those that lead out of it.
@@ -81,7 +81,7 @@ def test_a_run_begins_as_the_model_without_adapters(changes):
     a, b = (jax.jit(functools.partial(net.loss, config=c))(p, batch)[0]
             for c, p in ((config, params), (plain(config), usual)))
     assert float(a) == float(b)
-    adapters = by_path(lora.split(params)[0])
+    adapters = by_path(low_rank.split(params)[0])
     matrices = usual["layers"].keys() & {*COLUMNS, *ROWS}
     assert {p[7:] for p in adapters} == {f"{m}_{x}" for m in matrices for x in "ab"}
     for path, w in adapters.items():    # of unit size goes in, of unit size comes out of a
@@ -97,10 +97,10 @@ def of_the_formula(config):
     params = moved(params)
 
     def loss(adapters):
-        whole = lora.merged(lora.join(adapters, lora.split(params)[1]))
+        whole = low_rank.merged(low_rank.join(adapters, low_rank.split(params)[1]))
         return net.loss(whole, batch, plain(config), with_aux=True)[0]
 
-    return params, jax.device_get(jax.jit(jax.value_and_grad(loss))(lora.split(params)[0]))
+    return params, jax.device_get(jax.jit(jax.value_and_grad(loss))(low_rank.split(params)[0]))
 
 
 MESHES = [
@@ -161,7 +161,7 @@ def test_only_adapters_are_trained():
     done, usually = (hlo.arithmetic(s) for s in (step, whole))
     assert done == pytest.approx(net.flops(config, 8 * 32) / 2, rel=0.01)
     assert done < 0.8 * usually
-    frozen = sum(x.size for x in jax.tree.leaves(lora.split(program.plan.params)[1]))
+    frozen = sum(x.size for x in jax.tree.leaves(low_rank.split(program.plan.params)[1]))
     alias = step.memory_analysis().alias_size_in_bytes      # frozen weights are not copied
     assert alias >= 4 * (frozen + 3 * count)
 
@@ -223,7 +223,7 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_computation():
     for path, w in by_path(program.weights(program.state)).items():
         assert w.dtype == ("float32" if path[-2:] in ("_a", "_b") else "bfloat16"), path
     table = shard.explain(program.plan.decisions, program.plan.params, program.mesh)
-    adapters = 4 * count_of(lora.split(program.plan.params)[0])
+    adapters = 4 * count_of(low_rank.split(program.plan.params)[0])
     assert f"{adapters / 1000:.1f} kB of gradients and {adapters / 500:.1f} kB of AdamW" in table
 
 
@@ -258,14 +258,14 @@ def test_a_checkpoint_has_adapters_alone(trained):
     """The weights of a large model in each of a hundred checkpoints of a few numbers."""
     folder, fit = trained
     meta = json.loads((folder / "checkpoints/4/meta/metadata").read_text())
-    adapters = by_path(lora.split(fit.params)[0])
+    adapters = by_path(low_rank.split(fit.params)[0])
     for kinds in (meta["leaves"], meta["checksums"]):
         saved = {p for p in kinds if p.startswith("params.")}
         assert saved == {f"params.{p}" for p in adapters}
         others = {p.split(".", 3)[-1] for p in kinds if p.startswith("opt.opt") and "layers" in p}
         assert others and all(p.endswith(("_a", "_b")) for p in others), others
     size = sum(p.stat().st_size for p in (folder / "checkpoints/4/params").rglob("*"))
-    assert size < 4 * count_of(lora.split(fit.params)[1])
+    assert size < 4 * count_of(low_rank.split(fit.params)[1])
 
 
 @pytest.mark.parametrize("mesh, changes", [
@@ -342,12 +342,12 @@ def test_what_adapters_belong_to_is_got_again_or_refused(trained, tmp_path, caps
     usual, config = jax.device_get(usual.params), language_run(tmp_path / "tuned")
 
     def init(key):
-        return lora.join(lora.split(net.init(config, key))[0], usual)
+        return low_rank.join(low_rank.split(net.init(config, key))[0], usual)
 
     _, tuned = learn(config, init=init, record=dict(tokenizer="bytes"))
     run = rewritten(tmp_path / "tuned", tmp_path / "own", init_from=str(tmp_path / "base"))
     params, _ = load_run(run)
-    want = lora.merged(jax.device_get(tuned.params))
+    want = low_rank.merged(jax.device_get(tuned.params))
     for path, w in by_path(params).items():
         np.testing.assert_allclose(w, by_path(want)[path], rtol=1e-6, atol=1e-7)
     assert np.any(params["layers"]["wq"] != usual["layers"]["wq"])
@@ -419,7 +419,7 @@ def test_a_rank_below_zero_is_refused(capsys):
 def test_attention_to_an_encoder_has_adapters_too():
     """Cross-attention without adapters, although README says "each matrix of attention"."""
     config = make(encoder_layers=2, lora_rank=4)
-    adapters = by_path(lora.split(net.weight_shapes(config))[0])
+    adapters = by_path(low_rank.split(net.weight_shapes(config))[0])
     for name in ("wq", "wk", "wv", "wo"):
         for stack in ("layers.", "layers.cross_", "encoder.layers."):
             assert {f"{stack}{name}_a", f"{stack}{name}_b"} <= adapters.keys()

@@ -41,7 +41,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
 from zigzag.disk.corpus import tokenizer_of
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import load_run
 from zigzag.run import source
@@ -295,7 +295,7 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
         weights, *_ = source.first_weights(config)
         program = program_of(config, "fsdp=2")
         first = program.weights(first_state(program, weights))
-        same(lora.merged(first) if rank else first, params)
+        same(low_rank.merged(first) if rank else first, params)
 
 
 @pytest.mark.full

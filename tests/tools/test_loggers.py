@@ -8,16 +8,13 @@ import jax
 import pytest
 
 from tests.common import peer, refused, refuses
-from tests.helpers import learn, make, tokens_of
-from tools import loggers
+from tests.helpers import learn, make, rows_of, tokens_of
+from tools import trackers
+from zigzag.run import loggers
 
 
 def config_of(out, **changes):
     return make(**dict(steps=4, save_every=2, eval_every=2, layers=1, out=str(out)) | changes)
-
-
-def rows_of(out):
-    return rows_of(out)
 
 
 @pytest.mark.full
@@ -117,7 +114,7 @@ def test_only_process_0_logs(tmp_path, wandb, monkeypatch):
     """A run of wandb for each process; a package that every host needs."""
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setitem(sys.modules, "trackio", None)
-    loggers.check(("trackio",), "out")
+    trackers.check(("trackio",), "out")
     opened = loggers.Loggers(("wandb",), str(tmp_path), 0, {}, print, print)
     opened.write({"step": 1, "loss": 2.0})
     assert not opened.opened and not wandb.runs and not [*tmp_path.iterdir()]

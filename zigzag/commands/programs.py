@@ -17,7 +17,7 @@ from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, keep_compiled, mesh_sizes
 from zigzag.core.parts import commands, part
 from zigzag.disk.tokenizers import Bytes
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.network import network_of
 from zigzag.parallel.rule import explain, parse_overrides, state_shapes, zero1_specs
 from zigzag.run.checks import check_network
@@ -85,9 +85,9 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
     if config.network.lora_rank:
-        decisions = lora.mark_frozen(decisions)
-        shapes = jax.eval_shape(lambda w: lora.as_stored(w, config.network.dtype), shapes)
-    of_trained = lora.split if config.network.lora_rank else lambda tree: (tree, {})
+        decisions = low_rank.mark_frozen(decisions)
+        shapes = jax.eval_shape(lambda w: low_rank.as_stored(w, config.network.dtype), shapes)
+    of_trained = low_rank.split if config.network.lora_rank else lambda tree: (tree, {})
     (params, _), (chosen, _) = of_trained(shapes), of_trained(decisions)
     specs = jax.tree.map(lambda d: d.spec, chosen)
     if config.zero:

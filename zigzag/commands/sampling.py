@@ -34,7 +34,7 @@ from zigzag.parallel.network import Network, network_of
 
 INPUTS = ("prompt", "prompts", "source")
 # {flag of a part: the module that does what it asks for, instead of answering prompts}
-COMMANDS = {name: module for table in added("flags", "SAMPLING") for name, module in table.items()}
+COMMANDS = {name: module for table in added("SAMPLING") for name, module in table.items()}
 
 
 class Model(NamedTuple):

@@ -2,14 +2,16 @@
 
     part("published", "--model gpt2")      the module, or a refusal in one line
     has_part("forecast")                   whether this copy has it
-    added("flags", "OfTraining")           what each part there adds: its table of flags
+    added("OfTraining")                    what the parts of this copy add by this name
 
 Nothing in zigzag/ and none of the five files imports a part. What they need of one they ask for
-here, by the name of its module. A part adds flags and commands in its file flags.py:
+here, by the name of its module. A part says in its file adds.py what it adds to command lines:
 
     OfTraining      a dataclass: flags of train.py, and of scripts that call train.parse
     OfSampling      a dataclass: flags of sample.py
     COMMANDS        {flag: Command}: what train.py does instead of training
+    SAMPLING        {flag: module}: what sample.py does instead of answering prompts
+    NOT_USED        {flag of sample.py: Unused}; NEEDS, {flag of sample.py: what it needs beside it}
 """
 
 import importlib
@@ -23,10 +25,8 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import parse_flags, run_main
 
 ROOT = Path(__file__).parents[2]
-PARTS = {"published": "models that others made: networks, folders, presets",
-         "forecast": "dry runs, expected traffic, --mesh auto",
-         "tools": "chat, choices, scores, beams, --bench, plots, loggers",
-         "tasks": "data besides running text: pairs and arrays"}
+# (recipes/ and learn/ stand above everything: nothing asks for them.)
+PARTS = "published", "forecast", "tools", "tasks"
 
 
 class Unused(NamedTuple):
@@ -55,16 +55,16 @@ def part(module: str, asked: str) -> ModuleType:
     return importlib.import_module(module)
 
 
-def added(file: str, name: str) -> list[Any]:
-    """What the parts of this copy declare by this name in their file of flags."""
-    found = [importlib.import_module(f"{one}.{file}") for one in PARTS
-             if (ROOT / one / f"{file}.py").exists()]
+def added(name: str) -> list[Any]:
+    """What the parts of this copy declare by this name in their file adds.py."""
+    found = [importlib.import_module(f"{one}.adds") for one in PARTS
+             if (ROOT / one / "adds.py").exists()]
     return [getattr(module, name) for module in found if hasattr(module, name)]
 
 
 def commands() -> dict[str, Command]:
     """{flag: Command} of all parts of this copy."""
-    return {flag: command for table in added("flags", "COMMANDS")
+    return {flag: command for table in added("COMMANDS")
             for flag, command in table.items()}
 
 
@@ -80,7 +80,7 @@ def begin() -> None:
 
 
 def _run_alone(flag, command):
-    given, _ = parse_flags(tuple(added("flags", "OfTraining")), None)
+    given, _ = parse_flags(tuple(added("OfTraining")), None)
     if other := given.keys() - {flag, *command.beside}:
         raise ConfigError(f"--{min(other)}: no effect with --{flag}; leave it out")
     part(command.module, f"--{flag}").run(**given)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import axis_size, batch_spec, cast, mesh_of, shardings, without_axis
 from zigzag.generate.cache import layer_specs, new_layer
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.collectives import all_gather
 from zigzag.parallel.network import Network
 from zigzag.parallel.table import layer_counts
@@ -113,7 +113,7 @@ def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any
     `counts` has the names of the stacks, in order, and how many layers are in each. of_layer(leaf,
     i) makes the leaf of layer i from a stacked leaf (a weight, or its spec)."""
     return {**{name: w for name, w in tree.items() if name not in counts}, "layers": [
-        lora.adapted(jax.tree.map(lambda w: of_layer(w, i), tree[name]))
+        low_rank.adapted(jax.tree.map(lambda w: of_layer(w, i), tree[name]))
         for name, count in counts.items() for i in range(count)]}
 
 

@@ -27,7 +27,7 @@ from zigzag.parallel.network import Network
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags(*added("flags", "OfSampling")):
+class Flags(*added("OfSampling")):
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
@@ -90,9 +90,9 @@ for name, comment in comments(Flags).items():
 NOT_USED = {"prompts": Unused((), ("prompt",)), "model": Unused((), ("checkpoint",))}
 # {flag: what it needs beside it}
 NEEDS = {"logprobs": "json", "edited": "model FOLDER"}
-for table in added("flags", "NOT_USED"):
+for table in added("NOT_USED"):
     NOT_USED |= table
-for table in added("flags", "NEEDS"):
+for table in added("NEEDS"):
     NEEDS |= table
 
 

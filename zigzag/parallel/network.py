@@ -31,7 +31,7 @@ from zigzag.core.mesh import is_spec, make_mesh, shardings, spec_axes
 from zigzag.core.options import check_values, flag, options
 from zigzag.core.parts import part
 from zigzag.disk.checkpoint import run_config, run_record
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.remat import remat_of
 from zigzag.parallel.rotary import check_rotary, scaling_type
 from zigzag.parallel.rule import plan_sharding
@@ -277,7 +277,7 @@ class Network:
 
     def table(self, config: Any) -> Params:
         """The table of all weights, with adapters if config.lora_rank."""
-        return lora.with_adapters(self.weights(config), config.lora_rank)
+        return low_rank.with_adapters(self.weights(config), config.lora_rank)
 
     def init(self, config: Any, key: Array) -> Params:
         """New float32 weights. They depend on the key and each weight's path, not on the mesh."""

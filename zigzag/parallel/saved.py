@@ -18,7 +18,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast, make_mesh, mesh_of
 from zigzag.core.parts import part
 from zigzag.disk import checkpoint
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.network import Network, Params, config_of_run, network_of_record
 
 
@@ -48,7 +48,7 @@ def read_run_weights(network: Network, folder: str | Path, wanted: Params,
                       for read in (checkpoint.read_run, checkpoint.run_config))
     if not config.lora_rank:
         return checkpoint.read_newest(folder, wanted, step, flag)
-    adapters, _ = lora.split(network.places(config, mesh_of(wanted)))
+    adapters, _ = low_rank.split(network.places(config, mesh_of(wanted)))
     adapters = checkpoint.read_newest(folder, adapters, step, flag)
     without, source = dataclasses.replace(config, lora_rank=0), record["init_from"]
     compiled = functools.partial(jax.jit, compiler_options=compiler_options(mesh_of(wanted)),
@@ -68,9 +68,9 @@ def read_run_weights(network: Network, folder: str | Path, wanted: Params,
         frozen = read()
     except ConfigError as e:
         raise ConfigError(f"{about}, which are not there: {e}") from None
-    found = lora.fingerprint(cast(frozen, record["dtype"]))
+    found = low_rank.fingerprint(cast(frozen, record["dtype"]))
     if found != record["base_weights"]:
         raise ConfigError(f"{about}, and these have changed (their fingerprint is {found}, and "
                           f"was {record['base_weights']})")
-    return compiled(lambda adapters, frozen: lora.merged(lora.join(adapters, frozen)),
+    return compiled(lambda adapters, frozen: low_rank.merged(low_rank.join(adapters, frozen)),
                     donate_argnums=1)(adapters, frozen)

@@ -1,5 +1,5 @@
 """What is given a run's numbers besides metrics.jsonl: fit's own `log`, and the loggers of --log
-(tools/loggers.py). Only process 0 logs. A logger that fails is switched off, and never stops a run.
+(tools/trackers.py). Only process 0 logs. A logger that fails is switched off, and stops no run.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ def names_of(config: Any) -> Sequence[str]:
 def check(config: Any) -> None:
     """Refuse loggers that cannot be opened."""
     if names := names_of(config):
-        part("tools.loggers", f"--log {' '.join(names)}").check(names, config.out)
+        part("tools.trackers", f"--log {' '.join(names)}").check(names, config.out)
 
 
 def _openers():
-    return part("tools.loggers", "--log").LOGGERS
+    return part("tools.trackers", "--log").LOGGERS
 
 
 class Loggers(contextlib.AbstractContextManager):

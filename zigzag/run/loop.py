@@ -27,7 +27,7 @@ from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.attention import describe
 from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
@@ -117,7 +117,7 @@ def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any
         return None, {}
     state = first_state(program, weights)
     with jax.set_mesh(program.mesh):
-        return state, {"base_weights": lora.fingerprint(state["frozen"])}
+        return state, {"base_weights": low_rank.fingerprint(state["frozen"])}
 
 
 def prepare(loop: Loop) -> Callable | None:

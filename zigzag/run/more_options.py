@@ -9,13 +9,13 @@ from zigzag.run import checks, schedules
 from zigzag.run.evaluation import tokens_to_evaluate
 
 # What the parts of this copy add: dataclasses of options.
-OF_PARTS = added("flags", "OfTraining")
+OF_PARTS = added("OfTraining")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoreOptions(*OF_PARTS):
     """Options of a run that no edit of train.py concerns, and those that the parts of this copy add
-    (a file flags.py in each). The headings are the groups of --help; the rare ones are shown by
+    (adds.py in each). The headings are the groups of --help; the rare ones are shown by
     --help all alone."""
     # training
     epochs: float = flag(0.0, recorded=False)   # in place of steps: passes over all examples

@@ -39,7 +39,7 @@ from zigzag.core.mesh import (
     without_axis,
 )
 from zigzag.parallel import layer_strips as strips
-from zigzag.parallel import lora
+from zigzag.parallel import low_rank
 from zigzag.parallel.attention import Calls
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.parallel.network import check_tensor
@@ -203,7 +203,7 @@ class Plan:
         if self.learned is not None:
             own = {name: x for name, x in tree.items() if name == self.learned}
             return own, {name: x for name, x in tree.items() if name not in own}
-        return lora.split(tree) if self.config.network.lora_rank else (tree, {})
+        return low_rank.split(tree) if self.config.network.lora_rank else (tree, {})
 
     @property
     def parts(self) -> int:
@@ -213,7 +213,7 @@ class Plan:
 
 def in_one(trained: Any, frozen: Any) -> Any:
     """Trained and frozen weights as one tree, which a loss takes. (Plan.in_two undoes it.)"""
-    return lora.join(trained, frozen)
+    return low_rank.join(trained, frozen)
 
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
@@ -254,7 +254,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if network:
         check_tensor(config.network, mesh, jax.tree.map(lambda d: d.spec, decisions))
     if config.network.lora_rank:
-        decisions = lora.mark_frozen(decisions)
+        decisions = low_rank.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
     if splits_tensor or not trusted and rows < config.batch:
         decisions = see_matrices(decisions, loss, weights, batch)
@@ -287,7 +287,7 @@ def _traced(loss, weights, few, batch):
 
 
 def _with_frozen(init, dtype):
-    return lambda key: lora.as_stored(init(key), dtype)
+    return lambda key: low_rank.as_stored(init(key), dtype)
 
 
 def _whole_over_tensor(decision, why):
