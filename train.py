@@ -33,6 +33,7 @@ from zigzag.core import hosts
 from zigzag.core.flags import run_main as run_main
 from zigzag.core.mesh import add_to, cast, float32_zeros, mark_varying, pmean_all, split_rows
 from zigzag.core.options import flag
+from zigzag.core.parts import part
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import numbers_at
@@ -44,7 +45,6 @@ from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import evaluate
 from zigzag.run.loop import Fit, flush_metrics, is_due, profile, save
 from zigzag.run.more_options import MoreOptions
-from zigzag.run.own_step import OwnStep
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
 from zigzag.run.running import check_start, machine, running
 from zigzag.run.task import Task, with_sequence
@@ -262,9 +262,9 @@ def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | N
     plan.py and modes.py.) `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
     transform_of = optimizers.Chosen(transform, optimizer)
     if step:
-        return OwnStep(step, config, mesh, task, shapes, transform_of, schedule,
-                       functools.partial(learning_rate, config), make_gradients,
-                       make_evaluate).program()
+        return part("tasks.own_step", "fit(step=...)").OwnStep(
+            step, config, mesh, task, shapes, transform_of, schedule,
+            functools.partial(learning_rate, config), make_gradients, make_evaluate).program()
     plan = make_plan(config, mesh, task.init, task.loss, shapes, task.overrides, typed,
                      own_loss(config, task.loss), schedule, timed=task.timed)
     transform = transform_of(plan.config, plan.trained)

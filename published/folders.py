@@ -16,8 +16,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
 from zigzag.core.options import check_values, flag
 from zigzag.disk.checkpoint import run_record
-from zigzag.disk.corpus import tokenizer_of
-from zigzag.disk.tokenizers import copy_files
+from zigzag.disk.tokenizers import copy_files, tokenizer_of
 from zigzag.parallel import low_rank
 from zigzag.parallel.network import Computed, Network, Params, model_type, network_of_record
 from zigzag.parallel.saved import load_run

@@ -1,13 +1,12 @@
 """Arrays, a row in each for each example: pictures, sound, classes. The batch is the rows
-themselves; zigzag/disk/examples.py reads them."""
+themselves; tasks/examples.py reads them."""
 
 import contextlib
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from tasks import metrics
+from tasks import examples, metrics
 from zigzag.core.errors import ConfigError
-from zigzag.disk import examples
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.run import schedules

@@ -1,7 +1,7 @@
 """Pairs, from which an encoder-decoder learns the target, a text, given the source: a text, a
 picture or sound.
 
-    *.jsonl --zigzag/disk/examples.py: Pairs--> (source, target ids) --collate--> batch
+    *.jsonl --tasks/examples.py: Pairs--> (source, target ids) --collate--> batch
 """
 
 import contextlib
@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import sample
-from tasks import metrics
+from tasks import examples, metrics
 from zigzag.core.errors import ConfigError
-from zigzag.disk import examples
 from zigzag.disk.tokenizers import Bytes, Tokenizer, tokenizer_record
 from zigzag.generate.decoding import GREEDY
 from zigzag.generate.prompts import special_ids

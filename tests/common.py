@@ -29,6 +29,7 @@ from tests.helpers import (
     config_of,
     make,
     mesh_of,
+    own,
     placed,
     program_of,
     without_times,
@@ -176,20 +177,20 @@ class net:
 
     @staticmethod
     def loss(params, batch, config, specs=None, with_aux=False):
-        result = network_of(config).loss(params, batch, config, specs)
+        result = network_of(config).loss(params, batch, own(config), specs)
         return result if with_aux else result[:2]
 
     @staticmethod
     def forward(params, tokens, config, **more):
-        return network_of(config).forward(params, tokens, config, **more)
+        return network_of(config).forward(params, tokens, own(config), **more)
 
     @staticmethod
     def flops(config, tokens):
-        return network_of(config).training_flops(config, tokens)
+        return network_of(config).training_flops(own(config), tokens)
 
     def _named(name):
         return staticmethod(lambda config, *args, **more: getattr(
-            network_of(config), name)(config, *args, **more))
+            network_of(config), name)(own(config), *args, **more))
 
     init, weight_specs, weight_shapes = map(_named, ("init", "weight_specs", "weight_shapes"))
     parameters, batch_shapes = _named("parameters"), _named("batch_shapes")

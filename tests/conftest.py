@@ -3,11 +3,13 @@
 import collections
 import gc
 import itertools
+import re
 from pathlib import Path
 
 import jax
 import pytest
 
+from tests import parts
 from tests.common import WORDS
 from tests.helpers import learn, make
 
@@ -32,6 +34,39 @@ def pytest_collection_modifyitems(items):
         for number, item in enumerate(longest):
             if number not in kept:
                 item.add_marker(pytest.mark.rest)
+
+
+# -------------------------------------------------------------------------------------------
+# A copy without a part (README): what needs it is left out, or skipped, and counted
+
+GONE = {part for part in parts.PARTS if not parts.is_there(part)}
+REFUSED = re.compile(r"needs (\w+)/, which this copy does not have")
+
+
+def needs(path):
+    """The first part that is gone, of those that a file of tests imports; "" if there is none."""
+    return next(iter(sorted(parts.needs_of_test(path) & GONE)), "") if GONE else ""
+
+
+def pytest_ignore_collect(collection_path):
+    """Files of tests that import a part that is gone are not collected."""
+    return True if collection_path.suffix == ".py" and needs(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A test in which something asks for a part that is gone is skipped."""
+    report = yield
+    if GONE and report.failed and (found := REFUSED.search(str(report.longrepr))):
+        report.outcome = "skipped"
+        report.longrepr = str(item.path), 0, f"needs {found[1]}/"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    files = Path(__file__).parent.rglob("test_*.py")
+    for part, count in collections.Counter(filter(None, map(needs, files))).items():
+        terminalreporter.write_line(f"{count} files of tests need {part}/")
 
 
 MAPS = Path("/proc/self/maps")

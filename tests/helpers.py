@@ -61,12 +61,17 @@ def config_of(**fields):
     return part("published", "options of a general network").config_of(fields)
 
 
+def own(config):
+    """A network's configuration: that of a run's, or itself."""
+    return getattr(config, "network", config)
+
+
 def run_of(config=None, **changes):
     """The configuration of a run: of the network that `config` is of, or of one that has these
     options."""
     run = {f.name for f in dataclasses.fields(train.Config)}
-    own = {name: value for name, value in changes.items() if name not in run}
-    config = config_of(**own) if config is None else dataclasses.replace(config, **own)
+    inner = {name: value for name, value in changes.items() if name not in run}
+    config = config_of(**inner) if config is None else dataclasses.replace(config, **inner)
     return train.Config(network=config,
                         **{name: value for name, value in changes.items() if name in run})
 
@@ -86,7 +91,7 @@ def tokens_of(config, count=64, seed=0):
     """Examples with something to learn in them: each id is the one before plus a step."""
     rng = np.random.default_rng(seed)
     start, step = rng.integers(0, 50, (count, 1)), rng.integers(1, 4, (count, 1))
-    ids = (start + step * np.arange(config.seq_len + 1)) % config.vocab_size
+    ids = (start + step * np.arange(own(config).seq_len + 1)) % own(config).vocab_size
     return [row.astype(np.int32) for row in ids]
 
 
@@ -128,7 +133,7 @@ class StopAt(KeepRows):
 def learn(config, mesh="", lines=None, **given):
     """Train in this process: the rows of its metrics, and what fit gives. Lines that a run would
     print are added to `lines`."""
-    rows, lines, T = [], [] if lines is None else lines, config.seq_len
+    rows, lines, T = [], [] if lines is None else lines, config.network.seq_len
     init, loss, _ = train.language(config)
     result = fit(config, **{**dict(
         init=init, collate=lambda examples: data.collate(examples, T), loss=loss,
@@ -155,7 +160,7 @@ def build(config, mesh, init, loss, shapes, **fields):
 
 def batch_of(config, seed=1, weights=None):
     """A batch as arrays of numpy."""
-    rows = data.collate(tokens_of(config, config.batch, seed), config.seq_len)
+    rows = data.collate(tokens_of(config, config.batch, seed), config.network.seq_len)
     rows["seeds"] = np.arange(config.batch, dtype=np.uint32)
     if weights is not None:
         rows["weights"] = weights.astype(np.float32)
@@ -221,7 +226,7 @@ def kept_gradient():
 def run_updates(config, mesh, count, times=1):
     """`count` updates by the whole step, from the start; `times` times with the same program. The
     rows of a batch have very different masks, so that a mean of means is not the mean."""
-    weights = np.random.default_rng(0).random((config.batch, config.seq_len)) < np.linspace(
+    weights = np.random.default_rng(0).random((config.batch, config.network.seq_len)) < np.linspace(
         0.1, 1, config.batch)[:, None]
     optimizer, runs = train.optimizer, []
     with pytest.MonkeyPatch.context() as patch:

@@ -24,17 +24,18 @@ PARTS = {
                       pages=("published.md", "networks.md")),
     "forecast": Part("`--topology`, `--mesh auto`, expected bytes"),
     "tools": Part("chat, choices, scores, beams, `--bench`, plots, loggers"),
-    "tasks": Part("pairs of texts and arrays as `--data`, metrics such as ROUGE"),
+    "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, steps of your own"),
     "recipes": Part("algorithms and recorded runs"),
     "learn": Part("lessons, `learn.explain`, `learn.walk`", frozenset({"forecast"}))}
 
 # {file of a part: other parts that it needs, besides its part's own}
 FILES = {"recipes/caption.py": {"published", "tasks"}, "recipes/seq2seq.py": {"published", "tasks"},
          "recipes/classify.py": {"published"}, "recipes/uva3d.py": {"published"},
-         "recipes/lm_eval.py": {"tools"}}
+         "recipes/lm_eval.py": {"tools"}, "recipes/ddpg.py": {"tasks"},
+         "recipes/ppo.py": {"tasks"}, "recipes/distill.py": {"tasks"}}
 
 # The most lines of Python in each.
-BUDGETS = {"zigzag": 16_000, "published": 5_650, "forecast": 620, "tools": 1_200, "tasks": 460,
+BUDGETS = {"zigzag": 15_350, "published": 5_450, "forecast": 620, "tools": 960, "tasks": 1_030,
            "recipes": 1_520, "learn": 2_820}
 
 

@@ -8,11 +8,11 @@ import pytest
 
 import sample
 import train
+from tasks.examples import Pairs, named_array
 from tasks.pairs import collate_arrays
 from tests.helpers import rows_in
 from tests.published.test_two_towers import blip2_folder
 from zigzag.core.errors import ConfigError
-from zigzag.disk.examples import Pairs, named_array
 from zigzag.disk.tokenizers import Bytes
 
 PLACES = ["top left", "top right", "below left", "below right"]

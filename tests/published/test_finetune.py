@@ -40,7 +40,7 @@ from tests.helpers import (
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import by_path
-from zigzag.disk.corpus import tokenizer_of
+from zigzag.disk.tokenizers import tokenizer_of
 from zigzag.parallel import low_rank
 from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import load_run

@@ -19,6 +19,7 @@ import model
 import sample
 import tasks
 from tasks import metrics
+from tasks.examples import Pairs
 from tests.common import (
     SMALL,
     all_succeed,
@@ -50,7 +51,6 @@ from zigzag.commands import text as text_task
 from zigzag.core.errors import ConfigError
 from zigzag.disk.checkpoint import best_step, run_steps
 from zigzag.disk.corpus import opened_sources
-from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import step_of
 from zigzag.parallel.saved import load_run

@@ -11,14 +11,14 @@ import pytest
 import sample
 import train
 from published.llama import special_ids
+from tasks import examples
+from tasks.examples import Arrays, Pairs, collate_arrays
 from tasks.pairs import collate
 from tests.common import WORDS, command, digit_pairs, json_lines, net, opened, peer
 from tests.helpers import config_of
 from zigzag.core.errors import ConfigError
-from zigzag.disk import examples, tokenizers
-from zigzag.disk.corpus import tokenizer_of, tokenizer_record
-from zigzag.disk.examples import Arrays, Pairs, collate_arrays
-from zigzag.disk.tokenizers import Bytes
+from zigzag.disk import tokenizers
+from zigzag.disk.tokenizers import Bytes, tokenizer_of, tokenizer_record
 from zigzag.generate.rows import cut_at_end
 
 END, START = 1, 0

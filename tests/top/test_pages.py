@@ -1,4 +1,4 @@
-"""README and docs/: their links, the names they use, their commands, and their code."""
+"""README and docs/: the names they use, their commands, and their code."""
 
 import functools
 import importlib
@@ -17,21 +17,17 @@ import published
 import sample
 import train
 from published.folders import Export
+from tasks.examples import Pairs
 from tests.helpers import KeepRows, mesh_of
+from tests.parts import PARTS
 from tests.readme import PAGES, README, ROOT, block, blocks
+from tests.top.test_links import PAGE, without_code
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change, from_flags, parse_flags
 from zigzag.disk.corpus import Corpus
-from zigzag.disk.examples import Pairs
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate.prompts import GROUPS
 from zigzag.parallel.network import NETWORKS
-
-PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
-
-def without_code(page):
-    return re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
 
 
 def inline_code(page):
@@ -39,49 +35,20 @@ def inline_code(page):
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_code(page))]
 
 
-def test_readme_is_short():
-    """README that grows into a reference again, line by line."""
-    lines = README.read_text().splitlines()
-    assert len(lines) <= 260, f"README.md has {len(lines)} lines; move reference pages to docs/"
-
-
 # -------------------------------------------------------------------------------------------
-# Links and names
-
-def anchors(page):
-    """The names by which GitHub links to a page's headings."""
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-            for heading in re.findall(r"^#+ (.*)", without_code(page), re.M)}
-
-
-@PAGE
-def test_links_lead_somewhere(page):
-    """A file or a heading that was renamed."""
-    for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
-        if "://" not in link:
-            path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), f"{page.name}: {link}: no such file"
-            assert not anchor or anchor in anchors(target), f"{page.name}: {link}: no such heading"
-
-
-def test_every_page_is_linked_from_readme():
-    """A page that no reader finds."""
-    for page in PAGES[1:]:
-        assert f"](docs/{page.name})" in README.read_text(), page.name
-
+# Names
 
 # Files that a reader makes.
-NOT_HERE = {"networks/alibi.py"}
+NOT_HERE = {"published/alibi.py"}
 
 
 @PAGE
 def test_files_and_names_exist(page):
     """A file, function or class that was moved, and that a page still sends readers to."""
     for code in inline_code(page):
-        for path in re.findall(r"(?<![\w./-])(?:zigzag|networks|docs|families)/[\w./]*", code):
+        for path in re.findall(rf"(?<![\w./-])(?:zigzag|docs|{'|'.join(PARTS)})/[\w./]*", code):
             assert path in NOT_HERE or (ROOT / path).exists(), f"{page.name}: `{path}`"
-        for name in re.findall(r"(?<![\w./])(?:model|shard|train|data|sample|networks|zigzag)"
+        for name in re.findall(r"(?<![\w./])(?:model|shard|train|data|sample|published|zigzag)"
                                r"(?:\.[a-zA-Z_]\w*)+", code):
             if not (ROOT / name).exists() and not re.search(r"\.(json|NAME)$", name):
                 assert resolves(name), f"{page.name}: `{name}`"
@@ -187,8 +154,8 @@ RUN_BY = {
     "def main():\n    config": "test_all.py",
     "shard.whole_time(y)": "test_the_task_by_hand",
     "shard.all_rows(texts": "run/test_custom_loss.py",
-    "generator_loss": "run/test_own_step.py",
-    'GPT["phi"]': "networks/test_families.py",
+    "generator_loss": "tasks/test_own_step.py",
+    'GPT["phi"]': "published/test_families.py",
     "NETWORK = Network(": "test_a_network_of_your_own",
     "import data, train": "test_a_network_of_your_own",
     "digits.jsonl": "test_the_pairs_of_digits",

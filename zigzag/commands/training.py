@@ -21,7 +21,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.parts import commands, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import check_run_folder, newest_step
-from zigzag.disk.corpus import tokenizer_of
+from zigzag.disk.tokenizers import tokenizer_of
 from zigzag.run import continuing, loggers, source
 from zigzag.run.task import Learned, Task
 

@@ -47,7 +47,8 @@ def hash_of(path: Path) -> str:
 
 
 # {file or folder: its hash}, read once: as it is when this process imports it.
-RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")}
+RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")
+           if name in FILES or (ROOT / name).exists()}
 
 
 def read_record(root: Path = ROOT) -> dict[str, str]:

@@ -24,7 +24,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
-from zigzag.disk.examples import is_text
+from zigzag.disk.lines import is_text
 from zigzag.disk.tokenizers import Tokenizer, read_record
 from zigzag.disk.weights import weights_of_answers
 

@@ -58,8 +58,7 @@ from zigzag.core.files import (
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
 from zigzag.core.options import options
-from zigzag.disk.corpus import tokenizer_of
-from zigzag.disk.tokenizers import Tokenizer
+from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 
 # How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
 # memory and was no faster.)

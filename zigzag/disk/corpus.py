@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -52,11 +52,11 @@ from zigzag.disk.tokenizers import (
     FILES,
     KINDS,
     Bytes,
-    Ids,
     Pieces,
     Tokenizer,
     copy_files,
     tokenizer_files,
+    tokenizer_of,
     tokenizer_record,
     train_pieces,
 )
@@ -205,22 +205,6 @@ def _fingerprint(train):
     """A digest of a corpus' tokens, and of their weights if it has any."""
     return hashlib.sha256(f"{train['digest']} {train['weights']}".encode()).hexdigest() if (
         "weights" in train) else train["digest"]
-
-
-def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a prepared folder or a run, checked against its record."""
-    if record["tokenizer"] == "bytes":
-        return Bytes()
-    if record["tokenizer"] == "ids":
-        return Ids(record["vocab_size"])
-    kind = KINDS[record["tokenizer"]]
-    # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
-    path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
-                 if path.exists()), folder / kind.file)
-    if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
-        raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
-                          f"changed, or is damaged")
-    return kind(path)
 
 
 @contextlib.contextmanager

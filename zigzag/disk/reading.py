@@ -31,7 +31,7 @@ from typing import Any, Iterator, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.disk.chats import check_record, form_of
-from zigzag.disk.examples import existing, lacks, parsed, texts_in
+from zigzag.disk.lines import existing, lacks, parsed, texts_in
 from zigzag.disk.weights import weight_in
 
 PIECE = 2**20           # characters of a piece, about: it ends at the end of a line

@@ -20,7 +20,7 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random, sha256
-from zigzag.disk.examples import read_npy
+from zigzag.disk.lines import read_npy
 from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
 

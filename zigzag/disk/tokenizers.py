@@ -384,6 +384,22 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
         {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
+def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a prepared folder or a run, checked against its record."""
+    if record["tokenizer"] == "bytes":
+        return Bytes()
+    if record["tokenizer"] == "ids":
+        return Ids(record["vocab_size"])
+    kind = KINDS[record["tokenizer"]]
+    # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
+    path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
+                 if path.exists()), folder / kind.file)
+    if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
+        raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
+                          f"changed, or is damaged")
+    return kind(path)
+
+
 def _joined(ids):
     """Lists of ids in one array, and how many each has."""
     counts = np.fromiter(map(len, ids), int, len(ids))

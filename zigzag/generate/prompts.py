@@ -20,7 +20,7 @@ from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.options import check_values, comments, flag
 from zigzag.core.parts import Unused, added, part
 from zigzag.disk.checkpoint import best_step, tokenizer_of_run
-from zigzag.disk.examples import texts_of
+from zigzag.disk.lines import texts_of
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.decoding import Sampling
 from zigzag.parallel.network import Network

@@ -7,7 +7,6 @@
     checks          errors we can detect before anything is compiled
     custom_loss     compares a custom loss on the mesh with the same loss on one device
     loop            what the loop in train.py carries, and does besides stepping
-    own_step        a step of one's own: several networks and losses, state beside the weights
     schedules       the learning rate, and --epochs
     optimizers      Muon; fit(optimizer=...)
     averages        --ema

@@ -132,7 +132,10 @@ class MoreOptions(*OF_PARTS):
         value = getattr(self.network, name)
         import sys
         f = sys._getframe(1)
-        if "options.py" not in f.f_code.co_filename:
-            with open("/tmp/getattr.log", "a") as log:
-                log.write(f"{f.f_code.co_filename}:{f.f_lineno}:{name}\n")
+        inner, t = f"{f.f_code.co_filename}:{f.f_lineno}", f
+        while t and "/tests/" not in t.f_code.co_filename and "test_all" not in t.f_code.co_filename:
+            t = t.f_back
+        outer = f"{t.f_code.co_filename}:{t.f_lineno}" if t else "-"
+        with open("/tmp/getattr.log", "a") as log:
+            log.write(f"{outer} {inner} {name}\n")
         return value

@@ -22,9 +22,8 @@ from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
 from zigzag.core.parts import has_part, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import RunFolder, check_kept
-from zigzag.disk.corpus import tokenizer_record
 from zigzag.disk.mixture import numbers_at
-from zigzag.disk.tokenizers import Tokenizer, copy_files
+from zigzag.disk.tokenizers import Tokenizer, copy_files, tokenizer_record
 from zigzag.parallel.hlo import collectives
 from zigzag.parallel.network import network_of
 from zigzag.run import continuing

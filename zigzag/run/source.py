@@ -12,10 +12,9 @@ from typing import Any, Callable
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.parts import part
-from zigzag.disk import examples
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
-from zigzag.disk.corpus import tokenizer_of
-from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
+from zigzag.disk.lines import is_arrays
+from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, tokenizer_of
 from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import read_run_weights
 
@@ -29,7 +28,7 @@ def kind_of(config: Any) -> str:
         return "arrays"
     reads_arrays = shape is not None and len(shape) > 1     # (a batch may be given as arrays, too)
     return "text" if shape is None else "arrays" if reads_arrays and all(
-        map(examples.is_arrays, config.data)) else "pairs"
+        map(is_arrays, config.data)) else "pairs"
 
 
 def needs(config: Any) -> tuple[str, ...]:

@@ -1,0 +1,92 @@
+"""What readers of data share: lines of JSON, paths, and a .npy file."""
+
+import json
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError, did_you_mean, one_line
+
+
+def existing(path: str | Path, name: str = "") -> Path:
+    """The path, if something is there; `name` is what a message calls it."""
+    path = Path(path)
+    try:
+        is_there = path.exists()
+    except OSError as e:        # (a name that is too long)
+        raise ConfigError(f"{name or path!s:.200}: {e.strerror}") from None
+    if not is_there:
+        near = [p.name for p in path.parent.glob("*")]
+        raise ConfigError(f"{name or path}: no such file or folder" + did_you_mean(path.name, near))
+    return path
+
+
+def lacks(field: str, there: Sequence[str] | dict[str, Any]) -> str:
+    """What to say of what has these names, and not this one."""
+    names = ", ".join(map(repr, list(there)[:5])) or "nothing"
+    return f"no field {field!r}, it has {names[:80]}{did_you_mean(field, there)}"
+
+
+def parsed(raw: str | bytes, where: str) -> dict[str, Any]:
+    """The object of a line of JSON, or a ConfigError that names the line."""
+    try:
+        record = json.loads(raw)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
+        raise ConfigError(f"{where}: not JSON with an object ({text.strip()[:40]!r}); expected one "
+                          f"on each line")
+    return record
+
+
+def texts_in(record: dict[str, Any], where: str, fields: Sequence[str]) -> tuple[str, ...]:
+    """The texts in these fields of an object, or a ConfigError."""
+    for field in fields:
+        if field not in record:
+            raise ConfigError(f"{where}: {lacks(field, record)}")
+        if not is_text(record[field]):
+            raise ConfigError(f"{where}: {field!r} is {record[field]!r:.40}, which is not text, or "
+                              f"has half a character; expected a text")
+    return tuple(record[field] for field in fields)
+
+
+def texts_of(raw: str | bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
+    """The texts in these fields of a line of JSON, or a ConfigError that names the line."""
+    return texts_in(parsed(raw, where), where, fields)
+
+
+def is_text(x: Any) -> bool:
+    """Whether it is a text (not one with half a character, a lone surrogate)."""
+    try:
+        return isinstance(x, str) and x.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def read_npy(path: Path) -> np.ndarray:
+    """The array of a file, mapped into memory."""
+    return numbers_in(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def is_arrays(path: str | Path) -> bool:
+    """Whether this is a .npz, or a folder with the array `source` or without lines of JSON."""
+    path = Path(path)
+    if not path.is_dir():
+        return path.suffix == ".npz"
+    return (path / "source.npy").exists() or not any(path.glob("*.jsonl"))
+
+
+def numbers_in(where, read):
+    """What is read, if it has numbers that a device can compute in."""
+    try:
+        found = read()
+    except Exception as e:      # (numpy, zipfile and zlib have errors of their own)
+        raise ConfigError(f"{where} is damaged, or not what numpy writes ({one_line(e)})") from None
+    if isinstance(found, np.lib.npyio.NpzFile):
+        return found
+    dtype = getattr(found, "dtype", np.dtype(object))
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ConfigError(f"{where}: an array of {dtype}; expected numbers of up to 64 bits")
+    return found
