@@ -31,7 +31,7 @@ from zigzag.disk.weights import finite_weights
 # Examples, and their order
 #
 # The examples are numbered from 0. An endless sequence takes each once, in a shuffled order, then
-# each once in another order, and so on (zigzag/disk/shuffle.py). Update `at` of a run takes the
+# each once in another order, and so on (zigzag/disk/mixture.py). Update `at` of a run takes the
 # places at * B ... at * B + B - 1 of it, so its batch follows from the seed and `at` alone. With 5
 # examples, a batch of 2 and seed 0:
 #

@@ -91,12 +91,11 @@ from zigzag.core.mesh import make_mesh as make_mesh
 from zigzag.parallel import attention, overlap, pipeline, ring_kernel
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel import layer_strips as strips
-from zigzag.parallel.attention import join, look
+from zigzag.parallel.attention import join, look, zigzag_order
+from zigzag.parallel.attention import shard_time as shard_time
 from zigzag.parallel.collectives import all_gather, all_to_all, psum, psum_scatter, reduce_scatter
 from zigzag.parallel.hlo import collectives as collectives  # re-exported
 from zigzag.parallel.jaxprs import labelled, named  # labels: `attend` explains them
-from zigzag.parallel.order import shard_time as shard_time
-from zigzag.parallel.order import zigzag_order
 from zigzag.parallel.pipeline import Options as Options
 from zigzag.parallel.pipeline import astype, needs_all_time, pick, skip_idle, time_of_stage
 from zigzag.parallel.products import (

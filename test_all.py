@@ -111,19 +111,20 @@ def cross_entropy(params, batch, config):
     return -jnp.sum(log_probs[..., 0] * batch["weights"]) / jnp.sum(batch["weights"])
 
 
-def masked_batch(config):
+def masked_batch(run):
     """The first batch of `run_updates`."""
-    weights = np.random.default_rng(0).random((16, config.seq_len)) < np.linspace(0.1, 1, 16)[
-        :, None]
-    return {k: jnp.asarray(v) for k, v in batch_of(config, 0, weights).items()}
+    weights = np.random.default_rng(0).random((16, run.network.seq_len)) < np.linspace(
+        0.1, 1, 16)[:, None]
+    return {k: jnp.asarray(v) for k, v in batch_of(run, 0, weights).items()}
 
 
 @pytest.mark.parametrize("what", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_the_loss_is_the_cross_entropy_of_forward(what):
     """An edit of `loss` that `forward` did not follow, or the other way round: what is generated is
     then not what was trained. Padded rows of the vocabulary that get a probability."""
-    config = config_of(what)
-    batch = {k: v for k, v in masked_batch(config).items() if k != "seeds"}     # not to learn from
+    run = config_of(what)
+    config = run.network
+    batch = {k: v for k, v in masked_batch(run).items() if k != "seeds"}    # not to learn from
     params = model.init(config, jax.random.key(0))
     total, count, *_ = jax.jit(lambda p: model.loss(p, batch, config))(params)
     want = jax.jit(lambda p: cross_entropy(p, batch, config))(params)
@@ -134,17 +135,17 @@ def test_the_loss_is_the_cross_entropy_of_forward(what):
 def test_the_gradient_is_that_of_the_cross_entropy():
     """A derivative of our own (of the chunked loss, of a kernel, of a collective) that is not the
     derivative; a count that is differentiated; a division at the wrong place."""
-    config = config_of(DENSE)
-    want = jax.jit(jax.grad(lambda p: cross_entropy(p, masked_batch(config), config)))(
-        model.init(config, jax.random.key(0)))
+    run = config_of(DENSE)
+    want = jax.jit(jax.grad(lambda p: cross_entropy(p, masked_batch(run), run.network)))(
+        model.init(run.network, jax.random.key(0)))
     assert_same_gradient(on_one_device(tuple(DENSE.items())).gradient, want)
 
 
 def test_no_token_sees_a_later_one():
     """A mask or a shift that lets a model read the answer: training looks wonderful."""
-    config = config_of(DENSE)
-    params = model.init(config, jax.random.key(0))
-    tokens = jnp.asarray(batch_of(config)["tokens"][:1])
+    run = config_of(DENSE)
+    config, params = run.network, model.init(run.network, jax.random.key(0))
+    tokens = jnp.asarray(batch_of(run)["tokens"][:1])
     forward = jax.jit(lambda tokens: model.forward(params, tokens, config))
     changed = forward(tokens.at[0, 9].add(1))
     np.testing.assert_allclose(changed[0, :9], forward(tokens)[0, :9], atol=1e-5)
@@ -195,7 +196,7 @@ def test_the_readmes_own_task_trains(tmp_path, mesh):
 def test_generation_is_that_of_the_slow_loop():
     """A cache that is read where it is about to be written, a position that is off by one, padding
     that is seen: generation is worse than the loss promises."""
-    config = config_of(DENSE)
+    config = config_of(DENSE).network
     params = model.init(config, jax.random.key(0))
     for temperature in (0, 0.8):
         got = sample.generate(params, PROMPTS, config, tokens=4, temperature=temperature)
@@ -208,7 +209,7 @@ def test_generation_is_that_of_the_slow_loop():
 def test_generation_is_the_same_on_two_devices(what, temperature):
     """Logits or a cache of which a device has only its part; random choices that devices make each
     for itself."""
-    config = config_of(what)
+    config = config_of(what).network
     params, mesh = model.init(config, jax.random.key(0)), mesh_of("tensor=2")
     split = jax.device_put(params, shardings(model.weight_specs(config, mesh), mesh))
     given = PROMPTS, config, 6, temperature

@@ -36,8 +36,7 @@ from zigzag.core.options import flag
 from zigzag.core.parts import part
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
-from zigzag.disk.mixture import numbers_at
-from zigzag.disk.shuffle import mix
+from zigzag.disk.mixture import mix, numbers_at
 from zigzag.parallel.network import own_loss
 from zigzag.parallel.storage import stored_to_used
 from zigzag.run import continuing, modes, optimizers, schedules

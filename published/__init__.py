@@ -3,7 +3,7 @@ decoder of model.py alone.)
 
     transformer   decoders, encoders and encoder-decoders of all families: options in general.py,
                   weights in tables.py, more in positions.py and stems.py
-    clip  swin  sam  blip2      models of pictures, made of its parts (towers.py, windows.py)
+    clip  swin  sam  blip2      models of pictures, made of its parts (general.py, windows.py)
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
     record  arrays_of_folder  folders           reading and writing a folder
     reference   whether an edited network still computes the published model
@@ -28,7 +28,7 @@ import model
 from published import blip2, clip, folders, llama, sam, swin, transformer
 from published.arrays_of_folder import read_config
 from published.general import lacking
-from published.llama import family_of
+from published.llama import families_of, family_of
 from published.llama import start_id as start_id
 from published.presets import PRESETS as FIELDS
 from published.presets import fields_of_preset
@@ -37,8 +37,6 @@ from zigzag.generate.engine import Engine
 from zigzag.parallel.network import Network, Params, model_type
 from zigzag.parallel.network import network_of as network_of
 
-# (model.py knows nothing of published models: this says which ones it computes.)
-model.NETWORK.families.update(llama.PLAIN)
 # {model_type of a published config.json: network}. All others are model.py's or transformer.py's.
 KINDS: dict[str, Network] = {kind: network for network in (
     blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK) for kind in network.families}
@@ -52,7 +50,7 @@ def network_of_fields(fields: dict[str, Any]) -> Network:
     kind = model_type(fields.get("published", ""))
     if kind in KINDS:
         return KINDS[kind]
-    is_plain = kind in ("", *model.NETWORK.families) and not lacking(fields)
+    is_plain = kind in ("", *families_of(model.NETWORK)) and not lacking(fields)
     return model.NETWORK if is_plain else transformer.NETWORK
 
 
@@ -126,4 +124,4 @@ def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float
 
 def whole_context(config: Any) -> Any:
     """The configuration of a fine-tuned run, with the context of its published model."""
-    return llama.whole_context(config, network_of(config).families)
+    return llama.whole_context(config, families_of(network_of(config)))

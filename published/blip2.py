@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array
 
 import shard
-from published import llama, tables, towers, transformer
+from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Config
 from published.record import Record, classed, count, pictures, refuse, wrong
@@ -72,8 +72,8 @@ def _fields(r):
     if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
         raise wrong("image_token_index", image, f": expected the id that occurs {queries} times "
                     f"in a text with a picture, below vocab_size {text['vocab_size']}")
-    towers.tower(None, "vision_config", _vision(r))
-    towers.tower(None, "qformer_config", _qformer(r))
+    general.tower(None, "vision_config", _vision(r))
+    general.tower(None, "qformer_config", _qformer(r))
     text.pop("published")
     return text
 
@@ -82,7 +82,7 @@ def _vision(r):
     r = r.part("vision_config", VISION)
     refuse(r, num_channels=3)       # (transformers' class ignores it)
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
-    return {**towers.sizes(r), **pictures(r), "positions": "learned", "biases": biases}
+    return {**general.tower_sizes(r), **pictures(r), "positions": "learned", "biases": biases}
 
 
 def _qformer(r):
@@ -92,15 +92,15 @@ def _qformer(r):
     if r["num_hidden_layers"] % 2:
         raise wrong("qformer_config.num_hidden_layers", r["num_hidden_layers"], ": expected an "
                     "even number, as every other layer attends to the picture")
-    return {**towers.sizes(r), "norm_place": "post", "causal": False, "positions": "none"}
+    return {**general.tower_sizes(r), "norm_place": "post", "causal": False, "positions": "none"}
 
 
 def vision_config(c: Any) -> Any:
-    return towers.tower(c, "vision_config", _vision(published(c)))
+    return general.tower(c, "vision_config", _vision(published(c)))
 
 
 def qformer_config(c: Any) -> Any:
-    return towers.tower(c, "qformer_config", _qformer(published(c)))
+    return general.tower(c, "qformer_config", _qformer(published(c)))
 
 
 # -------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(mesh, "BLIP-2 has layers of three kinds")
+    general.check_axes(mesh, "BLIP-2 has layers of three kinds")
 
 
 NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES, check,

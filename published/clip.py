@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 
 import shard
-from published import tables, towers, transformer
+from published import general, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Config
 from published.record import Record, classed, count, named, pictures
@@ -60,24 +60,24 @@ def _part(r, name, defaults):
 def _fields(r):
     classed(r, {"": {}, "CLIPModel": {}})
     text = _part(r, "text_config", TEXT)
-    towers.tower(None, "vision_config", _vision(r))
+    general.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
     float(r["logit_scale_init_value"])      # (fails here if the table of weights could not read it)
     if not isinstance(text["eos_token_id"], int):
         raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
                           f"expected a whole number")
-    return {**towers.sizes(text), "positions": "learned", **named(
+    return {**general.tower_sizes(text), "positions": "learned", **named(
         text, vocab_size="vocab_size", seq_len="max_position_embeddings",
         position_rows="max_position_embeddings")}
 
 
 def _vision(r):
     r = _part(r, "vision_config", VISION)
-    return {**towers.sizes(r), **pictures(r), "positions": "learned", "embed_norm": True}
+    return {**general.tower_sizes(r), **pictures(r), "positions": "learned", "embed_norm": True}
 
 
 def vision_config(c: Any) -> Any:
-    return towers.tower(c, "vision_config", _vision(published(c)))
+    return general.tower(c, "vision_config", _vision(published(c)))
 
 
 # -------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check(c: Any, mesh: Any) -> None:
-    towers.check_axes(mesh, "CLIP has two towers with different layers")
+    general.check_axes(mesh, "CLIP has two towers with different layers")
 
 
 NETWORK = Network("clip", Config, table, loss, batch_shapes, forward, FAMILIES, check,

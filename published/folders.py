@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from published.arrays_of_folder import DTYPES, Folder, read_config, read_weights, write_folder
-from published.llama import TO_PUBLISHED, family_of, fields_of
+from published.llama import TO_PUBLISHED, families_of, family_of, fields_of
 from published.record import as_config
 from published.reference import code_difference
 from zigzag.core.errors import ConfigError
@@ -31,8 +31,8 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
         raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
                           f"only these may be given: {', '.join(sorted(may))}")
     record = read_config(folder)
-    found = fields_of(record, network.families)
-    if seen := family_of(record, network.families).seen:
+    found = fields_of(record, families_of(network))
+    if seen := family_of(record, families_of(network)).seen:
         found |= seen(record, found, Folder(folder))
     return as_config(network.config, Path(folder) / "config.json", found | fields)
 
@@ -68,7 +68,7 @@ def read_hf(network: Network, folder: str | Path, config: Any, places: Params | 
     """The weights of a published model, sharded as `places` (shapes with shardings). Without
     `places`, only checks the folder."""
     opened = Folder(folder)
-    return read_weights(opened, family_of(opened.config, network.families), config,
+    return read_weights(opened, family_of(opened.config, families_of(network)), config,
                         network.table(config), places)
 
 
@@ -90,7 +90,7 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
         raise ConfigError(f"the code of the network {network.name} computes something else: "
                           f"{differs}; undo the edit of its code, or add a family for it (docs: "
                           f"published/llama.py)")
-    family = family_of(json.loads(config.published), network.families)
+    family = family_of(json.loads(config.published), families_of(network))
     write_folder(folder, family, config, network.table(config), weights(params), dtype)
 
 
@@ -103,7 +103,7 @@ def _check_described(network, config, seen):
     written."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
-    found = fields_of(json.loads(config.published), network.families)
+    found = fields_of(json.loads(config.published), families_of(network))
     there = as_config(network.config, "config.json", found | given)
     for f in dataclasses.fields(config):
         mine, theirs = getattr(config, f.name), getattr(there, f.name)

@@ -9,9 +9,10 @@ import dataclasses
 import math
 from typing import Any
 
-from published import stems
+from published import record, stems
 from published.llama import PLAIN_OPTIONS
-from zigzag.core.errors import fill_in
+from published.record import Fields, Record, as_config
+from zigzag.core.errors import ConfigError, fill_in
 from zigzag.core.options import check_values, flag
 from zigzag.parallel.network import (
     Computed,
@@ -259,3 +260,32 @@ def lacking(fields: dict[str, Any]) -> list[str]:
              if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
     kind = scaling_type(fields.get("rope_scaling", ""))
     return found + ["rope_scaling"] * (kind not in ("default", "linear", "llama3"))
+
+
+# -------------------------------------------------------------------------------------------
+# Models with several transformers ("towers"). Each tower is a transformer.py with a Config of its
+# own, made from config.json and from the model's training options. The configuration of the whole
+# model is its language tower's, so that tokens, vocabulary and length mean the same as elsewhere.
+
+# Options of training and computing: all towers have the model's.
+TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
+
+
+def tower_sizes(r: Record) -> Fields:
+    """The fields of a tower without a head, with biases everywhere."""
+    return dict(record.tower(r, d_ff="intermediate_size"), embed_scale=1.0,
+                biases="qkv,out,mlp", head="none")
+
+
+def tower(c: Any, name: str, fields: Fields) -> Any:
+    """The Config of the tower `name` of the model c."""
+    return as_config(Config, f"config.json, {name}",
+                     {**fields, **{option: getattr(c, option) for option in TRAINED if c}})
+
+
+def check_axes(mesh: Any, why: str) -> None:
+    """Refuse the mesh axes pipe, which needs equal layers, and seq, which needs one sequence."""
+    for axis in ("pipe", "seq"):
+        if (size := mesh.shape.get(axis, 1)) > 1:
+            raise ConfigError(f"mesh axis {axis}={size}: {why}; give its devices to data, fsdp or "
+                              f"tensor")

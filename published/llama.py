@@ -46,7 +46,7 @@ from published.record import (
     wrong,
 )
 from zigzag.core.errors import ConfigError, did_you_mean, one_line
-from zigzag.parallel.network import Computed
+from zigzag.parallel.network import Computed, Network
 from zigzag.parallel.rotary import parse_scaling
 
 FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
@@ -511,6 +511,13 @@ def _plain_fields(family):
 
 PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
          for kind in ("llama", "mistral", "mixtral")}
+
+
+def families_of(network: Network) -> Mapping[str, Family]:
+    """{model_type: Family} of the published models that a network computes. (model.py knows nothing
+    of published models, so this says what its decoder is.)"""
+    return PLAIN if network.name == "decoder" else network.families
+
 
 # {name of a network: how a model of ours is written as one that transformers knows}
 TO_PUBLISHED = {"decoder": as_llama, "transformer": as_llama}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from published.llama import PLAIN, fields_of
+from published.llama import PLAIN, families_of, fields_of
 from published.record import as_config
 from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.mesh import by_path, flatten
@@ -32,7 +32,7 @@ def code_difference(network: Any, c: Any) -> str:
     """How the code of a network differs from that of the published model that its configuration
     says; '' if it computes the same, or is not compared: only the plain decoder is."""
     kind = model_type(c.published)
-    if network.families.get(kind) is not PLAIN.get(kind, network):
+    if families_of(network).get(kind) is not PLAIN.get(kind, network):
         return ""
     if "transformer" not in NETWORKS:
         raise ConfigError("the code of model.py is compared with published/transformer.py: import "

@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array, lax
 
 import shard
-from published import stems, towers, transformer, windows
+from published import general, stems, transformer, windows
 from published.family import Family, biased, keys, mlp, under
 from published.general import Config
 from published.record import Record, classed, count, pictures, tower, wrong
@@ -184,7 +184,7 @@ def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: SAM has no dropout here; leave it out")
-    towers.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
+    general.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
                             "need all of the time")
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array
 
 import shard
-from published import stems, towers, transformer, windows
+from published import general, stems, transformer, windows
 from published.encoders import PATCHES
 from published.family import Family, biased, keys, mlp, pair_index, under
 from published.family import attention as names_of_attention
@@ -185,7 +185,7 @@ def check(c: Config, mesh: Any) -> None:
         raise ConfigError("this Swin returns vectors, and has no loss of its own; give fit a loss")
     if c.dropout:
         raise ConfigError(f"--dropout {c.dropout}: Swin has no dropout here; leave it out")
-    towers.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
+    general.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
                             "the time")
 
 

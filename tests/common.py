@@ -42,8 +42,8 @@ from zigzag.core.compiler import compiler_options
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import shardings
 from zigzag.core.parts import part
+from zigzag.disk.mixture import order_at
 from zigzag.disk.output import SPLITS
-from zigzag.disk.shuffle import order_at
 from zigzag.parallel.network import network_of
 from zigzag.run import checks, source
 from zigzag.run.plan import compiled, resolve_dtype
@@ -284,12 +284,13 @@ def exact_inputs(config):
     """First weights, and a batch in which rows have different numbers of targets."""
     params = jax.jit(functools.partial(net.init, config))(jax.random.key(0))
     rng = np.random.default_rng(0)
-    masks = rng.random((config.batch, config.seq_len)) < np.linspace(0.2, 1, config.batch)[:, None]
-    if getattr(config, "head", "tokens") != "classes":
+    c, rows = config.network, config.batch
+    masks = rng.random((rows, c.seq_len)) < np.linspace(0.2, 1, rows)[:, None]
+    if getattr(c, "head", "tokens") != "classes":
         return jax.device_get(params), batch_of(config, weights=masks)
-    shapes = net.batch_shapes(config, config.batch) | {
-        "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
-    limits = {"tokens": config.vocab_size, "labels": config.labels, "seeds": 2**31}
+    shapes = net.batch_shapes(config, rows) | {
+        "seeds": jax.ShapeDtypeStruct((rows,), jnp.uint32)}
+    limits = {"tokens": c.vocab_size, "labels": c.labels, "seeds": 2**31}
     batch = {name: rng.normal(size=x.shape) if name == "source" else masks.astype(x.dtype)
              if name == "mask" else rng.integers(0, limits[name], x.shape).astype(x.dtype)
              for name, x in shapes.items()}

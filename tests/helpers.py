@@ -24,7 +24,7 @@ import train
 from zigzag.core import edited as tested
 from zigzag.core import report
 from zigzag.core.mesh import by_path, make_mesh, mesh_sizes
-from zigzag.core.parts import part
+from zigzag.core.parts import has_part, part
 from zigzag.disk.batches import place_batch
 from zigzag.run.task import without_data
 
@@ -56,7 +56,7 @@ TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", st
 def config_of(**fields):
     """The configuration of the network that has these options: the plain decoder, if it can."""
     plain = {f.name for f in dataclasses.fields(model.Config)}
-    if fields.keys() <= plain and not fields.get("published"):
+    if fields.keys() <= plain and not has_part("published"):
         return model.Config(**fields)
     return part("published", "options of a general network").config_of(fields)
 

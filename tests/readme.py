@@ -13,8 +13,8 @@ from pathlib import Path
 
 import model
 import train
-from published import transformer
 from zigzag.core.flags import flag_rows
+from zigzag.core.parts import part
 
 ROOT = Path(__file__).parents[1]
 README, FLAGS_PAGE = ROOT / "README.md", ROOT / "docs/flags.md"
@@ -41,6 +41,7 @@ def flags_table():
     decoder and the run, then of the options that only the general network has."""
     own = flag_rows((model.Config, train.Config))
     names = {name for name, *_ in own}
+    transformer = part("published.transformer", "the page of flags")
     more = [row for row in flag_rows(transformer.Config) if row[0] not in names]
     about = "## Options of the general network"
     use = "For `--model transformer` and published models that need them:"

@@ -98,12 +98,14 @@ def test_dashes_equals_and_presets():
     """A preset's width that is kept although another is given; a value after = read as a flag."""
     a = train.parse(["--d-model=64", "--heads", "4", "--data", "a", "b", "--tied",
                      "--mesh=tensor=2"])
-    assert (a.d_model, a.head_dim, a.data, a.tied, a.mesh) == (64, 16, ("a", "b"), True, "tensor=2")
+    assert (a.network.d_model, a.network.head_dim, a.data, a.network.tied, a.mesh) == (
+        64, 16, ("a", "b"), True, "tensor=2")
     c = train.parse(["--steps", "2.5e4", "--batch", "1_000", "--seed", "7.0"])
     assert (c.steps, c.batch, c.seed) == (25_000, 1000, 7)      # (1e3 was refused)
     b = train.parse(["--model", "llama-7b", "--layers", "2"])
-    assert (b.d_model, b.d_ff, b.layers, b.lr) == (4096, 11008, 2, 0.5 / 4096)
-    assert train.parse(["--tied", "false"]).tied is False
+    assert (b.network.d_model, b.network.d_ff, b.network.layers, b.lr) == (
+        4096, 11008, 2, 0.5 / 4096)
+    assert train.parse(["--tied", "false"]).network.tied is False
 
 
 def test_a_refusal_advises_no_axis_that_it_refused():

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,14 @@ from zigzag.run import loop
 from zigzag.run.continuing import record_of
 
 
+class Network(NamedTuple):
+    dtype: str = "float32"
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """The fields that a header reads."""
-    dtype: str = "float32"
+    network: Any = Network()
     step: str = "shard_map"
     topology: str = ""
 

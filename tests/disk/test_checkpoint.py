@@ -96,7 +96,7 @@ def test_a_save_is_there_whatever_comes_after_it(tmp_path):
         train_in(tmp_path / "run", 20, collate=collate)
     lines = []
     rows, _ = train_in(tmp_path / "run", 4, lines=lines)
-    assert rows[0]["step"] == 3 and f"continuing {tmp_path / 'run'} at step 2" in lines
+    assert rows[0]["step"] == 3 and f"continuing {tmp_path / 'run'} at step 2 of 4" in lines
 
 
 @pytest.mark.parametrize("kept", [

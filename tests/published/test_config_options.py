@@ -8,8 +8,7 @@ import json
 import pytest
 
 import published
-from published import llama
-from published import record as published_config
+from published import llama, record
 from published.llama import FAMILIES
 from tests.common import full
 from tests.published import options
@@ -165,7 +164,7 @@ EACH_FAMILY = {name: family for names in (FAMILIES, *(n.families for n in publis
 def neutral_keys(name):
     """The keys of a family's config.json that are listed as neutral: they change no result."""
     return sorted({*getattr(EACH_FAMILY[name], "neutral", ()),
-                   *getattr(published_config, "NEUTRAL", ())})
+                   *getattr(record, "NEUTRAL", ())})
 
 
 def is_unread(case, name):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import published
 from published import arrays_of_folder, gpt, llama
 from tests.common import check_network, full, mean_loss, net, peer, slow, sums_and_gradients
-from tests.helpers import mesh_of, run_of
+from tests.helpers import mesh_of, own, run_of
 from tests.parallel.test_rule import no_worse_than_by_hand
 from tests.readme import block
 from zigzag.core.errors import ConfigError
@@ -352,8 +352,8 @@ def ready(want, fsdp_min=4096, **fields):
 def as_published(config, tree):
     """A tree like the weights as published arrays, without the numbers that a family adds to
     some."""
-    family = llama.family_of(json.loads(config.published),
-                                network_of(config).families)
+    config = own(config)
+    family = llama.family_of(json.loads(config.published), network_of(config).families)
     adjust = {name: dataclasses.replace(how, offset=0.0)
               for name, how in family.adjust(config).items()}
     table, weights = network_of(config).table(config), by_path(tree)

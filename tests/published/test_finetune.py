@@ -188,7 +188,8 @@ def test_a_run_of_a_folder_continues_by_its_own_folder(tmp_path, published):
                               "--batch", "4", *more])
         record = {**record_of(config), "tokenizer": "tokenizer.json"}
         (tmp_path / "config.json").write_text(json.dumps(record))
-        for words in ([], ["--model", f"{published}/"], ["--lora_rank", str(config.lora_rank)]):
+        rank = str(config.network.lora_rank)
+        for words in ([], ["--model", f"{published}/"], ["--lora_rank", rank]):
             again = continued("--out", tmp_path, *words)
             assert again == config
         with pytest.raises(ConfigError, match="lora_rank"):
@@ -260,7 +261,7 @@ def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monk
         **dataclasses.asdict(config), "format": 0, "network": network_of(config).name,
         "tokenizer": "bytes"}))
     params = net.init(config, jax.random.key(0))
-    monkeypatch.setattr(folders, "load_run", lambda network, folder: (params, config))
+    monkeypatch.setattr(folders, "load_run", lambda folder: (params, config))
     export(run, tmp_path / "mine", "--dtype", "float16")
     assert "in float16, without a tokenizer" in capsys.readouterr().out
     assert "has no tokenizer" in refused(capsys, "--model", tmp_path / "mine", "--out",
@@ -349,8 +350,8 @@ def test_a_folder_may_be_called_as_a_preset_is(tmp_path, monkeypatch, published)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(published, "gpt2")
     config = train.parse(["--model", "gpt2/"])
-    assert (config.layers, config.init_from, config.model) == (4, "gpt2", "gpt2")
-    assert train.parse(["--model", "gpt2"]).layers == 12
+    assert (config.network.layers, config.init_from, config.model) == (4, "gpt2", "gpt2")
+    assert train.parse(["--model", "gpt2"]).network.layers == 12
 
 
 def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_path):
@@ -375,8 +376,9 @@ def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_pa
         (tmp_path / "model.safetensors").rename(published / "model.safetensors")
     assert not out.exists()
     config = train.parse(["--model", str(published), "--layers", "4", "--remat", "full"])
-    assert (config.seq_len, config.remat, config.lr) == (512, "full", pytest.approx(0.05 / 24))
-    assert train.parse(["--model", str(published), "--seq_len", "640"]).seq_len == 640
+    assert (config.network.seq_len, config.network.remat, config.lr) == (
+        512, "full", pytest.approx(0.05 / 24))
+    assert train.parse(["--model", str(published), "--seq_len", "640"]).network.seq_len == 640
 
 
 @pytest.mark.full

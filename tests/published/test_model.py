@@ -197,7 +197,7 @@ def test_padded_ids_are_never_said_and_never_learn():
 
 def test_dropout_differs_between_rows_places_and_sites():
     """One dropout mask for all rows, or for all layers."""
-    x, c = jnp.ones((2, 16, 64)), make(dropout=0.25)
+    x, c = jnp.ones((2, 16, 64)), make(dropout=0.25).network
     seeds = jnp.asarray([1, 2], jnp.uint32)
     a, b = (np.asarray(shard.dropout(x, c.dropout, seeds, site)) for site in (0, 1))
     assert set(np.unique(a)) == {0, np.float32(1 / 0.75)} and abs((a == 0).mean() - 0.25) < 0.05

@@ -16,7 +16,7 @@ import model
 import published
 import sample
 import shard
-from published import reference, transformer
+from published import folders, reference, transformer
 from published.llama import as_llama
 from published.reference import code_difference, plain_attention
 from tests.common import (
@@ -57,11 +57,11 @@ def on_one_device(changes):
     params = jax.device_get(jax.jit(functools.partial(
         transformer.NETWORK.init, in_general(config).network))(jax.random.key(0)))
     rng = np.random.default_rng(0)
-    if config.lora_rank:        # (an adapter that is zero hides the other's gradient)
+    if config.network.lora_rank:        # (an adapter that is zero hides the other's gradient)
         params = jax.tree.map_with_path(
             lambda path, w: w + 0.1 * rng.normal(size=w.shape).astype(w.dtype)
             if path[-1].key.endswith("_b") else w, params)
-    batch = batch_of(config, weights=rng.random((config.batch, config.seq_len)) < 0.8)
+    batch = batch_of(config, weights=rng.random((config.batch, config.network.seq_len)) < 0.8)
     return params, batch, sums_and_gradients(in_general(config), "", params, batch)
 
 
@@ -354,7 +354,8 @@ def test_a_published_model_is_not_read_into_other_code(edit, edits_of_the_code, 
     monkeypatch.setattr(published, "model", module)
     monkeypatch.setitem(NETWORKS, "decoder", module.NETWORK)
     says = f"computes something else than this llama: {LOADED[name]}.*--edited"
-    for load in (published.load_hf, module.load_hf, sample.load):
+    own = functools.partial(folders.load_hf, module.NETWORK)
+    for load in (published.load_hf, own, sample.load):
         with pytest.raises(ConfigError, match=says) as e:
             load(tmp_path / "m")
         assert flags.exit_line(e.value)[0] == 2
@@ -370,7 +371,7 @@ def test_a_new_weight_that_begins_with_zeros_does_not_matter(edit, monkeypatch, 
     usual = make(kv_heads=2).network
     published.save_hf(tmp_path / "m", model.init(usual, jax.random.key(0)), usual)
     module, _ = edit("a gate")
-    assert not np.any(module.load_hf(tmp_path / "m")[0]["layers"]["gate"])
+    assert not np.any(folders.load_hf(module.NETWORK, tmp_path / "m")[0]["layers"]["gate"])
 
 
 @pytest.mark.parametrize("changes", [

@@ -108,7 +108,8 @@ def test_a_device_reads_its_own_part(tmp_path, monkeypatch, record, mesh):
     mesh = mesh and mesh_of(mesh)
     read, owned = [], []
     finite = arrays_of_folder._numbers
-    monkeypatch.setattr(published, "_numbers", lambda *part: read.append(finite(*part)) or read[-1])
+    monkeypatch.setattr(arrays_of_folder, "_numbers",
+                        lambda *part: read.append(finite(*part)) or read[-1])
 
     def of_one_device(shape, sharding, part):
         at = sharding.addressable_devices_indices_map(shape)

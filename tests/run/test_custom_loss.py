@@ -804,7 +804,7 @@ def test_each_process_compares_what_one_of_them_finds_edited(monkeypatch):
     custom_loss._why_untested(other)
     own = dataclasses.replace(plan.network, loss=edited_mlp)        # of a file of nobody's tests
     custom_loss._why_untested(dataclasses.replace(plan, network=own))
-    assert [names[0] for names in asked] == ["model.py", "networks", __file__]
+    assert [names[0] for names in asked] == ["model.py", "published", __file__]
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 held-out data of one's own."""
 
 import dataclasses
-import functools
 import json
 import shutil
 
@@ -17,7 +16,6 @@ from tests.common import SMALL, SMALL_PAIRS, digit_pairs, ends, go, hosts, opene
 from tests.helpers import learn, make, tokens_of
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
-from zigzag.parallel.network import network_of_record
 
 
 def all_of(folder):
@@ -80,7 +78,7 @@ def test_no_command_writes_among_files_that_it_did_not_make(tmp_path, text, caps
             capsys, text / "1.txt", "--out", tmp_path / name, main=data.main)
         assert "which this export did not make" in refused(
             capsys, "--run", run, "--export", tmp_path / name,
-            main=functools.partial(folders.export, network_of_record))
+            main=folders.export)
     assert all_of(tmp_path) == before
     data.main([str(text / "1.txt"), "--out", str(tmp_path / "new"), "--vocab_size", "0"])
     assert "already holds prepared data" in refused(capsys, text, "--out", tokens, main=data.main)

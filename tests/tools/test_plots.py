@@ -31,7 +31,7 @@ def runs(tmp_path):
 def test_a_chart_of_text_has_every_curve_in_its_place(runs, capsys):
     """A curve upside down, or stretched over the width of another run; a line that is being
     written, and ends in a traceback; experts whose load has no panel; one for null."""
-    plots.draw([str(runs / "a"), str(runs / "b")])
+    plots.run([str(runs / "a"), str(runs / "b")])
     text = capsys.readouterr().out
     first, second, *_ = text.splitlines()
     assert first == f"* {runs / 'a'}: step 100"
@@ -53,15 +53,15 @@ def test_a_picture_is_written_by_matplotlib(runs, capsys, monkeypatch):
     matplotlib is missing."""
     peer("matplotlib")
     names = [str(runs / "a"), str(runs / "b")]
-    plots.draw(names, str(runs / "both.png"))
+    plots.run(names, str(runs / "both.png"))
     content = (runs / "both.png").read_bytes()
     assert content.startswith(b"\x89PNG") and len(content) > 20_000
     assert "are in " in capsys.readouterr().out
     with refuses("--save .*both.xyz: .*not supported"):
-        plots.draw(names, str(runs / "both.xyz"))
+        plots.run(names, str(runs / "both.xyz"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with refuses("--save b.png needs .*pip install matplotlib"):
-        plots.draw(names, "b.png")
+        plots.run(names, "b.png")
 
 
 def test_what_cannot_be_drawn_is_refused(runs, capsys):

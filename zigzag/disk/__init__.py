@@ -7,7 +7,7 @@
     token_files     tokens that other programs wrote
     chats           conversations by a model's chat template, and which of their tokens are learned
     packing         rows of whole documents
-    mixture         several sources, mixed by weights; shuffle, the order of examples
+    mixture         several sources, mixed by weights; the order of examples
     lines           lines of JSON, and what else readers share
     batches         from examples to arrays, placed on the mesh
     checkpoint      the folder of a run: what is saved, and how it is restored

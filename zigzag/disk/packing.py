@@ -19,7 +19,7 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random
-from zigzag.disk.shuffle import order_at
+from zigzag.disk.mixture import order_at
 
 BLOCK = 4096
 

@@ -4,10 +4,9 @@ the rule finds the split of each weight, and what follows from a table of weight
     collectives     collectives that a platform needs in another form than jax's own
     products        products with weights, split or not, and losses summed over chunks
     overlap         products in parts, beside what sends them (--overlap)
-    order           the order in which seq holds the time of a row
     remat           what to recompute in the backward pass
     layer_strips    a layer's rows in turn, so that one is sent while another is multiplied
-    attention       attention in blocks and by a device's kernel
+    attention       attention in blocks and by a device's kernel; the order of time over seq
     ring_kernel     the kernel of TPUs, in a ring over seq
     experts         sorting tokens by expert, and grouped products
     pipeline        the schedules beside gpipe (interleaved and 1f1b), and all timetables

@@ -125,17 +125,3 @@ class MoreOptions(*OF_PARTS):
             fifth = max(1, self.steps // 5)
             derive(self, save_every=fifth, eval_every=fifth)
             derive(self, eval_tokens=tokens_to_evaluate(self))
-
-    def __getattr__(self, name):
-        if name.startswith("__") or name == "network":
-            raise AttributeError(name)
-        value = getattr(self.network, name)
-        import sys
-        f = sys._getframe(1)
-        inner, t = f"{f.f_code.co_filename}:{f.f_lineno}", f
-        while t and "/tests/" not in t.f_code.co_filename and "test_all" not in t.f_code.co_filename:
-            t = t.f_back
-        outer = f"{t.f_code.co_filename}:{t.f_lineno}" if t else "-"
-        with open("/tmp/getattr.log", "a") as log:
-            log.write(f"{outer} {inner} {name}\n")
-        return value
