@@ -161,11 +161,10 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
     """New ids [B, tokens], for use inside a compiled function; with beams, the best beam's. rows
     are arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder. Ids
     after the first one in `ends` mean nothing."""
+    engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
     if beams:
-        return part("tools.beams", "beams").ids_of_rows(
-            engine_of(config), params, rows, tokens, ends, beams)
-    return passes.ids_of_rows(engine_of(config), params, rows, tokens,
-                              decoding.sampling_of(sampling, {}), seed, ends, draw)
+        return part("tools.beams", "beams").ids_of_rows(engine, params, rows, tokens, ends, beams)
+    return passes.ids_of_rows(engine, params, rows, tokens, sampling, seed, ends, draw)
 
 
 def for_decoding(params: Any, config: Any) -> Any:
@@ -215,10 +214,7 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
     mesh = mesh_of_flags(flags.mesh, flags.shards)
     if flags.model:
         published = part("published", f"--model {flags.model}")
-        c = published.hf_config(flags.model)
-        check_writes(network_of(c), c, f"--model {flags.model}", mesh)
-        tokenizer = published_tokenizer(flags.model, c.vocab_size)
-        return *published.load_for_decoding(flags.model, mesh, flags.edited), tokenizer
+        return published.load_for_decoding(flags.model, mesh, flags.edited)
     c = config_of_run(flags.run)
     check_writes(network_of(c), c, f"--run {flags.run}", mesh)
     tokenizer = needed_tokenizer(flags.run)

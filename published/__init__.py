@@ -33,9 +33,12 @@ from published.llama import start_id as start_id
 from published.presets import PRESETS as FIELDS
 from published.presets import fields_of_preset
 from zigzag.core.mesh import best_dtype
+from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
 from zigzag.generate.engine import Engine
+from zigzag.generate.rows import check_writes
 from zigzag.parallel.network import Network, Params, model_type
 from zigzag.parallel.network import network_of as network_of
+from zigzag.parallel.saved import load_run as load_run
 
 # {model_type of a published config.json: network}. All others are model.py's or transformer.py's.
 KINDS: dict[str, Network] = {kind: network for network in (
@@ -102,11 +105,19 @@ def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields
     return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 
 
-def load_for_decoding(folder: str | Path, mesh: Mesh, edited: bool = False) -> tuple[Params, Any]:
-    """As load_hf, but on a mesh, and with the weights as decoding uses them: in the precision that
-    the devices are best at, with a list of layers (the stacks for training are never made)."""
+def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
+                      ) -> tuple[Params, Any, Tokenizer]:
+    """(weights, configuration, tokenizer) for sample.py --model: weights as decoding uses them, in
+    the precision that the devices are best at, with a list of layers (the stacks for training are
+    never made)."""
     network = network_of_folder(folder)
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
+    check_writes(network, config, f"--model {folder}", mesh)
+    tokenizer = published_tokenizer(folder, config.vocab_size)
+    return *_for_decoding(network, config, folder, mesh, edited), tokenizer
+
+
+def _for_decoding(network, config, folder, mesh, edited):
     if network.decoder_of:      # (a decoder among other towers: its layers are stacked here)
         network.check(config, mesh)
         params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))

@@ -1,6 +1,6 @@
 """`Family`: a family of published models; and names of arrays that many families share.
 
-llama.py and gpt.py have the families; published.py explains the names.
+llama.py and gpt.py have the families; arrays_of_folder.py explains the names.
 """
 
 from typing import Any, Callable, NamedTuple

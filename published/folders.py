@@ -82,7 +82,8 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     if not config.published:
         if network.name not in TO_PUBLISHED:
             raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
-                              f"a published folder")
+                              f"a published folder (TO_PUBLISHED in published/llama.py says which "
+                              f"others can)")
         config, weights = TO_PUBLISHED[network.name](config)
         seen = {"published"}
     _check_described(network, config, seen)
@@ -134,6 +135,9 @@ def export(argv: Sequence[str] | None = None) -> None:
     if not options.export:
         raise ConfigError("--export '': expected a new folder")
     record, out = run_record(options.run), Path(options.export)
+    if record.get("own_weights") or record.get("vocab_size") == 0:
+        raise ConfigError(f"--run {options.run}: its weights are those of a custom task, which no "
+                          f"published model has")
     network = network_of_record(record)
     params, config = load_run(options.run)
     save_hf(network, out, params, config, options.dtype)

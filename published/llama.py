@@ -3,9 +3,9 @@ arrays.
 
 To add a family whose parts published/transformer.py has, write a `Family`: `fields` translates its
 config.json to fields of published.transformer.Config, `arrays` gives the weights in each published
-module (published.py explains the names), and `defaults` are its class's in transformers, for keys
+module (arrays_of_folder.py explains them), and `defaults` are its class's in transformers, for keys
 that a config.json leaves out (all but sizes). Nothing else: sharding follows from the rule. Here
-are LLaMA's relatives; gpt.py has GPT-2's, pairs.py encoder-decoders.
+are LLaMA's relatives; gpt.py has GPT-2's, encoder_decoders.py those of encoder-decoders.
 """
 
 import dataclasses

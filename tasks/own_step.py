@@ -167,6 +167,7 @@ class OwnStep:
     def _places(self, overrides):
         """A Decision for every array of the trees, from all losses together."""
         c, parts = self.config, row_groups(self.mesh) * self.config.accumulate
+        dtype = c.network.dtype
 
         def all_losses(params, given):
             sums = [loss_sums(call.loss({**others, **{n: params[n] for n in call.trees
@@ -175,11 +176,11 @@ class OwnStep:
             return sum(sums), sum(sums)
 
         def given(parts):
-            return [(cast({n: x for n, x in call.trees.items() if n not in self.params}, c.dtype),
+            return [(cast({n: x for n, x in call.trees.items() if n not in self.params}, dtype),
                      jax.tree.map(lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])),
                                   call.batch)) for call in self.calls]
 
-        weights = jax.eval_shape(lambda p: cast(p, c.dtype), self.params)
+        weights = jax.eval_shape(lambda p: cast(p, dtype), self.params)
         decisions = plan_sharding(
             all_losses, weights, given(parts), mesh=self.mesh, fsdp_min=c.fsdp_min,
             overrides=check_overrides(c.override, self.params, self.mesh, overrides))

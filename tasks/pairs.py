@@ -15,6 +15,7 @@ import numpy as np
 import sample
 from tasks import examples, metrics
 from zigzag.core.errors import ConfigError
+from zigzag.core.parts import part
 from zigzag.disk.tokenizers import Bytes, Tokenizer, tokenizer_record
 from zigzag.generate.decoding import GREEDY
 from zigzag.generate.prompts import special_ids
@@ -47,6 +48,8 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     if config.metric not in ("", *metrics.TEXT_METRICS):
         raise ConfigError(f"--metric {config.metric}: is for classes; expected one of "
                           f"{', '.join(metrics.TEXT_METRICS)} for pairs of texts")
+    if config.beams:
+        part("tools.beams", f"--beams {config.beams}")
     network = network_of(config)
     width, *is_array = network.source_shape(config.network)
     length = config.network.seq_len
@@ -90,7 +93,7 @@ def _ids_around(network, config, tokenizer):
     """(the ids before a target, the id that ends it, the id of padding)."""
     if ids := network.source_ids(config.network):   # (a decoder, in whose rows ids stand for them)
         return [*ids, tokenizer.prompt("")[-1]], tokenizer.ends[0], 0
-    start, end, pad = special_ids(config, tokenizer)
+    start, end, pad = special_ids(config.network, tokenizer)
     return [start], end, pad
 
 

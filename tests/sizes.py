@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from tests.parts import PARTS
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/compared.md"
 PLAIN = "model.py", "shard.py", "train.py", "sample.py", "data.py"
@@ -30,7 +32,7 @@ def sizes():
     """{part of the repository: its lines}. In docs/ the lines of its pages are counted, elsewhere
     those of Python files."""
     wings = sorted(path.parent.name for path in (ROOT / "zigzag").glob("*/__init__.py"))
-    folders = "networks", "tasks", *(f"zigzag/{wing}" for wing in wings)
+    folders = *(f"zigzag/{wing}" for wing in wings), *list(PARTS)[:4]
     code = {name: lines(ROOT / name) for name in PLAIN} | {
         f"{folder}/": lines(*(ROOT / folder).glob("*.py")) for folder in folders}
     return {**code, TOGETHER: sum(code.values()), "tests/": lines(*(ROOT / "tests").rglob("*.py")),
@@ -47,9 +49,9 @@ def table():
 def comparison():
     """Our row in the comparison of sizes."""
     n = sizes()
-    split = n["shard.py"] + n["zigzag/parallel/"] + n["zigzag/rule/"]
+    split = n["shard.py"] + n["zigzag/parallel/"]
     loop = n["train.py"] + n["zigzag/run/"]
-    return (f"| zigzag | {n['model.py']:,} | {split:,} (shard.py, `parallel`, `rule`) "
+    return (f"| zigzag | {n['model.py']:,} | {split:,} (shard.py, `parallel`) "
             f"| {loop:,} (train.py, `run`) | {n[TOGETHER]:,} (below) |")
 
 

@@ -35,7 +35,7 @@ def auto_mesh(config, lines, compile_program=program_and_step):
     return forecast.auto_mesh(
         config, jax.devices(), params, check=check_network,
         compile_program=compile_program, say=lines.append,
-        flops=net.flops(config, config.batch * config.seq_len))
+        flops=net.flops(config, config.batch * config.network.seq_len))
 
 
 WIDE = dict(batch=16, layers=4, d_model=128, d_ff=512, seq_len=64)

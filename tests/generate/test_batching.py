@@ -21,7 +21,7 @@ ALL = 10**6         # as many rows as there are prompts
 
 
 def made(**changes):
-    config = make(**changes)
+    config = make(**changes).network
     return far_apart(config, 2), config
 
 

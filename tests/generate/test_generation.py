@@ -13,7 +13,7 @@ import sample
 from published import transformer
 from published.llama import start_id
 from tests.common import far_apart, net, peer, weights_on
-from tests.helpers import make
+from tests.helpers import make, own
 from tests.published import test_families, test_pairs_families
 from tools import scores
 from zigzag.core.flags import change
@@ -32,7 +32,7 @@ def loaded(name):
     if name not in PAIRS:
         return *published.load_hf(test_families.reference(name).folder), None
     params, config, *_ = test_pairs_families.loaded(name)
-    return params, change(config, seq_len=40), test_pairs_families.sources(name)
+    return params, change(own(config), seq_len=40), test_pairs_families.sources(name)
 
 
 def source_of(name):

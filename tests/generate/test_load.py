@@ -53,7 +53,7 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
     config = make(steps=1, out=str(tmp_path / "run"))
     learn(config)
     params, c, tokenizer = sample.load(tmp_path / "run", mesh_of("tensor=2"))
-    assert tokenizer is None and c.layers == config.layers
+    assert tokenizer is None and c.layers == config.network.layers
     assert not params["layers"]["wq"].sharding.is_fully_replicated
     with pytest.raises(ConfigError, match="without a tokenizer .*tokenizer="):
         sample.load_model(sample.Flags(run=str(tmp_path / "run")))
@@ -76,7 +76,7 @@ def test_a_run_of_a_custom_task_is_loaded(tmp_path, mesh):
 @pytest.mark.parametrize("forward", [model.forward, net.forward])
 def test_forward_takes_one_row(forward):
     """A list of ids that is taken for a batch of numbers."""
-    config, row, at = make(), np.array([3, 4, 5, 6]), np.array([2, 3, 4, 5])
+    config, row, at = make().network, np.array([3, 4, 5, 6]), np.array([2, 3, 4, 5])
     params = net.init(config, jax.random.key(0))
     np.testing.assert_array_equal(
         forward(params, row.tolist(), config), forward(params, row[None], config)[0])

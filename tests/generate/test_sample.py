@@ -37,8 +37,8 @@ class Model(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained():
-    config = make(steps=60)
-    return Model(jax.tree.map(jnp.asarray, jax.device_get(learn(config)[1].params)), config)
+    run = make(steps=60)
+    return Model(jax.tree.map(jnp.asarray, jax.device_get(learn(run)[1].params)), run.network)
 
 
 @pytest.mark.full
@@ -89,7 +89,7 @@ def test_generation_is_the_same_on_any_mesh(trained, generated, mesh):
     ("tensor=2", dict(kv_rank=8, rotary_dim=4, head_dim=8, v_head_dim=8), (1, 16, 12))])
 def test_a_cache_has_each_devices_own_part(mesh, changes, shape):
     """A cache with all heads, or all tokens, on every device: tensor would save no memory."""
-    config = make(**changes)
+    config = make(**changes).network
     params = weights_on(net.init(config, jax.random.key(0)), config, mesh)
     with mesh_of_weights(params):
         rows = prompt_arrays(network_of(config), [[1], [2]], config, 16, None)
@@ -318,7 +318,8 @@ THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 IN_PROCESSES = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
-import published, sample, train
+import sample, train
+from zigzag.parallel.saved import load_run
 from zigzag.run.running import machine
 THIRTEEN = [list(range(n, n + 1 + n % 5)) for n in range(13)]
 config = train.parse(sys.argv[1:])
@@ -334,11 +335,11 @@ with open(f"{config.out}/by-{config.process_id}.json", "w") as file:
 @pytest.mark.full
 def test_thirteen_prompts_are_the_same_in_two_processes(tmp_path):
     """A process with the texts of only its own rows, or that waits for ever for the other's."""
-    config = make(steps=60, out=str(tmp_path / "run"), save_every=60)
-    params = jax.device_get(learn(config)[1].params)
+    run = make(steps=60, out=str(tmp_path / "run"), save_every=60)
+    params, config = jax.device_get(learn(run)[1].params), run.network
     file = tmp_path / "two.py"
     file.write_text(IN_PROCESSES)
-    results = ends(hosts(2, "--mesh", "data=2,tensor=2", "--out", config.out, file=file))
+    results = ends(hosts(2, "--mesh", "data=2,tensor=2", "--out", run.out, file=file))
     assert [status for status, *_ in results] == [0, 0], results
     want = [sample.generate(params, THIRTEEN, config, 8, **options)
             for options in (dict(temperature=0), dict(temperature=1.5, seed=list(range(13))))]
@@ -417,7 +418,7 @@ def written_without_a_cache(params, config, prompt, tokens):
                 ids=["rotary", "learned"])
 def moved(request):
     """Weights that never write the same id for long, with a context of 16."""
-    config = make(seq_len=16, **request.param)
+    config = make(seq_len=16, **request.param).network
     return Model(far_apart(config, seed=1), config)
 
 

@@ -307,7 +307,7 @@ def test_the_context_is_that_of_the_positions():
     assert context(make(seq_len=16, rope_scaling=scaled("dynamic"))) == 64
     for kind in "dynamic", "linear":
         assert context(make(seq_len=100, rope_scaling=scaled(kind))) == 100
-    of_learned = sampling.Model(None, {}, learned, Bytes())
+    of_learned = sampling.Model(None, {}, learned.network, Bytes())
     assert [of_learned.room(Prompt("", [1] * n)) for n in (17, 16, 15, 1)] == [1, 1, 2, 16]
     published = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,

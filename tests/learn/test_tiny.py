@@ -29,9 +29,9 @@ def of_train():
     rows, _ = learn(config, optimizer=optax.adamw(0.01))
     examples = tokens_of(config)
     batches = [data.collate([examples[i] for i in order(len(examples), config.seed, 8 * at, 8)],
-                            config.seq_len) for at in range(10)]
+                            config.network.seq_len) for at in range(10)]
     # (Rows of the vocabulary that no token has are padding.)
-    V = config.vocab_size
+    V = config.network.vocab_size
     first = {**first, "embed": first["embed"][:V], "head": first["head"][:, :V]}
     return jax.device_get(first), batches, [row["loss"] for row in rows if "loss" in row]
 

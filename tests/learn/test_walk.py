@@ -59,7 +59,7 @@ def test_what_a_block_sends_is_what_the_formula_says(mesh):
     sizes = mesh_sizes(c.mesh)
     n, rows = sizes["tensor"], 8 // (sizes.get("data", 1) * sizes.get("fsdp", 1))
     rows //= 2 if "pipe" in sizes else 1
-    X = 4 * rows * c.seq_len * c.network.d_model
+    X = 4 * rows * c.network.seq_len * c.network.d_model
     here = [one for one in sent if one.times(BLOCK, "block")]
     assert {one.times(BLOCK, "block") for one in here} == {1}
     norms = 2 * 2 * (n - 1) / n * 4 * c.network.d_model
@@ -73,7 +73,7 @@ def test_a_line_sends_what_its_loop_sends():
     one turn."""
     config = train.parse([*FLAGS.split(), "--mesh", "data=2,seq=4"])
     sent, made, c = walk.trace(config, {BLOCK})
-    K = 4 * 4 * (c.seq_len // 4) * c.network.d_model        # (of four rows)
+    K = 4 * 4 * (c.network.seq_len // 4) * c.network.d_model        # (of four rows)
     for is_backward in (False, True):
         here = [one for one in sent if one.is_backward == is_backward and "seq" in one.text
                 and "permute" in one.text and len(one.text.split(",")) > 4]

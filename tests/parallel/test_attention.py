@@ -169,7 +169,7 @@ def one_kernel(q, k, v, known):
 
 
 def with_documents(config):
-    rng, T = np.random.default_rng(0), config.seq_len
+    rng, T = np.random.default_rng(0), config.network.seq_len
     batch = batch_of(config)
     batch["segments"] = np.sort(rng.integers(0, 3, (config.batch, T)), 1).astype(np.int32)
     starts = [np.searchsorted(row, row) for row in batch["segments"]]
@@ -210,10 +210,10 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
 
     def kernel(q, k, v, known):
         n = dict(mesh_of(mesh).shape)["tensor"]
-        if config.heads % n:        # then every device has all of them
+        if config.network.heads % n:        # then every device has all of them
             n = 1
-        assert q.shape[2] == config.heads // n
-        assert k.shape[2] == v.shape[2] == math.lcm(config.kv_heads, n) // n
+        assert q.shape[2] == config.network.heads // n
+        assert k.shape[2] == v.shape[2] == math.lcm(config.network.kv_heads, n) // n
         assert known.documents is None or known.documents.shape == q.shape[:2]
         calls.append(q.shape)
         return one_kernel(q, k, v, known)
@@ -230,7 +230,7 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
     (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"]}, c), 1),
     (lambda p, batch, c: net.loss(p, {**batch, "segments": batch["tokens"][:1]}, c), 1),
     (lambda p, batch, c: net.loss(p, batch, change(c, kernel=False)), 0),
-    (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c, 4), 0)])
+    (lambda p, batch, c: sample.generate_ids(p, {"tokens": batch["tokens"]}, c.network, 4), 0)])
 def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times):
     """Padding of a cache that is seen, because a kernel knows no cache; --kernel false that does
     not reach the loss; documents that are given once for all rows, which a kernel needs for

@@ -120,7 +120,7 @@ def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
 def test_what_chooses_experts_is_not_rounded():
     """A bias for the choice of experts in bfloat16: DeepSeek's differ little from a large offset,
     to which they would be rounded."""
-    c = make(experts=4, router="sigmoid", dtype="bfloat16")
+    c = make(experts=4, router="sigmoid", dtype="bfloat16").network
     params = mesh_tools.cast(net.init(c, jax.random.key(0)), c.dtype)
     kinds = {path: w.dtype for path, w in mesh_tools.by_path(params).items()}
     assert kinds.pop("layers.router_bias") == jnp.float32
@@ -130,7 +130,7 @@ def test_what_chooses_experts_is_not_rounded():
 def test_experts_equal_a_loop_over_all_of_them():
     """An output weighted by the wrong expert's share; a router's loss that counts tokens of weight
     0 (one row has only these). With gradients."""
-    c = make(experts=6, experts_per_token=3, shared_experts=2)
+    c = make(experts=6, experts_per_token=3, shared_experts=2).network
     w = jax.tree.map(lambda x: 3 * x[0], net.init(c, jax.random.key(0))["layers"])
     rng = np.random.default_rng(0)
     h = jnp.asarray(rng.normal(size=(4, 16, 32)), jnp.float32)

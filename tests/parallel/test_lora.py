@@ -311,7 +311,7 @@ def test_a_run_goes_on_beside_its_own_weights_alone(trained):
 def test_a_run_is_read_merged(trained, capsys):
     """sample.py with only the frozen weights, or with adapters added twice."""
     folder, fit = trained
-    config, prompts = language_run(folder), [[1, 2, 3], [7]]
+    config, prompts = language_run(folder).network, [[1, 2, 3], [7]]
     want = sample.generate(fit.params, prompts, config, tokens=8, temperature=0)
     for mesh in (None, mesh_of("tensor=2")):
         params, read = load_run(folder, mesh)

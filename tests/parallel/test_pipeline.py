@@ -163,10 +163,11 @@ def test_layers_that_do_not_divide_into_stages_are_refused():
 # What a head is given of the time
 
 PIPED = make(layers=4, batch=16)
+NET = PIPED.network
 
 
 def attends(p, x, batch):
-    q, k, v = shard.columns(model.norm(x, p["norm"], PIPED), *(p["head_of"][n] for n in "qkv"))
+    q, k, v = shard.columns(model.norm(x, p["norm"], NET), *(p["head_of"][n] for n in "qkv"))
     return x + shard.row((shard.self_attend(q, k, v, heads=4), p["head_of"]["o"]))
 
 
@@ -180,12 +181,12 @@ def drops(p, x, batch):
 
 
 def sums_over_time(p, x, batch):
-    total = shard.sum_over_time(model.norm(x, p["norm"], PIPED).sum(1))
+    total = shard.sum_over_time(model.norm(x, p["norm"], NET).sum(1))
     return x * (1 + 0.1 * jnp.tanh(total / 16))[:, None]
 
 
 def pools(p, x, batch):
-    mean = shard.whole_time(model.norm(x, p["norm"], PIPED)).mean(1)
+    mean = shard.whole_time(model.norm(x, p["norm"], NET)).mean(1)
     return x * (1 + 0.3 * jnp.tanh(mean))[:, None]
 
 
@@ -200,21 +201,21 @@ def first_update(change, mesh, all_time=False, timed={}, extra={}, **how):
     def head(p, x, batch):
         given = change(p, x, batch)
         x, weights = given if isinstance(given, tuple) else (given, batch["weights"])
-        total, _ = shard.token_loss(*model.norm_and_head(p, x, PIPED), batch["targets"], weights,
-                                    PIPED.vocab_size)
+        total, _ = shard.token_loss(*model.norm_and_head(p, x, NET), batch["targets"], weights,
+                                    NET.vocab_size)
         return total, jnp.sum(batch["weights"])
 
     def loss(p, batch, specs=None):
         others = {name: w for name, w in p.items() if name != "layers"}
         return shard.pipelined_loss(
-            lambda p, batch: model.embed(p, batch["tokens"], PIPED),
-            functools.partial(model.layer, c=PIPED.network), head, others, p["layers"], batch,
-            specs and specs["layers"], config, all_time=all_time)
+            lambda p, batch: model.embed(p, batch["tokens"], NET),
+            functools.partial(model.layer, c=NET), head, others, p["layers"], batch,
+            specs and specs["layers"], config.network, all_time=all_time)
 
     def init(key):
         own = {n: jax.random.normal(jax.random.fold_in(key, i), (32, 4, 8)) / 5
                for i, n in enumerate("qkv")}
-        return {**model.init(PIPED.network, key), "head_of": {
+        return {**model.init(NET, key), "head_of": {
             **own, "o": jax.random.normal(key, (4, 8, 32)) / 5}}
 
     made = batch_of(PIPED) | extra

@@ -92,4 +92,4 @@ def test_the_loss_in_chunks_is_the_loss(monkeypatch):
 def test_chunks_divide_the_time(time, size, chunks, monkeypatch):
     """A shorter last chunk, or a chunk with too many logits."""
     monkeypatch.setattr(products, "LOGITS", size)
-    assert products.loss_chunks(8, time, padded(make().vocab_size)) == chunks
+    assert products.loss_chunks(8, time, padded(make().network.vocab_size)) == chunks

@@ -353,7 +353,7 @@ def as_published(config, tree):
     """A tree like the weights as published arrays, without the numbers that a family adds to
     some."""
     config = own(config)
-    family = llama.family_of(json.loads(config.published), network_of(config).families)
+    family = llama.family_of(json.loads(config.published), llama.families_of(network_of(config)))
     adjust = {name: dataclasses.replace(how, offset=0.0)
               for name, how in family.adjust(config).items()}
     table, weights = network_of(config).table(config), by_path(tree)

@@ -223,7 +223,7 @@ def test_a_run_is_whole_without_the_folder_that_it_began_with(tmp_path, capsys, 
     assert written("--model", mine) == said
     params, again = load_hf(mine)
     same(params, load_run(out)[0])
-    assert again.seq_len == SHAPE["seq_len"] and config.seq_len == 16
+    assert again.seq_len == SHAPE["seq_len"] and config.network.seq_len == 16
     with pytest.raises(ConfigError, match="holds config.json"):
         export(out, mine)
 
@@ -235,7 +235,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
     out, _ = tuned
     flags = ("--init_from", out, "--data", text, "--batch", 8, "--steps", 1)
     config = train.parse([str(w) for w in (*flags, "--out", tmp_path / "new")])
-    assert config.seq_len == 16 and config.lr == pytest.approx(0.05 / 24)
+    assert config.network.seq_len == 16 and config.lr == pytest.approx(0.05 / 24)
     weights, tokenizer, _ = source.first_weights(config)
     assert tokenizer.kind == "tokenizer.json"
     program = program_of(config, "fsdp=2")
@@ -292,7 +292,7 @@ def test_adapters_beside_published_weights(tmp_path, capsys, published, text):
     flags = ["--init_from", str(out), "--data", str(text), *map(str, STEPS)]
     for rank in (0, 3):
         config = train.parse([*flags, "--lora_rank", str(rank)])
-        assert config.lora_rank == rank == train.parse(flags).lora_rank + rank
+        assert config.network.lora_rank == rank == train.parse(flags).network.lora_rank + rank
         weights, *_ = source.first_weights(config)
         program = program_of(config, "fsdp=2")
         first = program.weights(first_state(program, weights))

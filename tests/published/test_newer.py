@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 import published
 from published.arrays_of_folder import check_arrays
+from published.llama import families_of
 from tests.common import byte_level, full, peer
 from tests.published import options
 from tests.published.option_cases import BASES, bases, speaks_5
@@ -102,7 +103,7 @@ def test_an_ignored_array_has_a_reason(name, array, value, words):
     edit = {**load_file(folder / "model.safetensors"), array: value().astype(np.float32)}
     _, config = published.load_hf(folder)
     network = network_of(config)
-    family = network.families[bases()[name].family]
+    family = families_of(network)[bases()[name].family]
 
     class Edited:       # (a folder with that array, without the work of writing one)
         path, arrays = folder, edit

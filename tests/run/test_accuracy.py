@@ -36,7 +36,7 @@ def test_the_hits_are_those_of_the_logits(mesh, changes, chunked, monkeypatch):
                             dtype="float32"), **changes})
     held_out = tokens_of(config, 13, seed=5)
     rows, result = learn(config, mesh, held_out=held_out)
-    task = train.Task(None, lambda e: data.collate(e, config.seq_len), None,
+    task = train.Task(None, lambda e: data.collate(e, config.network.seq_len), None,
                       examples=tokens_of(config))
     first = jax.jit(lambda: net.init(config.network, jax.random.key(0)))()
     for at, params in ((0, first), (8, jax.device_get(result.params))):

@@ -125,13 +125,14 @@ def test_other_commands_and_functions_look_at_no_run(run, monkeypatch):
     """A benchmark, or a script that parses flags, that reads a run which happens to be in `out`."""
     monkeypatch.chdir(run.parent)
     run.rename("out")
-    assert train.parse([]).layers == 4 and continued("--steps", 9).layers == 2
+    assert train.parse([]).network.layers == 4
+    assert continued("--steps", 9).network.layers == 2
     seen = []
     monkeypatch.setattr(dry_run, "run", seen.append)
     monkeypatch.setattr(bench, "run", seen.append)
     train.main(["--topology", "v5e:2x2"])
     train.main(["--bench", "--mesh", "data=8"])
-    assert [config.layers for config in seen] == [4, 4]
+    assert [config.network.layers for config in seen] == [4, 4]
 
 
 @pytest.mark.full
@@ -207,9 +208,9 @@ def test_runs_that_lack_a_field_continue_by_their_folder(tmp_path, capsys, monke
         (tmp_path / "config.json").write_text(json.dumps({**record, **more, "network": network}))
         config = continued("--out", tmp_path)
         assert network_of(config).name == network
-        assert (config.layers, config.lr, config.steps, config.warmup) == (2, 0.5, 20, 1)
+        assert (config.network.layers, config.lr, config.steps, config.warmup) == (2, 0.5, 20, 1)
         assert "of another task" not in refused(capsys, "--out", tmp_path, "--layers", 3)
-    assert config.window == 8
+    assert config.network.window == 8
     (tmp_path / "config.json").write_text("{")
     assert "config.json cannot be read" in refused(capsys, "--out", tmp_path)
     monkeypatch.chdir(tmp_path)         # (a config.json that no --out names)

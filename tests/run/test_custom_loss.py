@@ -130,6 +130,7 @@ def branches(p, b):
 # Custom losses that call shard.py
 
 OWN = make(layers=4, eval_every=10)     # (trained in parts here: 16 rows, --accumulate 2)
+NET = OWN.network
 
 
 def MASK(query, key):
@@ -139,15 +140,15 @@ def MASK(query, key):
 def own_block(causal, mask, head, schedule="gpipe", all_time=False):
     """A loss with the transformer's weights and attention of its own, through pipelined_loss."""
     def embed(p, batch):
-        return shard.embed_lookup(p["embed"], batch["tokens"]) * OWN.d_model**0.5
+        return shard.embed_lookup(p["embed"], batch["tokens"]) * NET.d_model**0.5
 
     def block(w, x, i, batch):
-        q, k, v = shard.columns(model.norm(x, w["attn_norm"], OWN), w["wq"], w["wk"], w["wv"])
+        q, k, v = shard.columns(model.norm(x, w["attn_norm"], NET), w["wq"], w["wk"], w["wv"])
         info = {"slot": jnp.broadcast_to(shard.slots_of(q), q.shape[:2])}
         a = shard.attend(attention.softmax_attention, q, k, v, mask, info, info,
                          attention.Asked(causal))
         x = x + shard.row((a, w["wo"]))
-        up, = shard.columns(model.norm(x, w["mlp_norm"], OWN), w["w_up"])
+        up, = shard.columns(model.norm(x, w["mlp_norm"], NET), w["w_up"])
         return x + shard.row((jax.nn.gelu(up), w["w_down"])), None
 
     def loss(p, b, specs=None):
@@ -165,8 +166,8 @@ def everywhere(query, key):
 
 
 def each_token(p, x, batch):
-    total, _ = shard.token_loss(model.norm(x, p["norm"], OWN), p["head"], batch["targets"],
-                                batch["weights"], OWN.vocab_size)
+    total, _ = shard.token_loss(model.norm(x, p["norm"], NET), p["head"], batch["targets"],
+                                batch["weights"], NET.vocab_size)
     return total, jnp.sum(batch["weights"])
 
 
@@ -176,19 +177,19 @@ def of_labels(logits, batch):
 
 
 def pooled(p, x, batch):
-    x = model.norm(x, p["norm"], OWN).mean(1)
+    x = model.norm(x, p["norm"], NET).mean(1)
     return -jnp.sum(of_labels(x @ p["head"][:, :8], batch)), jnp.sum(batch["one"])
 
 
 def pooled_by_weights(p, x, batch):
-    x = shard.whole_time(model.norm(x, p["norm"], OWN)).mean(1)
+    x = shard.whole_time(model.norm(x, p["norm"], NET)).mean(1)
     rows = of_labels(x @ p["head"][:, :8], batch)
     return -jnp.sum(rows * batch["weights"].sum(1)), jnp.sum(batch["weights"])
 
 
 def classified(p, x, batch):
     """A classifier of the first token; its count is the number of rows, whatever the weights."""
-    first = shard.whole_time(model.norm(x, p["norm"], OWN))[:, :1]
+    first = shard.whole_time(model.norm(x, p["norm"], NET))[:, :1]
     logits = shard.vocab_logits(first, p["head"], 61)[:, 0, :8]
     return -jnp.sum(of_labels(logits, batch)), jnp.sum(batch["one"])
 
@@ -197,9 +198,9 @@ def first_token(whole):
     """A loss of only the first token, picked from all of the time or from a device's part."""
     def head(p, x, batch):
         x = (shard.whole_time(x) if whole else x)[:, :1]
-        x = model.norm(x, p["norm"], OWN)
+        x = model.norm(x, p["norm"], NET)
         total, _ = shard.token_loss(x, p["head"], batch["targets"][:, :1], batch["weights"][:, :1],
-                                    OWN.vocab_size)
+                                    NET.vocab_size)
         return total, jnp.sum(batch["weights"][:, :1])
 
     return own_block(True, MASK, head, all_time=whole)

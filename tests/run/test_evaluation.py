@@ -306,8 +306,8 @@ def test_evaluations_take_a_fifth_of_a_runs_time_at_most(steps, first, batch):
     """A run that trains on 102,400 tokens and evaluates 655,000."""
     config = run_of(steps=steps, eval_first=first, batch=batch)
     count = len({s for s in range(1, steps + 1) if s % config.eval_every == 0} | {steps}) + first
-    training, tokens = 3 * steps * config.batch * config.seq_len, config.eval_tokens
-    least = config.batch * config.seq_len
+    training, tokens = 3 * steps * config.batch * config.network.seq_len, config.eval_tokens
+    least = config.batch * config.network.seq_len
     assert 0 < tokens <= evaluation.MOST_TOKENS
     if tokens > least:
         assert count * tokens <= (training + count * tokens) / 5

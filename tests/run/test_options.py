@@ -144,7 +144,7 @@ def test_zero_evaluations_and_saves_are_none(tmp_path):
 def test_sizes_keep_zero_for_derived():
     """A head of width 0."""
     config = train.parse(["--kv_heads", "0", "--head_dim", "0", "--d_ff", "0"])
-    assert (config.kv_heads, config.head_dim, config.d_ff) == (8, 16, 384)
+    assert (config.network.kv_heads, config.network.head_dim, config.network.d_ff) == (8, 16, 384)
 
 
 @pytest.mark.parametrize("found", [None, "0", FORMAT + 1])
@@ -171,5 +171,5 @@ def test_an_option_of_a_fork_needs_one_line():
     others = [path for path in (ROOT / "zigzag").glob("[!t]*/*.py")
               if path.name not in ("more_options.py", "synonyms.py")
               and re.search(r"[\"']weight_decay[\"']|[\"']max_skipped[\"']", path.read_text())]
-    assert not others, others        # (forecast/adds.py has one, which --topology does not use)
+    assert [path.name for path in others] == ["programs.py"], "shard.py does not use one"
     assert all(comment.help and comment.group for comment in comments(train.Config).values())

@@ -359,4 +359,4 @@ def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, sh
     flag = f"^{re.escape(path)}$=" + ",".join(e or "-" for e in entries)
     rows, _ = learn(make(**{**dict(layers=4, steps=6, batch=16, accumulate=2), **what,
                             "override": ("embed=-", flag)}), mesh)
-    assert losses_of(rows) == pytest.approx(without_overrides[config.experts], rel=5e-5)
+    assert losses_of(rows) == pytest.approx(without_overrides[config.network.experts], rel=5e-5)

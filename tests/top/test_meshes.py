@@ -151,7 +151,7 @@ def test_the_table_of_loss_by_layout(flags, first, last):
     the table anew.)"""
     run, config = run_layout(flags)
     assert run.losses[0] == pytest.approx(float(first), rel=2e-6)
-    if config.experts:
+    if config.network.experts:
         assert_same_losses(run, on_one_device((("layers", 8), ("experts", 8))))
     else:
         assert run.losses[-1] == pytest.approx(float(last), rel=5e-5)

@@ -18,7 +18,7 @@ import train
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
 from zigzag.core.options import comments, options
-from zigzag.core.parts import commands, has_part, part
+from zigzag.core.parts import Unused, commands, has_part, part
 from zigzag.parallel.network import (
     COMPUTED,
     NETWORKS,
@@ -172,6 +172,11 @@ def check_command(given: dict[str, Any], flag: str, where: str) -> None:
     _, unused, beside = commands()[flag]
     if unused is None:
         return _refuse([name for name in given if name not in (flag, *beside)], given, where)
+    check_unused(given, unused, where)
+
+
+def check_unused(given: dict[str, Any], unused: Unused, where: str) -> None:
+    """Refuse flags that have no effect somewhere."""
     _refuse([name for name in given if name in unused.names
              or name != "out" and _group(name) in unused.groups], given, where)
 

@@ -15,7 +15,7 @@ import train
 from zigzag.commands import command_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, keep_compiled, mesh_sizes
-from zigzag.core.parts import commands, part
+from zigzag.core.parts import Unused, commands, part
 from zigzag.disk.tokenizers import Bytes
 from zigzag.parallel import low_rank
 from zigzag.parallel.network import network_of
@@ -24,6 +24,9 @@ from zigzag.run.checks import check_network
 from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.running import machine
 from zigzag.run.task import without_data
+
+# What python shard.py does not use.
+NOT_USED = Unused(("saving", "evaluation"), ("check", "profile", "max_skipped"))
 
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
@@ -72,11 +75,10 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     """python shard.py --model llama-7b --shards 4: print how each weight would be split, and why,
     without making the weights."""
     given = command_line.read_flags(argv)
+    command_line.check_unused(given, NOT_USED, "in python shard.py")
     config = command_line.config_of_flags(given)
-    if "topology" in commands():
-        command_line.check_command(given, "topology", "in python shard.py")
-        if config.topology:
-            return part("forecast.dry_run", "--topology").run(config, is_short=False)
+    if "topology" in commands() and config.topology:
+        return part("forecast.dry_run", "--topology").run(config, is_short=False)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
     config = change(config, vocab_size=config.network.vocab_size or Bytes.vocab_size)
     network = network_of(config)

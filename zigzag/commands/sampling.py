@@ -108,8 +108,8 @@ def run(argv: Sequence[str] | None) -> None:
         raise ConfigError("--chat and --system need a chat template, which this model does not "
                           "have")
     if model.has_source and command:
-        raise ConfigError(f"--{command}: expected a decoder; this model has an encoder "
-                          f"(sample.score takes its sources)")
+        raise ConfigError(f"--{command}: expected a decoder; this model has an encoder"
+                          + " (sample.score takes its sources)" * (command != "bench"))
     if command:
         part(COMMANDS[command], f"--{command}").run(model, file)
     elif is_chat:
@@ -129,8 +129,8 @@ def is_conversation() -> bool:
 def _join_processes(flags, has_input):
     """Join the other processes. All of them compute; process 0 prints."""
     if not has_input:
-        raise ConfigError("several processes do not share one standard input: give --prompt, "
-                          "--prompts FILE or --source")
+        names = ", ".join(f"--{name}" for name in (*INPUTS, *COMMANDS))
+        raise ConfigError(f"several processes do not share one standard input: give one of {names}")
     count, rest = divmod(math.prod(mesh_sizes(flags.mesh, flags.shards).values()),
                          max(1, flags.processes))
     if not flags.distributed and rest == 0:

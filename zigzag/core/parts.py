@@ -24,7 +24,7 @@ from zigzag.core import start
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import parse_flags, run_main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 # (recipes/ and learn/ stand above everything: nothing asks for them.)
 PARTS = "published", "forecast", "tools", "tasks"
 
@@ -52,12 +52,16 @@ def part(module: str, asked: str) -> ModuleType:
     name = module.partition(".")[0]
     if not has_part(name):
         raise ConfigError(f"{asked}: needs {name}/, which this copy does not have")
+    package = importlib.import_module(name)
+    if Path(package.__file__ or "").resolve().parent != ROOT / name:    # (a user's own folder)
+        raise ConfigError(f"{asked or name}: {package.__file__} hides {ROOT / name}, which has its "
+                          f"name; give one of them another")
     return importlib.import_module(module)
 
 
 def added(name: str) -> list[Any]:
     """What the parts of this copy declare by this name in their file adds.py."""
-    found = [importlib.import_module(f"{one}.adds") for one in PARTS
+    found = [part(f"{one}.adds", f"the flags of {one}/") for one in PARTS
              if (ROOT / one / "adds.py").exists()]
     return [getattr(module, name) for module in found if hasattr(module, name)]
 

@@ -235,4 +235,3 @@ def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
         raise ConfigError(f"--source {path!r}: expected a .npy file with an array of "
                           f"{list(shape)}, or several ({one_line(e)})") from None
     return found
-

@@ -18,7 +18,7 @@ the rule finds the split of each weight, and what follows from a table of weight
     table           a table of weights: first values, counts, FLOPs
     network         Network: a kind of model as the machinery sees it
     rotary          rotary positions
-    lora            adapters
+    low_rank        adapters
     saved           reading the weights of a run
 
 Imports: core, disk. Imported by: generate, run, and top-level files.

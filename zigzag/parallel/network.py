@@ -365,7 +365,7 @@ def network_of_record(record: dict[str, Any]) -> Network:
     """The network of a run, from its config.json."""
     name = record.get("network")
     if name not in NETWORKS:        # (importing the part makes its networks known)
-        part("published", f"config.json: the network {name!r:.80}")
+        part("published", f"config.json: the network {name!r:.80}, which nothing here defines")
     if name not in NETWORKS:
         raise ConfigError(f"config.json: the network {name!r:.80} is not known; expected one of "
                           f"{', '.join(NETWORKS)}")

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from zigzag.core.errors import ConfigError, one_line
+from zigzag.core.parts import has_part, part
 
 
 def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
@@ -42,6 +43,8 @@ def rotate(x: Array, positions: Array, rates: Array, factor: Any = None) -> Arra
 def parse_scaling(scaling: str) -> dict[str, Any]:
     """A scaling as a dict."""
     known = json.loads(scaling or '{"rope_type": "default"}')
+    if known["rope_type"] not in SCALINGS and has_part("published"):
+        part("published.positions", "")         # (it has others)
     if known["rope_type"] not in SCALINGS:
         raise ConfigError(f"--rope_scaling: the type {known['rope_type']!r:.80} is not known; "
                           f"expected one of {', '.join(SCALINGS)}")
