@@ -113,7 +113,7 @@ def test_a_save_is_there_whatever_comes_after_it(tmp_path):
         learn(make(save_every=2, out=str(tmp_path / "run")), collate=collate)
     lines = []
     rows, _ = learn(make(steps=4, save_every=2, out=str(tmp_path / "run")), lines=lines)
-    assert rows[0]["step"] == 3 and f"continuing {tmp_path / 'run'} at step 2" in lines
+    assert rows[0]["step"] == 3 and f"continuing {tmp_path / 'run'} at step 2 of 4" in lines
 
 
 @pytest.mark.parametrize("kept", [

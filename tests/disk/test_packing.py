@@ -162,7 +162,7 @@ def test_documents_and_streams_are_trained(tmp_path, text, capsys):
         capsys, *SMALL, "--data", a, tmp_path / "short.txt", "--weights", 3, 1, "--batch", 8,
         "--out", split)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{"txt": "no"}\n{broken\n')
-    assert "(skipped: 2 lines without text; the first is" in refused(
+    assert "below 4; 2 lines without text; the first is" in refused(
         capsys, *SMALL, "--data", tmp_path / "bad.jsonl", "--batch", 8, "--out", split)
     go(*SMALL, "--data", a, b, "--weights", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
     last = [json.loads(line) for line in open(split / "metrics.jsonl")][-1]
@@ -281,7 +281,6 @@ def test_token_files_without_tokens_or_of_64_bits_are_refused(tmp_path, capsys):
             :9].tolist()
 
 
-@pytest.mark.full
 def test_token_files_are_trained_and_sampled_as_numbers(tmp_path, capsys):
     """A run without a tokenizer that cannot evaluate, or write; the command that it proposes."""
     TOKENS.astype(np.uint16).tofile(tmp_path / "x.bin")

@@ -358,7 +358,7 @@ def test_the_command_captions_pictures(tmp_path, capsys):
     assert len(command("one.npy", "--prompts", str(tmp_path / "prompts.txt"))) == 4
     with pytest.raises(ConfigError, match="3 arrays for 2 prompts"):
         command("three.npy", "--prompts", str(tmp_path / "prompts.txt"))
-    with pytest.raises(ConfigError, match=r"an array of \[3, 20, 20\], or several; it has float32"):
+    with pytest.raises(ConfigError, match=r"an array of \[3, 20, 20\], or several \(it has float32"):
         np.save(tmp_path / "wide.npy", pictures[:, :, :, 1:])
         command("wide.npy")
 

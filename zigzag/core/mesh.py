@@ -30,7 +30,7 @@ WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is lef
 # Whether the second dimension of an array of a batch is the time that seq and pipe split, by its
 # name. Other arrays [B, T, ...] are refused there, unless a task's `timed` says it.
 TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
-                          "document"), True),
+                          "document", "token_types"), True),
          "encoded": False}      # (an encoder's output; and all that begin with "source")
 
 

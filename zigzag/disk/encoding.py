@@ -288,7 +288,7 @@ def what_was_skipped(record: dict[str, Any]) -> list[str]:
 
 def about_learned(record: dict[str, Any]) -> list[str]:
     """From data.json: a line on how many tokens are learned, if it is not all of them."""
-    if "learned" not in record["train"]:
+    if "learned" not in record.get("train", {}):      # (token files have no counts)
         return []
     tokens, learned = (sum(record[split][name] for split in SPLITS)
                        for name in ("tokens", "learned"))
