@@ -44,6 +44,7 @@ from zigzag.core.mesh import shardings
 from zigzag.core.parts import part
 from zigzag.disk.mixture import order_at
 from zigzag.disk.output import SPLITS
+from zigzag.generate import passes
 from zigzag.parallel.network import network_of
 from zigzag.run import checks, source
 from zigzag.run.plan import compiled, resolve_dtype
@@ -218,6 +219,39 @@ def plain_sgd():
         patch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
         patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(1.0))
         yield
+
+
+@functools.cache
+def compiled_forward(config):
+    return jax.jit(functools.partial(net.forward, config=config))
+
+
+def logits_of(params, config, texts, length, given=None):
+    """The logits of forward, which has no cache, for texts that are padded to this length."""
+    tokens = np.zeros((len(texts), length), np.int32)
+    for row, ids in zip(tokens, texts):
+        row[:len(ids)] = ids
+    return np.asarray(compiled_forward(config)(params, tokens, **(given or {})))
+
+
+def log_probabilities(params, config, texts, given=None):
+    """For each text, the log-probabilities of its ids after the first, by forward."""
+    logits = logits_of(params, config, texts, max(map(len, texts)), given)
+    logs = np.asarray(jax.nn.log_softmax(logits))
+    return [logs[row, np.arange(len(ids) - 1), ids[1:]] for row, ids in enumerate(texts)]
+
+
+def steps_of(monkeypatch):
+    """A list of (rows, steps) of each call of the compiled loop from now on."""
+    steps, decode = [], passes.decode
+
+    def spy(*given):
+        found = decode(*given)
+        steps.append((len(found["ids"]), int(found["written"])))
+        return found
+
+    monkeypatch.setattr(passes, "decode", spy)
+    return steps
 
 
 def gradients_of(config, mesh, batch, weights=None):

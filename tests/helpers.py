@@ -46,6 +46,17 @@ tested.why_untested = lambda names: ""
 
 
 
+class needed:
+    """A module of a part, imported when something of it is asked for: in a copy without that part
+    (README), only the tests that ask are skipped (tests/conftest.py)."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __getattr__(self, name):
+        return getattr(part(self.module, "this test"), name)
+
+
 # -------------------------------------------------------------------------------------------
 # Training in this process
 

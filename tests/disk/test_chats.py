@@ -10,13 +10,14 @@ import pytest
 import data
 import sample
 from tests.common import data_py, documents_of, full, go, json_lines, peer, prepared, refused
-from tests.helpers import TINY, learn, run_of
-from tools.chat import chat_ids, user
+from tests.helpers import TINY, learn, needed, run_of
 from zigzag.commands import text as text_task
 from zigzag.core.errors import ConfigError
 from zigzag.disk import chats
 from zigzag.disk.corpus import Corpus, Sources
 from zigzag.disk.tokenizers import tokenizer_at
+
+chat = needed("tools.chat")
 
 # With and without marks around what the assistant wrote.
 MARKED = """{% for m in messages %}<{{ m.role }}>
@@ -264,7 +265,7 @@ def test_every_byte_of_an_answer_is_learned(pieces):
     """The first bytes of a character without a piece, left out at the beginning of an answer."""
     peer("jinja2")
     tokenizer = tokenizer_at(pieces)
-    ids, learned = encoded(pieces, user("Why?"), {"role": "assistant", "content": "🙂日"})
+    ids, learned = encoded(pieces, chat.user("Why?"), {"role": "assistant", "content": "🙂日"})
     assert tokenizer.decode(ids[learned].tolist()) == "🙂日"
     _, begins, ends = tokenizer.with_places("a🙂日b")
     assert (begins < ends).all() and begins[0] == 0 and ends[-1] == 4
@@ -275,8 +276,8 @@ def test_a_chat_is_read_as_it_was_learned(pieces):
     (with a tokenizer that is only a tokenizer.model)."""
     peer("jinja2")
     tokenizer = tokenizer_at(pieces)
-    ids = chat_ids(tokenizer, [user("Why?")])
-    learned, _ = encoded(pieces, user("Why?"), {"role": "assistant", "content": "Because."})
+    ids = chat.chat_ids(tokenizer, [chat.user("Why?")])
+    learned, _ = encoded(pieces, chat.user("Why?"), {"role": "assistant", "content": "Because."})
     end = ids.index(tokenizer.ends[0]) + 1      # (after it, a piece may end elsewhere)
     assert end > 4 and ids[:end] == learned[:end].tolist()
 

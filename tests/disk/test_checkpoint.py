@@ -24,9 +24,8 @@ import data
 import model
 import sample
 import train
-from published import transformer
 from tests.common import SMALL, command, full, refused, rewrite, started, survives_kills
-from tests.helpers import learn, make, mesh_of
+from tests.helpers import learn, make, mesh_of, needed
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
@@ -34,6 +33,8 @@ from zigzag.parallel.network import NETWORKS
 from zigzag.parallel.saved import load_run
 from zigzag.parallel.table import Weight
 from zigzag.run.continuing import read_old
+
+transformer = needed("published.transformer")
 
 
 def train_in(folder, steps, save_every=2, changes={}, **given):

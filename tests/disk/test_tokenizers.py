@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from tests.common import peer, prepared, rewrite
-from tools import chat
+from tests.helpers import needed
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
 from zigzag.disk.corpus import Corpus
 from zigzag.disk.reading import find
 from zigzag.disk.tokenizers import Bytes, is_tenth
+
+chat = needed("tools.chat")
 
 TEXTS = ("7 and 8 are 15\n", "  two  spaces\n\n\ttab", "naïve 日本語 🙂", "", " x")
 

@@ -28,8 +28,7 @@ from tests.common import (
     token_shards,
 )
 from tests.disk.test_chats import MARKED, PLAIN
-from tests.helpers import ROOT, TINY, learn, run_of
-from tools.chat import user
+from tests.helpers import ROOT, TINY, learn, needed, run_of
 from zigzag.commands import text as text_task
 from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Corpus, opened_sources
@@ -38,6 +37,8 @@ from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options
 from zigzag.disk.token_files import TokenFiles
 from zigzag.disk.tokenizers import Bytes, tokenizer_at
+
+chat = needed("tools.chat")
 
 WEIGHTED = Options(weight_field="w")
 
@@ -185,8 +186,8 @@ def test_weights_of_conversations_are_those_of_their_answers(tmp_path, folder, t
     """A question that is learned because its line has a weight; the weight of another answer."""
     peer("jinja2")
     (folder / "chat_template.jinja").write_text(template)
-    turn = [user("1 and 2?"), {"role": "assistant", "content": "3"},
-            user("Thanks"), {"role": "assistant", "content": "Bye"}]
+    turn = [chat.user("1 and 2?"), {"role": "assistant", "content": "3"},
+            chat.user("Thanks"), {"role": "assistant", "content": "Bye"}]
 
     def made(name, **row):
         return documents_of(prepared(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import sample
-from tests.common import far_apart, full, weights_on
-from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks, steps_of
+from tests.common import far_apart, full, steps_of, weights_on
+from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks
 from tests.helpers import make
 from zigzag.commands import sampling
 from zigzag.core.flags import change

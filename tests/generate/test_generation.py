@@ -12,7 +12,7 @@ import published
 import sample
 from published import transformer
 from published.llama import start_id
-from tests.common import far_apart, net, peer, weights_on
+from tests.common import far_apart, log_probabilities, logits_of, peer, weights_on
 from tests.helpers import make, own
 from tests.published import test_families, test_pairs_families
 from tools import scores
@@ -45,19 +45,6 @@ def prompts_of(config, lengths=LENGTHS):
     made = [rng.integers(3, config.vocab_size, min(n, config.seq_len)).tolist() for n in lengths]
     has_encoder = network_of(config).source_shape(config) is not None
     return [[start_id(config), *ids[1:]] for ids in made] if has_encoder else made
-
-
-@functools.cache
-def compiled_forward(config):
-    return jax.jit(functools.partial(net.forward, config=config))
-
-
-def logits_of(params, config, texts, length, given=None):
-    """The logits of forward, which has no cache, for texts that are padded to this length."""
-    tokens = np.zeros((len(texts), length), np.int32)
-    for row, ids in zip(tokens, texts):
-        row[:len(ids)] = ids
-    return np.asarray(compiled_forward(config)(params, tokens, **(given or {})))
 
 
 def assert_teacher_forced(params, config, prompts, found, given=None, near=1e-5):
@@ -161,28 +148,8 @@ def test_a_window_rolls_at_the_real_size():
     assert_teacher_forced(params, config, prompts, found, near=1e-4)
 
 
-def steps_of(monkeypatch):
-    """A list of (rows, steps) of each call of the compiled loop from now on."""
-    steps, decode = [], passes.decode
-
-    def spy(*given):
-        found = decode(*given)
-        steps.append((len(found["ids"]), int(found["written"])))
-        return found
-
-    monkeypatch.setattr(passes, "decode", spy)
-    return steps
-
-
 # -------------------------------------------------------------------------------------------
 # Log-probabilities
-
-def log_probabilities(params, config, texts, given=None):
-    """For each text, the log-probabilities of its ids after the first, by forward."""
-    logits = logits_of(params, config, texts, max(map(len, texts)), given)
-    logs = np.asarray(jax.nn.log_softmax(logits))
-    return [logs[row, np.arange(len(ids) - 1), ids[1:]] for row, ids in enumerate(texts)]
-
 
 @pytest.mark.parametrize("name, mesh", [("gpt2", ""), *(
     pytest.param(name, mesh, marks=pytest.mark.slow) for name, mesh in (

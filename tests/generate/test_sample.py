@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import sample
-from tests.common import ends, far_apart, full, hosts, net, slow, weights_on
-from tests.generate.test_generation import steps_of
+from tests.common import ends, far_apart, full, hosts, net, slow, steps_of, weights_on
 from tests.helpers import learn, make
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change

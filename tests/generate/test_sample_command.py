@@ -17,10 +17,8 @@ import time
 import pytest
 
 import sample
-from published import whole_context
 from tests.common import command, ends, hosts, published_files, refused, started
-from tests.helpers import ROOT, config_of, learn, make
-from tools import chat
+from tests.helpers import ROOT, config_of, learn, make, needed
 from zigzag.commands import sampling
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Bytes, TokenizerJson
@@ -28,6 +26,8 @@ from zigzag.generate.answers import Answer
 from zigzag.generate.prompts import Prompt, step_of
 from zigzag.generate.rows import context_of
 from zigzag.parallel.network import network_of
+
+chat, published = needed("tools.chat"), needed("published")
 
 CONTEXT = 40
 
@@ -309,10 +309,10 @@ def test_the_context_is_that_of_the_positions():
         assert context(make(seq_len=100, rope_scaling=scaled(kind))) == 100
     of_learned = sampling.Model(None, {}, learned.network, Bytes())
     assert [of_learned.room(Prompt("", [1] * n)) for n in (17, 16, 15, 1)] == [1, 1, 2, 16]
-    published = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
+    record = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,
                             "max_position_embeddings": 64})
-    assert context(whole_context(make(seq_len=16, published=published).network)) == 64
+    assert context(published.whole_context(make(seq_len=16, published=record).network)) == 64
 
 
 # -------------------------------------------------------------------------------------------

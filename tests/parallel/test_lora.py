@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import published
 import sample
 import shard
 import train
@@ -24,7 +23,7 @@ from tests.common import (
     slow,
     sums_and_gradients,
 )
-from tests.helpers import batch_of, learn, make, mesh_of, program_of, without_times
+from tests.helpers import batch_of, learn, make, mesh_of, needed, program_of, without_times
 from zigzag.commands import programs
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -33,6 +32,8 @@ from zigzag.parallel import hlo, low_rank
 from zigzag.parallel.saved import load_run
 from zigzag.parallel.table import count as count_of
 from zigzag.run.plan import compiled
+
+published = needed("published")
 
 RANK = 4
 EXPERTS = dict(experts=4, shared_experts=1, kv_heads=2)

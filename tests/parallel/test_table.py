@@ -7,11 +7,13 @@ import jax
 import pytest
 
 import model
-import published
+from tests.helpers import needed
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import abstract_mesh, by_path, full_spec
 from zigzag.parallel.network import check_tensor, network_of
 from zigzag.parallel.table import Table, parameters, product_flops
+
+published = needed("published")
 
 DENSE = dict(layers=4, d_model=256, heads=8, kv_heads=4, d_ff=1024, vocab_size=512)
 

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import published
 import sample
 import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
-from tests.common import command, ends, hosts, net, peer, published_model
-from tests.generate.test_generation import log_probabilities
-from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, rows_in, without_times
+from tests.common import command, ends, hosts, log_probabilities, net, peer, published_model
+from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, needed, rows_in, without_times
 from zigzag.run import running as begin
+
+published = needed("published")
 
 
 def run_lm_eval(*words, **environment):

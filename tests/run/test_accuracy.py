@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 import data
-import published
 import train
 from tests.common import full, net, refuses, slow
-from tests.helpers import KeepRows, learn, make, mesh_of, run_of, tokens_of
+from tests.helpers import KeepRows, learn, make, mesh_of, needed, run_of, tokens_of
 from zigzag.parallel import products
+
+published = needed("published")
 
 
 def share_of_hits(config, params, batch):

@@ -11,11 +11,12 @@ import pytest
 
 import data
 import train
-from published import folders
 from tests.common import SMALL, SMALL_PAIRS, digit_pairs, ends, go, hosts, opened, refused, refuses
-from tests.helpers import learn, make, tokens_of
+from tests.helpers import learn, make, needed, tokens_of
 from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
+
+folders = needed("published.folders")
 
 
 def all_of(folder):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import sample
-from tests.common import far_apart, refused, weights_on
-from tests.generate.test_generation import compiled_forward, log_probabilities
+from tests.common import compiled_forward, far_apart, log_probabilities, refused, weights_on
 from tests.generate.test_sample_command import FakeModel, sampled
 from tests.helpers import config_of
 from tools.choices import Item, read_items, split_ids

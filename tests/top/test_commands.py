@@ -11,14 +11,15 @@ import pytest
 
 import model
 import train
-from published import transformer
 from tests.common import SMALL, command, full, peer
-from tests.helpers import ROOT, mesh_of, rows_in
+from tests.helpers import ROOT, mesh_of, needed, rows_in
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
 from zigzag.core.chips import topology_devices
 from zigzag.core.compiler import compiler_options
 from zigzag.core.flags import flag_rows
+
+transformer = needed("published.transformer")
 
 
 def test_importing_takes_no_device():
