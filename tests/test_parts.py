@@ -60,7 +60,8 @@ def test_what_remains_trains_samples_and_passes_its_tests(bare, text):
 ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model", "smollm2"],
                       ["model.py", "--export", "to"], ["shard.py", "--model", "gpt2"]),
         "forecast": (["train.py", "--mesh", "auto"],)}
-FLAGS = {"forecast": ("topology",), "tools": ("bench", "plot", "log"), "tasks": ("metric", "beams")}
+FLAGS = {"published": ("edited",), "forecast": ("topology",), "tools": ("bench", "plot", "log"),
+         "tasks": ("metric", "beams")}
 
 
 def test_what_is_gone_is_one_line_and_not_in_the_help(bare):

@@ -31,8 +31,8 @@ from zigzag.parallel.network import (
 
 IN_A_SCRIPT = ("All flags of train.py change this script's run, too: python train.py --help lists "
                "them")
-LAST = ("python train.py --help all shows every flag; --model NAME --help adds those of the "
-        "network of NAME")
+LAST = "python train.py --help all shows every flag" + (
+    "; --model NAME --help adds those of the network of NAME" if has_part("published") else "")
 
 
 def names_of(cls: type) -> set[str]:

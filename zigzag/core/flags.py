@@ -16,7 +16,7 @@ import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
-from zigzag.core.options import comments, options
+from zigzag.core.options import comments, has_part, options
 from zigzag.core.start import has_begun
 from zigzag.core.synonyms import meaning
 
@@ -145,7 +145,8 @@ def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
     if isinstance(cls, tuple):
         return [row for one in cls for row in flag_rows(one)]
     return [(option.name, "" if option.default in ("", (), None) else str(option.default),
-             comments(cls)[option.name].help) for option in options(cls).values()]
+             comments(cls)[option.name].help) for option in options(cls).values()
+            if not option.part or has_part(option.part)]
 
 
 def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",

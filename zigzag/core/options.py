@@ -21,9 +21,17 @@ import textwrap
 import tokenize
 import types
 import typing
+from pathlib import Path
 from typing import Any, Callable, Collection, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def has_part(name: str) -> bool:
+    """Whether this copy has a part: a folder beside zigzag/ that may be deleted."""
+    return (ROOT / name / "__init__.py").exists()
 
 
 def flag(default: Any, **said: Any) -> Any:
@@ -49,6 +57,7 @@ class Option(NamedTuple):
                             # process
     beside: str = ""        # another option: when a run continues and one of the two is given, the
                             # run's value of the other is dropped
+    part: str = ""          # the part (see parts.py) without which it is not in the help
 
 
 @functools.cache

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from zigzag.core import start
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import parse_flags, run_main
+from zigzag.core.options import ROOT
+from zigzag.core.options import has_part as has_part
 
-ROOT = Path(__file__).resolve().parents[2]
 # (recipes/ and learn/ stand above everything: nothing asks for them.)
 PARTS = "published", "forecast", "tools", "tasks"
 
@@ -40,11 +41,6 @@ class Command(NamedTuple):
     module: str                     # where its function `run` is
     unused: Unused | None = None    # None: every other option has no effect on it
     beside: tuple[str, ...] = ()    # but these. (Such a command is run before jax is imported)
-
-
-def has_part(name: str) -> bool:
-    """Whether this copy has a part."""
-    return (ROOT / name / "__init__.py").exists()
 
 
 def part(module: str, asked: str) -> ModuleType:

@@ -36,8 +36,9 @@ class Flags(*added("OfSampling")):
     run: str = "out"            # the --out of a train.py
     checkpoint: str = ""        # its checkpoint of this step, best, or smallest:NAME or
                                 # largest:NAME (of an evaluation); empty: the newest
-    model: str = ""             # or a Hugging Face folder with a published model
-    edited: bool = False        # load a published model into an edited model.py, although that
+    model: str = flag("", part="published")     # or a Hugging Face folder with a published model
+    edited: bool = flag(False, part="published")
+                                # load a published model into an edited model.py, although that
                                 # computes something else
     shards: int = 0             # devices to split the model over, whatever it was trained on
     mesh: str = ""              # or axis=size,...; data takes the remaining devices

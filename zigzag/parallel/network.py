@@ -90,7 +90,7 @@ class Computed:
     # training (rare)
     accuracy: bool = False        # also log the share of targets that are the likeliest id or class
     # model (rare)
-    published: str = flag("", same=True)
+    published: str = flag("", same=True, part="published")
                                   # config.json of the published model that this came from
 
 

@@ -21,8 +21,8 @@ class MoreOptions(*OF_PARTS):
     epochs: float = flag(0.0, recorded=False)   # in place of steps: passes over all examples
 
     # model
-    model: str = "tiny"             # a preset, such as gpt2 or llama3-8b (other flags change its
-                                    # sizes), or a Hugging Face folder, with its weights
+    model: str = "tiny"             # a model by its name, such as 124m (other flags change its
+                                    # sizes), or by the folder with its weights
     init_from: str = flag("", same=True)    # a run: begin with its model and its weights
 
     # mesh
@@ -50,7 +50,8 @@ class MoreOptions(*OF_PARTS):
                                     # one for each token
 
     # model (rare)
-    edited: bool = False            # load a published model into an edited model.py, although that
+    edited: bool = flag(False, part="published")
+                                    # load a published model into an edited model.py, although that
                                     # computes something else
 
     # training (rare)
