@@ -88,7 +88,7 @@ class Config(MoreOptions):
     shards: int = flag(0, beside="mesh")
                                     # devices that share each layer's weights: the tensor axis
     mesh: str = ""                  # axis=size,... for data, fsdp, pipe, seq, expert, tensor; data
-                                    # takes the devices that are left. auto: the fastest mesh
+                                    # takes the devices that are left
 
     # saving
     out: str = "out"                # folder of the run. If it holds a run, that run continues, with

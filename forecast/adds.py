@@ -11,7 +11,8 @@ class OfTraining:
     """Flags of train.py."""
     # measuring
     topology: str = flag("", recorded=False)
-                                    # compile for absent hardware (v5e:4x4, h100:1x2x8), and report
+                                    # compile for absent hardware (v5e:4x4, h100:1x2x8), and
+                                    # report. (--mesh auto chooses the fastest mesh, there or here)
 
     def refuse(self) -> None:
         pass

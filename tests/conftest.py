@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
 # A copy without a part (README): what needs it is left out, or skipped, and counted
 
 GONE = {part for part in parts.PARTS if not parts.is_there(part)}
-REFUSED = re.compile(r"needs (\w+)/, which this copy does not have")
+REFUSED = re.compile(r"(?:needs|one of) ([\w/ ]+), which this copy does not have")
 
 
 def needs(path):
@@ -59,14 +59,15 @@ def pytest_runtest_makereport(item):
     report = yield
     if GONE and report.failed and (found := REFUSED.search(str(report.longrepr))):
         report.outcome = "skipped"
-        report.longrepr = str(item.path), 0, f"needs {found[1]}/"
+        report.longrepr = str(item.path), 0, f"needs {found[1]}"
     return report
 
 
 def pytest_terminal_summary(terminalreporter):
     files = Path(__file__).parent.rglob("test_*.py")
     for part, count in collections.Counter(filter(None, map(needs, files))).items():
-        terminalreporter.write_line(f"{count} files of tests need {part}/")
+        files = "1 file of tests is" if count == 1 else f"{count} files of tests are"
+        terminalreporter.write_line(f"{files} left out: {part}/ is not here")
 
 
 MAPS = Path("/proc/self/maps")

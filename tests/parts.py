@@ -55,6 +55,7 @@ def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
         for name in names:
             found.add(name.split(".")[0])
             if name.startswith("tests."):
+                found.add(name.split(".")[1])       # (that folder may be gone with its part)
                 for length in (len(name.split(".")), len(name.split(".")) - 1):
                     file = root.joinpath(*name.split(".")[:length]).with_suffix(".py")
                     if file.exists() and file != path:

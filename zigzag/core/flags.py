@@ -16,7 +16,7 @@ import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
-from zigzag.core.options import comments, has_part, options
+from zigzag.core.options import PARTS, comments, has_part, options
 from zigzag.core.start import has_begun
 from zigzag.core.synonyms import meaning
 
@@ -95,7 +95,8 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
             if name not in types:
                 near = did_you_mean(name, types, "--{}".format) or "; --help lists the options"
                 known = meaning(name.lower(), {*types, positional})
-                raise ConfigError(f"--{name} is not an option{f'; {known}' if known else near}")
+                raise ConfigError(f"--{name} is not an option{f'; {known}' if known else near}"
+                                  + _of_parts_that_are_gone())
             values = [value] if equals else []
             while argv and not argv[0].startswith("--") and (
                     not values or types[name] is tuple):
@@ -107,6 +108,11 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
             raise ConfigError(f"{word!r} stands alone: options are written --name value"
                               + did_you_mean(word.lstrip("-"), types, "--{}".format))
     return given, words
+
+
+def _of_parts_that_are_gone():
+    gone = [f"{part}/" for part in PARTS if not has_part(part)]
+    return f"; or it is one of {' or '.join(gone)}, which this copy does not have" if gone else ""
 
 
 def _value(name, kind, values, given):

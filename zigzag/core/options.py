@@ -27,6 +27,8 @@ from typing import Any, Callable, Collection, NamedTuple, Sequence
 from zigzag.core.errors import ConfigError, did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
+# The parts for which the engine may ask (parts.py). recipes/ and learn/ stand above everything.
+PARTS = "published", "forecast", "tools", "tasks"
 
 
 def has_part(name: str) -> bool:

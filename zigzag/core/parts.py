@@ -23,11 +23,8 @@ from typing import Any, NamedTuple
 from zigzag.core import start
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import parse_flags, run_main
-from zigzag.core.options import ROOT
+from zigzag.core.options import PARTS, ROOT
 from zigzag.core.options import has_part as has_part
-
-# (recipes/ and learn/ stand above everything: nothing asks for them.)
-PARTS = "published", "forecast", "tools", "tasks"
 
 
 class Unused(NamedTuple):
