@@ -39,13 +39,12 @@ def pytest_collection_modifyitems(items):
 # -------------------------------------------------------------------------------------------
 # A copy without a part (README): what needs it is left out, or skipped, and counted
 
-GONE = {part for part in parts.PARTS if not parts.is_there(part)}
 REFUSED = re.compile(r"(?:needs|one of) ([\w/ ]+), which this copy does not have")
 
 
 def needs(path):
     """The first part that is gone, of those that a file of tests imports; "" if there is none."""
-    return next(iter(sorted(parts.needs_of_test(path) & GONE)), "") if GONE else ""
+    return next(iter(sorted(parts.needs_of_test(path) & parts.GONE)), "") if parts.GONE else ""
 
 
 def pytest_ignore_collect(collection_path):
@@ -57,7 +56,7 @@ def pytest_ignore_collect(collection_path):
 def pytest_runtest_makereport(item):
     """A test in which something asks for a part that is gone is skipped."""
     report = yield
-    if GONE and report.failed and (found := REFUSED.search(str(report.longrepr))):
+    if parts.GONE and report.failed and (found := REFUSED.search(str(report.longrepr))):
         report.outcome = "skipped"
         report.longrepr = str(item.path), 0, f"needs {found[1]}"
     return report

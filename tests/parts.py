@@ -9,6 +9,8 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FIVE = ("model", "shard", "train", "data", "sample")
 
@@ -34,8 +36,12 @@ FILES = {"recipes/caption.py": {"published", "tasks"}, "recipes/seq2seq.py": {"p
          "recipes/lm_eval.py": {"tools"}, "recipes/ddpg.py": {"tasks"},
          "recipes/ppo.py": {"tasks"}, "recipes/distill.py": {"tasks"}}
 
+# For tests that ask about all of the repository.
+GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
+of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
+
 # The most lines of Python in each.
-BUDGETS = {"zigzag": 15_350, "published": 5_450, "forecast": 620, "tools": 960, "tasks": 1_030,
+BUDGETS = {"zigzag": 15_400, "published": 5_450, "forecast": 620, "tools": 960, "tasks": 1_030,
            "recipes": 1_520, "learn": 2_820}
 
 

@@ -11,6 +11,7 @@ import pytest
 import train
 from tests.common import SMALL, SMALL_PAIRS, continued, digit_pairs, refused, refuses
 from tests.helpers import ROOT, learn, make, run_of, tokens_of
+from tests.parts import of_the_whole
 from tests.run.test_schedules import rates
 from zigzag.commands import command_line
 from zigzag.core.options import comments, options
@@ -49,6 +50,7 @@ OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval
 NOT_USED = {"bench": OF_A_RUN | {"topology"}, "topology": OF_A_RUN | {"max_skipped", "bench"}}
 
 
+@of_the_whole
 def test_the_table_has_every_option():
     """A new option that no test has asked about."""
     assert VALUES.keys() == KNOWN.keys()
@@ -80,6 +82,7 @@ def test_an_option_acts_beside_a_command_or_is_refused(command, name):
         assert name in command_line.read_flags(words)
 
 
+@of_the_whole
 @pytest.mark.parametrize("kind", MODES)
 def test_what_a_kind_of_data_reads_is_what_is_declared(kind):
     """An option that is declared for a kind whose file does not read it, or read without being

@@ -13,6 +13,7 @@ import model
 import train
 from tests.common import SMALL, command, full, peer
 from tests.helpers import ROOT, mesh_of, needed, rows_in
+from tests.parts import of_the_whole
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
 from zigzag.core.chips import topology_devices
@@ -133,6 +134,7 @@ def test_train_sample_and_read_with_none_of_our_code(tmp_path, text):
     assert "read" in done.stdout, done.stderr
 
 
+@of_the_whole
 def test_the_page_of_flags_has_every_flag_and_its_default():
     """A table that names flags that are gone, or misses new ones. (python -m tests.readme
     flags writes it again.)"""

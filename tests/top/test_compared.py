@@ -4,9 +4,11 @@ import re
 
 import pytest
 
+from tests.parts import of_the_whole
 from tests.sizes import COMPARISON, PAGE, TABLE, comparison, figures, sizes, table
 
 
+@of_the_whole
 def test_the_table_has_the_sizes_of_today():
     """Sizes in a page that were a sixth too low a day after they were written, and a new folder
     that the page leaves out. (python -m tests.sizes write renews them.)"""
@@ -19,6 +21,7 @@ def test_the_table_has_the_sizes_of_today():
     assert not wrong, f"lines in the page, and in the code: {wrong}"
 
 
+@of_the_whole
 def test_the_comparison_has_the_sizes_of_today():
     """Our row beside those of others, which kept the size of an earlier day and so compared it with
     theirs. (python -m tests.sizes write renews it.)"""

@@ -11,6 +11,7 @@ import model
 import train
 from tests.common import check_network
 from tests.helpers import assert_same_copies, assert_same_gradient, make, run_updates
+from tests.parts import of_the_whole
 from tests.readme import LOSS_PAGES, LOSSES
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import parse_flags
@@ -107,6 +108,7 @@ def test_any_mesh_trains_the_same_model(mesh, what, rest):
         assert (np.asarray(a) == np.asarray(b)).all()
 
 
+@of_the_whole
 def test_every_axis_and_choice_is_drawn():
     """An edit of the draw that leaves something out."""
     assert len({m for m, *_ in DRAWN}) >= 25
