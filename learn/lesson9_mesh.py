@@ -138,16 +138,17 @@ for time in (4096, 1024, 256):
 
 
 # %%
-def predicted(c, n, weights):
-    """Bytes of an update. c: the options; n: {axis: devices}; weights: [(shape, spec)]."""
-    tokens = c.batch * c.seq_len / c.accumulate / (n["data"] * n["fsdp"] * n["expert"] * n["seq"])
+def predicted(run, n, weights):
+    """Bytes of an update. run: the options; n: {axis: devices}; weights: [(shape, spec)]."""
+    c, parts = run.network, run.accumulate
+    tokens = run.batch * c.seq_len / parts / (n["data"] * n["fsdp"] * n["expert"] * n["seq"])
     X, K = 4 * tokens * c.d_model, 4 * tokens * c.kv_heads * c.head_dim / n["tensor"]
     M, S = c.microbatches if n["pipe"] > 1 else 1, n["pipe"]
     passes, layers = (M + S - 1) / M, c.layers / S      # (idle ticks send, too)
-    sent = {"tensor": (8 * layers * passes + 2 + 2 / S) * (1 - 1 / n["tensor"]) * X * c.accumulate,
-            "seq": 4 * (n["seq"] - 1) * K * layers * passes * c.accumulate,
-            "expert": 4 * (n["expert"] - 1) * X * layers * passes * c.accumulate,
-            "pipe": (S > 1) * 2 * X / n["tensor"] * (passes + 1 - 1 / S) * c.accumulate,
+    sent = {"tensor": (8 * layers * passes + 2 + 2 / S) * (1 - 1 / n["tensor"]) * X * parts,
+            "seq": 4 * (n["seq"] - 1) * K * layers * passes * parts,
+            "expert": 4 * (n["expert"] - 1) * X * layers * passes * parts,
+            "pipe": (S > 1) * 2 * X / n["tensor"] * (passes + 1 - 1 / S) * parts,
             "fsdp": 0, "sums": 0}
     for shape, spec in weights:
         split = [axis for axis in n if f"'{axis}'" in str(spec)]
@@ -155,7 +156,7 @@ def predicted(c, n, weights):
         others = math.prod(n[axis] for axis in n if axis not in (*split, "tensor"))
         sent["sums"] += 2 * (1 - 1 / others) * bytes_here
         if "fsdp" in split:     # a tick gathers a stage's layers; embedding and head, the update
-            times = 3 * M * passes * c.accumulate if len(shape) > 2 else 1 + c.accumulate
+            times = 3 * M * passes * parts if len(shape) > 2 else 1 + parts
             sent["fsdp"] += times * (n["fsdp"] - 1) * bytes_here
     return sent
 

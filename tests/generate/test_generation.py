@@ -139,7 +139,8 @@ def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh
 def test_a_window_rolls_at_the_real_size():
     """The same fault with chunks of the real size: for 1088 tokens, a window of 100 keeps 512
     slots."""
-    config = make(layers=2, seq_len=1088, window=100, local_layers="lg", heads=4, kv_heads=2)
+    config = make(layers=2, seq_len=1088, window=100, local_layers="lg", heads=4,
+                  kv_heads=2).network
     params = far_apart(config)
     layer = transformer.cache_layer(config, 0)
     assert cache.new_layer(layer, 1, 1088, "float32")["k"].shape[2] == 512

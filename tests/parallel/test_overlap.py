@@ -22,7 +22,7 @@ CASES = [
     full("tensor=4", dict(heads=12, kv_heads=3, head_dim=8)),
     full("tensor=4", dict(heads=9, kv_heads=3, head_dim=8)),
     full("tensor=4", dict(seq_len=18)), full("seq=2,tensor=2", dict(kv_heads=2)),
-    full("pipe=2,tensor=2", dict(microbatches=2, remat="full", **ONE_F_ONE_B)),
+    full("pipe=2,tensor=2", dict(microbatches=2, remat="full", layers=4, **ONE_F_ONE_B)),
     full("fsdp=2,pipe=2,tensor=2", dict(microbatches=2)),
     full("expert=2,tensor=2", dict(experts=4, shared_experts=1)),
     full("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1))]

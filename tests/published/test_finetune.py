@@ -121,7 +121,7 @@ def test_training_begins_with_the_weights_that_it_is_given(published, tuned_alon
     assert want[0] == pytest.approx(first, rel=1e-6)
     config = change(config, **how)
     rows, _ = learn(config, mesh, weights=functools.partial(
-        folders.read_hf, network_of(config), published, config))
+        folders.read_hf, network_of(config), published, config.network))
     assert rows[0]["loss"] == pytest.approx(first, rel=2e-6)
     assert [row["loss"] for row in rows] == pytest.approx(want, rel=5e-5)
 

@@ -13,7 +13,7 @@ import sample
 from published import llama, transformer
 from published.record import as_config
 from tests.common import check_network, full, net, peer, slow
-from tests.helpers import config_of, mesh_of, run_of
+from tests.helpers import config_of, mesh_of, own, run_of
 from tests.published.test_families import (
     BY_HAND,
     COLUMNS,
@@ -228,7 +228,7 @@ def test_no_family_sends_more_than_by_hand(name, shards):
 # What they write
 
 def placed(name, mesh):
-    params, config, *_ = loaded(name)
+    params, config = loaded(name)[0], own(loaded(name)[1])
     if not mesh:
         return params, config
     mesh = mesh_of(mesh)
@@ -249,7 +249,7 @@ def written_by_theirs(name, count, **options):
     torch, transformers = peer("torch"), peer("transformers")
     theirs = their_model(name, reference(name).folder)
     theirs.generation_config = transformers.GenerationConfig(
-        decoder_start_token_id=llama.start_id(loaded(name)[1]), pad_token_id=1,
+        decoder_start_token_id=llama.start_id(own(loaded(name)[1])), pad_token_id=1,
         eos_token_id=None, max_new_tokens=count, do_sample=False, use_cache=False, **options)
     with torch.no_grad():
         ids = transformers.GenerationMixin.generate(theirs, **given_to_theirs(name)).numpy()

@@ -10,7 +10,6 @@ import pytest
 
 import sample
 import train
-from published.llama import special_ids
 from tasks import examples
 from tasks.examples import Arrays, Pairs, collate_arrays
 from tasks.pairs import collate
@@ -19,6 +18,7 @@ from tests.helpers import config_of
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
 from zigzag.disk.tokenizers import Bytes, tokenizer_of, tokenizer_record
+from zigzag.generate.prompts import special_ids
 from zigzag.generate.rows import cut_at_end
 
 END, START = 1, 0
