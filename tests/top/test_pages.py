@@ -19,7 +19,7 @@ import train
 from published.folders import Export
 from tasks.examples import Pairs
 from tests.helpers import KeepRows, mesh_of
-from tests.parts import PARTS
+from tests.parts import PARTS, of_the_whole
 from tests.readme import PAGES, README, ROOT, block, blocks
 from tests.top.test_links import PAGE, without_code
 from zigzag.core.errors import ConfigError
@@ -42,6 +42,7 @@ def inline_code(page):
 NOT_HERE = {"published/alibi.py"}
 
 
+@of_the_whole
 @PAGE
 def test_files_and_names_exist(page):
     """A file, function or class that was moved, and that a page still sends readers to."""
@@ -135,6 +136,7 @@ def known_flags():
     return {f for c in configs for f in c.__dataclass_fields__} | {"help"}
 
 
+@of_the_whole
 @PAGE
 def test_flags_exist(page):
     """A flag between backticks that was removed."""
