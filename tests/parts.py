@@ -70,10 +70,11 @@ def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
 
 
 def needs_of_test(path: Path, root: Path = ROOT) -> set[str]:
-    """The parts without which a file of tests cannot be collected: its folder's, and those that it
-    imports, itself or through other files of tests."""
+    """The parts without which a file of tests cannot be collected: its folder's, those that it
+    imports, itself or through other files of tests, and those that these need."""
     folder = path.relative_to(root / "tests").parts[0] if root / "tests" in path.parents else ""
-    return (imported(path, root) | {folder}) & PARTS.keys()
+    found = (imported(path, root) | {folder}) & PARTS.keys()
+    return found.union(*(PARTS[name].needs for name in found))
 
 
 def lines(folder: str, root: Path = ROOT) -> int:
