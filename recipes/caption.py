@@ -14,7 +14,7 @@ import numpy as np
 
 import data
 import train
-from tasks import pairs
+from zigzag.core.parts import part
 
 MODEL = ["--model", "transformer", "--stem", "patches", "--image_size", "16", "--patch_size", "4",
          "--encoder_layers", "2", "--layers", "2", "--d_model", "128", "--heads", "4",
@@ -46,6 +46,7 @@ def main(argv=None):
     examples, held_out = ([(picture, np.array(tokenizer.with_ends(text))) for picture, text in (
         drawn(rng) for _ in range(count))] for rng, count in (
             (np.random.default_rng(0), 10_000), (np.random.default_rng(1), 200)))
+    pairs = part("tasks.pairs", "recipes.caption")
     task = pairs.task_of(config, tokenizer, examples, held_out)
     return train.fit(config, dataclasses.replace(task, tokenizer=tokenizer))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import data
 import train
-from tasks import pairs
+from zigzag.core.parts import part
 
 T5 = ["--model", "transformer", "--encoder_layers", "2", "--layers", "2", "--d_model", "128",
       "--heads", "4", "--positions", "learned", "--source_len", "16", "--seq_len", "16",
@@ -36,6 +36,7 @@ def main(argv=None):
     examples, held_out = ([(np.array(tokenizer.with_ends(text)),
                             np.array(tokenizer.with_ends(text[::-1]))) for text in some]
                           for some in (learned, new))
+    pairs = part("tasks.pairs", "recipes.seq2seq")
     task = pairs.task_of(config, tokenizer, examples, held_out)
     return train.fit(config, dataclasses.replace(task, tokenizer=tokenizer))
 
