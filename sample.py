@@ -34,7 +34,6 @@ from jax import Array
 import model as model  # (its network is then known)
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import run_main
-from zigzag.core.mesh import mesh_of_flags
 from zigzag.core.parts import has_part, part
 from zigzag.disk.checkpoint import tokenizer_of_run
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
@@ -42,9 +41,8 @@ from zigzag.generate import batching, decoding, passes
 from zigzag.generate.answers import Answer
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.engine import Engine, mesh_of_weights
-from zigzag.generate.prompts import Flags, needed_tokenizer, step_of
-from zigzag.generate.rows import check_writes, seeds_of
-from zigzag.parallel.network import config_of_run, network_of
+from zigzag.generate.rows import seeds_of
+from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import load_run
 
 
@@ -205,21 +203,8 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
     params, config = load_run(folder, mesh, checkpoint)
     if config.published and has_part("published"):      # (its context, not that of its rows)
-        config = part("published", "").whole_context(config)
+        config = part("published.llama", "").whole_context(config)
     return params, config, tokenizer_of_run(folder)
-
-
-def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
-    """Like `load`, for the model that the flags name, with its weights as decoding uses them."""
-    mesh = mesh_of_flags(flags.mesh, flags.shards)
-    if flags.model:
-        published = part("published", f"--model {flags.model}")
-        return published.load_for_decoding(flags.model, mesh, flags.edited)
-    c = config_of_run(flags.run)
-    check_writes(network_of(c), c, f"--run {flags.run}", mesh)
-    tokenizer = needed_tokenizer(flags.run)
-    params, c, _ = load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
-    return for_decoding(params, c), c, tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> None:

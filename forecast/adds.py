@@ -14,9 +14,6 @@ class OfTraining:
                                     # compile for absent hardware (v5e:4x4, h100:1x2x8), and
                                     # report. (--mesh auto chooses the fastest mesh, there or here)
 
-    def refuse(self) -> None:
-        pass
-
 
 COMMANDS = {"topology": Command("forecast.dry_run", Unused(
     ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench")))}

@@ -25,7 +25,7 @@ import jax
 from jax.sharding import Mesh
 
 import model
-from published import blip2, clip, folders, llama, sam, swin, transformer
+from published import blip2, clip, folders, sam, swin, transformer
 from published.arrays_of_folder import read_config
 from published.general import lacking
 from published.llama import families_of, family_of
@@ -131,8 +131,3 @@ def _for_decoding(network, config, folder, mesh, edited):
 def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float32") -> None:
     """Write a Hugging Face folder, which transformers reads."""
     folders.save_hf(network_of(config), folder, params, getattr(config, "network", config), dtype)
-
-
-def whole_context(config: Any) -> Any:
-    """The configuration of a fine-tuned run, with the context of its published model."""
-    return llama.whole_context(config, families_of(network_of(config)))

@@ -19,7 +19,7 @@ from zigzag.disk.checkpoint import run_record
 from zigzag.disk.tokenizers import copy_files, tokenizer_of
 from zigzag.parallel import low_rank
 from zigzag.parallel.network import Computed, Network, Params, model_type, network_of_record
-from zigzag.parallel.saved import load_run
+from zigzag.parallel.saved import is_custom, load_run
 
 # -------------------------------------------------------------------------------------------
 # Published folders
@@ -135,7 +135,7 @@ def export(argv: Sequence[str] | None = None) -> None:
     if not options.export:
         raise ConfigError("--export '': expected a new folder")
     record, out = run_record(options.run), Path(options.export)
-    if record.get("own_weights") or record.get("vocab_size") == 0:
+    if is_custom(record):
         raise ConfigError(f"--run {options.run}: its weights are those of a custom task, which no "
                           f"published model has")
     network = network_of_record(record)

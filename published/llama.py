@@ -46,7 +46,7 @@ from published.record import (
     wrong,
 )
 from zigzag.core.errors import ConfigError, did_you_mean, one_line
-from zigzag.parallel.network import Computed, Network
+from zigzag.parallel.network import Computed, Network, network_of
 from zigzag.parallel.rotary import parse_scaling
 
 FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
@@ -117,10 +117,10 @@ def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
             token_id(c, "pad_token_id") or 0)
 
 
-def whole_context(c: Any, families: Mapping[str, Any]) -> Any:
+def whole_context(c: Any) -> Any:
     """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
     been trained on shorter rows."""
-    context = fields_of(json.loads(c.published), families)["seq_len"]
+    context = fields_of(json.loads(c.published), families_of(network_of(c)))["seq_len"]
     return dataclasses.replace(c, seq_len=max(c.seq_len, context))
 
 

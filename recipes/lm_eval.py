@@ -45,6 +45,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 import sample
+from zigzag.commands.sampling import load_model
+from zigzag.generate.prompts import Flags
 
 # The flags of sample.py that say which model, and those that its tasks may set.
 FLAGS = {"model": str, "run": str, "checkpoint": str, "shards": int, "mesh": str,
@@ -59,7 +61,7 @@ class Zigzag(TemplateLM):
     def __init__(self, batch_size: str | int = 8, max_batch_size: int | None = None,
                  device: str | None = None, **flags):
         super().__init__()
-        self.params, self.config, self.tokenizer = sample.load_model(sample.Flags(**flags))
+        self.params, self.config, self.tokenizer = load_model(Flags(**flags))
         self.batch = 8 if str(batch_size).startswith("auto") else int(batch_size)
         self.max_length = self.config.seq_len - 1
         self.score = functools.partial(sample.score, self.params, config=self.config,

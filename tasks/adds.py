@@ -7,11 +7,17 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.options import flag
 
 
+def _check_fields(names):
+    if len(names) != 2:
+        raise ConfigError(f"--fields {' '.join(names)}: expected two names, of the source and of "
+                          f"the target")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
     # data (rare)
-    fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",))
+    fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",), check=_check_fields)
                                     # names of the two texts in a file of pairs
 
     # evaluation (rare)
@@ -20,8 +26,3 @@ class OfTraining:
                                     # or rouge_stemmed (which needs the package nltk), and predicted
                                     # classes by accuracy or f1
     beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
-
-    def refuse(self) -> None:
-        if len(self.fields) != 2:
-            raise ConfigError(f"--fields {' '.join(self.fields)}: expected two names, of the "
-                              f"source and of the target")

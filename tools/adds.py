@@ -8,6 +8,11 @@ from zigzag.core.options import flag
 from zigzag.core.parts import Command, Unused
 
 
+def _check_save(picture):
+    if picture:         # (with --plot it is not asked: begin, in zigzag/core/parts.py)
+        raise ConfigError(f"--save {picture}: names the picture of --plot RUN, which was not given")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
@@ -21,13 +26,8 @@ class OfTraining:
                                     # draw loss, rate and speed of these runs as text, and exit
 
     # measuring (rare)
-    save: str = flag("", recorded=False)
+    save: str = flag("", recorded=False, check=_check_save)
                                     # with --plot: a picture to write instead (.png, .pdf, .svg)
-
-    def refuse(self) -> None:
-        if self.save and not self.plot:
-            raise ConfigError(f"--save {self.save}: names the picture of --plot RUN, which was not "
-                              f"given")
 
 
 COMMANDS = {

@@ -62,12 +62,13 @@ def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int
         engine, params, rows, ends, beams, tokens, tokens)["finished"][:, 0])
 
 
-def write(model: Model, prompts: Sequence[Prompt], tokens: int) -> None:
+def write(model: Model, prompts: Sequence[Prompt]) -> None:
     """sample.py --beams: print the best beams of each prompt, with their scores."""
-    def room(prompt):
-        return min(tokens, model.room(prompt))
-
     flags = model.flags
+
+    def room(prompt):
+        return min(flags.tokens, model.room(prompt))
+
     # (In groups, so that no answer is cut because another prompt is long.)
     for most, group in itertools.groupby(prompts, room):
         while some := list(itertools.islice(group, flags.batch)):

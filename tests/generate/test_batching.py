@@ -14,7 +14,7 @@ from zigzag.core.flags import change
 from zigzag.disk.tokenizers import Bytes
 from zigzag.generate import batching as turns
 from zigzag.generate import passes
-from zigzag.generate.prompts import Flags
+from zigzag.generate.prompts import Flags, make_prompts
 
 assert small_chunks     # (a fixture)
 ALL = 10**6         # as many rows as there are prompts
@@ -146,7 +146,8 @@ def test_the_command_prints_answers_in_order(capsys, more):
 
     def printed(batch):
         flags = Flags(tokens=12, batch=batch, stop=("e",), json=bool(more), logprobs=bool(more))
-        sampling.write(sampling.Model(flags, params, config, Bytes()), texts)
+        shown = sampling.Model(flags, params, config, Bytes())
+        sampling.write(shown, make_prompts(shown.network, config, shown.tokenizer, texts))
         return capsys.readouterr().out.splitlines()
 
     got, want = printed(4), printed(11)

@@ -13,7 +13,9 @@ import sample
 from tests.common import command, net
 from tests.helpers import learn, make, mesh_of, run_of
 from tests.readme import block
+from zigzag.commands.sampling import load_model
 from zigzag.core.errors import ConfigError
+from zigzag.generate.prompts import Flags
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
     assert tokenizer is None and c.layers == config.network.layers
     assert not params["layers"]["wq"].sharding.is_fully_replicated
     with pytest.raises(ConfigError, match="without a tokenizer .*tokenizer="):
-        sample.load_model(sample.Flags(run=str(tmp_path / "run")))
+        load_model(Flags(run=str(tmp_path / "run")))
 
 
 @pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2"])

@@ -27,7 +27,7 @@ from zigzag.generate.prompts import Prompt, step_of
 from zigzag.generate.rows import context_of
 from zigzag.parallel.network import network_of
 
-chat, published = needed("tools.chat"), needed("published")
+chat, llama = needed("tools.chat"), needed("published.llama")
 
 CONTEXT = 40
 
@@ -43,7 +43,7 @@ class FakeModel:
     def __init__(self, patch, answers, tokenizer=None, pause=0.0, **config):
         self.answers, self.pause, self.seen = list(answers), pause, []
         config = config_of(**{"vocab_size": 257, "seq_len": CONTEXT, **config})
-        patch.setattr(sample, "load_model", lambda _: ({}, config, tokenizer or Bytes()))
+        patch.setattr(sampling, "load_model", lambda _: ({}, config, tokenizer or Bytes()))
         patch.setattr(sample, "for_decoding", lambda params, config: params)
         patch.setattr(sample, "stream", self.stream)
 
@@ -312,7 +312,7 @@ def test_the_context_is_that_of_the_positions():
     record = json.dumps({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
                             "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9,
                             "max_position_embeddings": 64})
-    assert context(published.whole_context(make(seq_len=16, published=record).network)) == 64
+    assert context(llama.whole_context(make(seq_len=16, published=record).network)) == 64
 
 
 # -------------------------------------------------------------------------------------------

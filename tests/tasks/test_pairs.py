@@ -15,10 +15,11 @@ from tasks.examples import Arrays, Pairs, collate_arrays
 from tasks.pairs import collate
 from tests.common import WORDS, command, digit_pairs, json_lines, net, opened, peer
 from tests.helpers import config_of
+from zigzag.commands.sampling import load_model
 from zigzag.core.errors import ConfigError
 from zigzag.disk import tokenizers
 from zigzag.disk.tokenizers import Bytes, tokenizer_of, tokenizer_record
-from zigzag.generate.prompts import special_ids
+from zigzag.generate.prompts import Flags, special_ids
 from zigzag.generate.rows import cut_at_end
 
 END, START = 1, 0
@@ -424,7 +425,7 @@ def test_a_small_t5_learns_to_turn_digits_around(tmp_path, shards):
     answer = command("--run", out, "--prompt", "123", "--temperature", 0, "--tokens", 5,
                      file="sample.py")
     assert answer.returncode == 0, answer.stderr
-    params, config, tokenizer = sample.load_model(sample.Flags(run=str(out)))
+    params, config, tokenizer = load_model(Flags(run=str(out)))
     start, end, _ = special_ids(config, tokenizer)
     held_out = list(Pairs(digits, tokenizer).held_out)
     answers = sample.generate(params, [[start]] * len(held_out), config, 12, 0.0,

@@ -14,7 +14,6 @@ import pytest
 import data
 import model
 import published
-import sample
 import train
 from published.folders import Export
 from tasks.examples import Pairs
@@ -26,7 +25,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change, from_flags, parse_flags
 from zigzag.disk.corpus import Corpus
 from zigzag.disk.tokenizers import Bytes
-from zigzag.generate.prompts import GROUPS
+from zigzag.generate.prompts import GROUPS, Flags
 from zigzag.parallel.network import NETWORKS
 
 
@@ -83,7 +82,7 @@ FOLDERS = {"smollm2": model.Config(vocab_size=64, heads=9, d_model=576),
            "t5-folder": published.PRESETS["t5-small"], "vit-folder": published.PRESETS["vit-base"]}
 PARSERS = {
     "train": train.parse, "shard": train.parse,
-    "sample": lambda words: sample.Flags(**parse_flags(sample.Flags, words, groups=GROUPS)[0]),
+    "sample": lambda words: Flags(**parse_flags(Flags, words, groups=GROUPS)[0]),
     "data": lambda words: from_flags(data.Flags(), words, "PATH"),
     "model": lambda words: from_flags(Export(), words),
 }
@@ -132,7 +131,7 @@ def test_recipes_are_scripts(script):
 @functools.cache
 def known_flags():
     configs = *(n.config for n in NETWORKS.values()), *(
-        train.Config, sample.Flags, data.Flags, Export)
+        train.Config, Flags, data.Flags, Export)
     return {f for c in configs for f in c.__dataclass_fields__} | {"help"}
 
 

@@ -18,6 +18,7 @@ from zigzag.core.options import changes, options
 from zigzag.core.parts import commands
 from zigzag.disk.checkpoint import check_run_folder, newest_step, run_config, run_record
 from zigzag.parallel.network import config_of_run, network_of
+from zigzag.parallel.saved import is_custom
 from zigzag.run import continuing, source
 
 
@@ -73,7 +74,7 @@ def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
 def of_run(run: str, given: dict[str, Any]) -> Any:
     """The configuration of a run, to look at its step, with the flags that were given with it.
     Flags that contradict what decides its numbers are refused."""
-    if run_record(run).get("own_weights"):
+    if is_custom(run_record(run)):
         raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
                           f"a network of train.py's; give a run of one first")
     old = run_config(run, train.Config, network=config_of_run(run))

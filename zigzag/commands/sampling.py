@@ -15,7 +15,7 @@ import sample
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, note, printable
 from zigzag.core.flags import check_shards, parse_flags
-from zigzag.core.mesh import keep_compiled, mesh_sizes, simulate_devices
+from zigzag.core.mesh import keep_compiled, mesh_of_flags, mesh_sizes, simulate_devices
 from zigzag.core.parts import added, has_part, part
 from zigzag.disk.chats import has_template
 from zigzag.disk.tokenizers import Tokenizer
@@ -26,15 +26,17 @@ from zigzag.generate.prompts import (
     Prompt,
     check_given,
     make_prompts,
+    needed_tokenizer,
     read_input,
     special_ids,
+    step_of,
 )
-from zigzag.generate.rows import context_of
-from zigzag.parallel.network import Network, network_of
+from zigzag.generate.rows import check_writes, context_of
+from zigzag.parallel.network import Network, config_of_run, network_of
 
 INPUTS = ("prompt", "prompts", "source")
 # {flag of a part: the module that does what it asks for, instead of answering prompts}
-COMMANDS = {name: module for table in added("SAMPLING") for name, module in table.items()}
+COMMANDS = collections.ChainMap(*added("SAMPLING"))
 
 
 class Model(NamedTuple):
@@ -92,9 +94,9 @@ def run(argv: Sequence[str] | None) -> None:
     check_shards(given)
     check_given(given)
     flags, has_input = Flags(**given), any(name in given for name in (*INPUTS, *COMMANDS))
-    is_chat = has_part("tools") and is_conversation() and not (
-        has_input or flags.json or flags.beams)
-    if has_part("tools") and flags.system and not (is_chat or flags.chat):
+    chat, system, beams = (given.get(name) for name in ("chat", "system", "beams"))
+    is_talk = has_part("tools") and is_conversation() and not (has_input or flags.json or beams)
+    if system and not (is_talk or chat):
         raise ConfigError("--system is for a conversation: on a terminal with no prompt, or with "
                           "--chat")
     command = next((name for name in COMMANDS if given.get(name)), "")
@@ -103,8 +105,8 @@ def run(argv: Sequence[str] | None) -> None:
     if flags.coordinator or flags.distributed:
         _join_processes(flags, has_input)
     keep_compiled(least=0)
-    model = Model(flags, *sample.load_model(flags))
-    if has_part("tools") and (flags.chat or flags.system) and not model.has_template:
+    model = Model(flags, *load_model(flags))
+    if (chat or system) and not model.has_template:
         raise ConfigError("--chat and --system need a chat template, which this model does not "
                           "have")
     if model.has_source and command:
@@ -112,13 +114,31 @@ def run(argv: Sequence[str] | None) -> None:
                           + " (sample.score takes its sources)" * (command != "bench"))
     if command:
         part(COMMANDS[command], f"--{command}").run(model, file)
-    elif is_chat:
+    elif is_talk:
         part("tools.chat", "a conversation").converse(model)
-    elif file or has_input:
-        write(model, file.texts("prompt") if file else [flags.prompt])
     else:
-        # (An empty standard input is one empty prompt: the beginning of a document.)
-        write(model, read_input("-", "").texts("prompt") or [""])
+        texts = [flags.prompt]
+        if file or not has_input:
+            # (An empty standard input is one empty prompt: the beginning of a document.)
+            texts = (file or read_input("-", "")).texts("prompt") or [""]
+        prompts = part("tools.chat", "--chat").messages_of(model, texts) if chat else make_prompts(
+            model.network, model.c, model.tokenizer, texts, flags.source)
+        answer = part("tools.beams", "--beams").write if beams else write
+        answer(model, prompts)
+
+
+def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
+    """(weights as decoding uses them, the network's configuration, tokenizer) of the model that the
+    flags name."""
+    mesh = mesh_of_flags(flags.mesh, flags.shards)
+    if flags.model:
+        published = part("published", f"--model {flags.model}")
+        return published.load_for_decoding(flags.model, mesh, flags.edited)
+    c = config_of_run(flags.run)
+    check_writes(network_of(c), c, f"--run {flags.run}", mesh)
+    tokenizer = needed_tokenizer(flags.run)
+    params, c, _ = sample.load(flags.run, mesh, step_of(flags.run, flags.checkpoint))
+    return sample.for_decoding(params, c), c, tokenizer
 
 
 def is_conversation() -> bool:
@@ -147,15 +167,9 @@ def _join_processes(flags, has_input):
 # -------------------------------------------------------------------------------------------
 # Answers to prompts
 
-def write(model: Model, texts: Sequence[str]) -> None:
+def write(model: Model, prompts: Sequence[Prompt]) -> None:
     """Print an answer for each of these prompts."""
     flags = model.flags
-    if has_part("tools") and flags.chat:
-        prompts = part("tools.chat", "--chat").messages_of(model, texts)
-    else:
-        prompts = make_prompts(model.network, model.c, model.tokenizer, texts, flags.source)
-    if has_part("tools") and flags.beams:
-        return part("tools.beams", "--beams").write(model, prompts, flags.tokens)
     seeds, size = seeds_of(prompts, flags.seed), 16 * flags.batch
     for at in range(0, len(prompts), size):
         some = prompts[at:at + size]

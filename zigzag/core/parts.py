@@ -14,6 +14,7 @@ here, by the name of its module. A part says in its file adds.py what it adds to
     NOT_USED        {flag of sample.py: Unused}; NEEDS, {flag of sample.py: what it needs beside it}
 """
 
+import collections
 import importlib
 import sys
 from pathlib import Path
@@ -61,8 +62,7 @@ def added(name: str) -> list[Any]:
 
 def commands() -> dict[str, Command]:
     """{flag: Command} of all parts of this copy."""
-    return {flag: command for table in added("COMMANDS")
-            for flag, command in table.items()}
+    return {**collections.ChainMap(*added("COMMANDS"))}
 
 
 def begin() -> None:

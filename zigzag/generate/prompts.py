@@ -8,6 +8,7 @@ or standard input, as ids.
 The file name - stands for standard input.
 """
 
+import collections
 import dataclasses
 import sys
 from pathlib import Path
@@ -88,13 +89,10 @@ GROUPS: dict[str, list[str]] = {}
 for name, comment in comments(Flags).items():
     GROUPS.setdefault(comment.group, []).append(name)
 # {flag: the groups of flags, and single ones, that have no effect beside it}
-NOT_USED = {"prompts": Unused((), ("prompt",)), "model": Unused((), ("checkpoint",))}
+NOT_USED = collections.ChainMap(*added("NOT_USED"), {
+    "prompts": Unused((), ("prompt",)), "model": Unused((), ("checkpoint",))})
 # {flag: what it needs beside it}
-NEEDS = {"logprobs": "json", "edited": "model FOLDER"}
-for table in added("NOT_USED"):
-    NOT_USED |= table
-for table in added("NEEDS"):
-    NEEDS |= table
+NEEDS = collections.ChainMap(*added("NEEDS"), {"logprobs": "json", "edited": "model FOLDER"})
 
 
 def check_given(given: dict[str, Any]) -> None:

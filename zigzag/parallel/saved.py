@@ -28,7 +28,7 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
     weights go straight into their shards on the mesh (None: onto one device). Those of a custom
     task (train.fit) are nested dicts, as they were saved, whole on every device."""
     record = checkpoint.run_record(folder)
-    if record.get("own_weights") or record.get("vocab_size") == 0:
+    if is_custom(record):
         place = NamedSharding(mesh or make_mesh(jax.devices()[:1]), P())
         wanted = jax.tree.map(lambda x: x.update(sharding=place),
                               checkpoint.saved_shapes(folder, step))
@@ -37,6 +37,11 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
     config = dataclasses.replace(checkpoint.run_config(folder, network.config), lora_rank=0)
     params = read_run_weights(network, folder, network.places(config, mesh), step)
     return cast(params, dtype), config
+
+
+def is_custom(record: dict[str, Any]) -> bool:
+    """Whether the weights of a run, by its record, are those of a custom task: no network's."""
+    return record.get("own_weights") or record.get("vocab_size") == 0
 
 
 def read_run_weights(network: Network, folder: str | Path, wanted: Params,

@@ -8,12 +8,9 @@ from zigzag.core.parts import added
 from zigzag.run import checks, schedules
 from zigzag.run.evaluation import tokens_to_evaluate
 
-# What the parts of this copy add: dataclasses of options.
-OF_PARTS = added("OfTraining")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreOptions(*OF_PARTS):
+class MoreOptions(*added("OfTraining")):
     """Options of a run that no edit of train.py concerns, and those that the parts of this copy add
     (adds.py in each). The headings are the groups of --help; the rare ones are shown by
     --help all alone."""
@@ -117,8 +114,6 @@ class MoreOptions(*OF_PARTS):
         best = self.best.split() if isinstance(self.best, str) else self.best
         object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))
         checks.check_config(self)
-        for added_by_part in OF_PARTS:
-            added_by_part.refuse(self)
         all_of_it = self.init_from and not self.network.lora_rank
         derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)
         schedules.fill_in(self)
