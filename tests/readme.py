@@ -17,9 +17,9 @@ from zigzag.core.flags import flag_rows
 from zigzag.core.parts import part
 
 ROOT = Path(__file__).parents[1]
-README, FLAGS_PAGE = ROOT / "README.md", ROOT / "docs/flags.md"
+README, AGENTS, FLAGS_PAGE = (ROOT / page for page in ("README.md", "AGENTS.md", "docs/flags.md"))
 LOSS_PAGES = ROOT / "docs/parallelism.md", README       # README has some rows of the first
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, AGENTS, *sorted((ROOT / "docs").glob("*.md"))]
 
 FLAGS = re.compile(r"(?<=<!-- flags -->\n).*?(?=<!-- end of flags -->)", re.S)
 LOSSES = re.compile(r"^\| (one device|`(--.*?)`) \| ([\d.]+) \| ([\d.]+) \|$", re.M)

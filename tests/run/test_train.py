@@ -82,8 +82,9 @@ def test_adamw_schedule_and_clipping_equal_optax():
 
 def test_an_optimizer_of_a_new_name_is_the_one_that_trains(monkeypatch):
     """A name that was added for --optimizer, trains with Adam and is recorded as itself. The entry
-    is README's."""
-    entry = re.search(r'`("lion": lambda .*?)`', (ROOT / "README.md").read_text())[1]
+    is that of docs/changes.md."""
+    page = (ROOT / "docs/changes.md").read_text()
+    entry = re.search(r'^\+ +("lion": lambda .*)}$', page, re.M)[1]
     monkeypatch.setitem(train.OPTIMIZERS, "lion", eval(f"{{{entry}}}", {"optax": optax})["lion"])
     config = make(steps=1, warmup=1, weight_decay=0.0, optimizer="lion")
     before = by_path(train.language(config)[0](jax.random.key(0)))

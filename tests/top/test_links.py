@@ -6,7 +6,7 @@ import pytest
 
 from tests import parts
 from tests.parts import PARTS, is_there
-from tests.readme import PAGES, README, ROOT
+from tests.readme import AGENTS, PAGES, README, ROOT
 
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -16,9 +16,12 @@ def without_code(page):
 
 
 def test_readme_is_short():
-    """README that grows into a reference again, line by line."""
-    lines = README.read_text().splitlines()
-    assert len(lines) <= 270, f"README.md has {len(lines)} lines; move reference pages to docs/"
+    """README that grows into a reference again, line by line, or a cell after the other."""
+    for page, most in ((README, 200), (AGENTS, 60)):
+        lines = page.read_text().splitlines()
+        assert len(lines) <= most, f"{page.name}: {len(lines)} lines; move reference to docs/"
+        rows = [line for line in lines if line.startswith("|")]
+        assert all(len(cell) <= 120 for row in rows for cell in row.split("|")), page.name
 
 
 def anchors(page):
@@ -67,5 +70,5 @@ def test_readme_has_the_table_of_parts():
 
 def test_every_page_is_linked_from_readme():
     """A page that no reader finds."""
-    for page in PAGES[1:]:
+    for page in PAGES[2:]:
         assert f"](docs/{page.name})" in README.read_text(), page.name
