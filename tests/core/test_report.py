@@ -213,11 +213,13 @@ def test_an_evaluation_is_told_beside_the_training_loss(capsys):
     codes; a prompt that cannot be told from the model's text."""
     reporter = report.Reporter(steps=100)
     row = {"step": 20, "eval_loss": 2.5, "bits_per_byte": 3.6, "train_loss": 2.25}
-    reporter.evaluation(row, ["a\x1b[2Jb\nc", {"prompt": "d\n\ne", "written": "f\n"}])
+    reporter.evaluation(row, "a\x1b[2Jb\nc")
+    reporter.evaluation(row, {"prompt": "d\n\ne", "written": "f\n"})
+    told = ("step 20  held-out loss 2.5000  (3.6000 bits per byte)  "
+            "training loss since the last evaluation 2.2500")
     assert capsys.readouterr().out.splitlines() == [
-        "step 20  held-out loss 2.5000  (3.6000 bits per byte)  "
-        "training loss since the last evaluation 2.2500", "     | a\ufffd[2Jb", "     | c",
-        "    prompt  | d", "            | ", "            | e",
+        told, "     | a\ufffd[2Jb", "     | c",
+        told, "    prompt  | d", "            | ", "            | e",
         "    written | f", "            | "]
     reporter.evaluation({**row, "bits_per_byte": None, "train_loss": None})
     assert capsys.readouterr().out == "step 20  held-out loss 2.5000\n"

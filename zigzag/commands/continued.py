@@ -6,8 +6,6 @@ values.
     left_out       the values that a command takes from the run that it continues
 """
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import train
@@ -16,7 +14,7 @@ from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
 from zigzag.core.options import changes, options
 from zigzag.core.parts import commands
-from zigzag.disk.checkpoint import check_run_folder, newest_step, run_config, run_record
+from zigzag.disk.checkpoint import newest_step, run_config, run_record
 from zigzag.parallel.network import config_of_run, network_of
 from zigzag.run import continuing, source
 
@@ -28,7 +26,7 @@ def continued(given: dict[str, Any]) -> Any:
     if any(map(given.get, commands())):
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
-    is_run = bool(out) and (Path(out) / "config.json").exists()
+    is_run = continuing.is_run(out)
     check_change(given, out, is_run)
     if not is_run:
         return command_line.config_of_flags(given)
@@ -39,9 +37,8 @@ def continued(given: dict[str, Any]) -> Any:
     values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
 
     def check(facts):
-        check_run_folder(out, facts, functools.partial(continuing.read_old, train.Config),
-                         continuing.may_change(train.Config), source.needs(old),
-                         given.get("change", ()))
+        continuing.check_folder(train.Config, out, facts, source.needs(old),
+                                given.get("change", ()))
 
     try:
         config = command_line.make_config(network, values, given)

@@ -64,8 +64,7 @@ def renew_record(names: Sequence[str]) -> bool:
     """Record that these files, as this process imported them, have passed their tests. Returns
     whether that changed the record."""
     old = read_record()
-    new = {name: RUNNING[name] if name in names else old[name]
-           for name in RUNNING if name in names or name in old}
+    new = old | {name: RUNNING[name] for name in names if name in RUNNING}
     if new != old:
         write_whole(ROOT / NAME, json.dumps(new).encode() + b"\n")
     return new != old

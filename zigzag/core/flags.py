@@ -26,9 +26,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 def change(config: Any, **fields: Any) -> Any:
     """The configuration with these fields replaced, whether they are its own or its `network`'s."""
     own = {f.name for f in dataclasses.fields(config)}
-    inner = {name: value for name, value in fields.items() if name not in own}
-    fields = {name: value for name, value in fields.items() if name in own}
-    if inner:
+    if inner := {name: fields.pop(name) for name in fields.keys() - own}:
         fields["network"] = dataclasses.replace(fields.get("network", config.network), **inner)
     return dataclasses.replace(config, **fields)
 
@@ -43,8 +41,8 @@ def flat(config: Any) -> dict[str, Any]:
 def is_derived(config: Any, name: str) -> bool:
     """Whether a field has the value that it would have if it were not given: its default, or a
     value derived from other fields."""
-    owner = config if name in {f.name for f in dataclasses.fields(config)} else config.network
-    default = next(f.default for f in dataclasses.fields(owner) if f.name == name)
+    owner = config if name in options(type(config)) else config.network
+    default = getattr(type(owner), name)
     if getattr(owner, name) == default:
         return True
     try:
@@ -82,8 +80,7 @@ def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
     last value counts; if it takes several values, all of them. --help prints the flags in `groups`
     ({heading: names})."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    classes = cls if isinstance(cls, tuple) else (cls,)
-    types = {option.name: option.kind for c in classes for option in options(c).values()}
+    types = {name: option.kind for one in _classes(cls) for name, option in options(one).items()}
     given, words = {}, []
     while argv:
         word = argv.pop(0)
@@ -148,24 +145,25 @@ def _integer(text):
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
     """(name, default, help) of every option, those of base classes last."""
-    if isinstance(cls, tuple):
-        return [row for one in cls for row in flag_rows(one)]
-    return [(option.name, "" if option.default in ("", (), None) else str(option.default),
-             comments(cls)[option.name].help) for option in options(cls).values()
-            if not option.part or has_part(option.part)]
+    return [(name, "" if option.default in ("", (), None) else str(option.default),
+             comments(one)[name].help) for one in _classes(cls)
+            for name, option in options(one).items() if not option.part or has_part(option.part)]
+
+
+def _classes(cls):
+    return cls if isinstance(cls, tuple) else (cls,)
 
 
 def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
               values: dict[str, Any] = {}, about: str | None = None) -> str:
     """The text of --help: the flags in these groups (by default all, without a heading), and a
     last line. `values` replace defaults; `about` replaces the docstring of the last class."""
-    classes = cls if isinstance(cls, tuple) else (cls,)
-    rows = {name: (name, str(values.get(name, default)), text)      # (the first of a name)
+    rows = {name: _help_line(name, str(values.get(name, default)), text)    # (the first of a name)
             for name, default, text in reversed(flag_rows(cls))}
-    lines = [about.strip() if about else inspect.cleandoc(classes[-1].__doc__)]
+    lines = [about.strip() if about else inspect.cleandoc(_classes(cls)[-1].__doc__)]
     for group, names in (groups or {"": list(reversed(rows))}).items():
         found = [rows[name] for name in names if name in rows]
-        lines += ["", *([f"{group}:"] if group else []), *map(_help_line, found)] if found else []
+        lines += ["", *([f"{group}:"] if group else []), *found] if found else []
     return "\n".join(lines + (["", last] if last else []))
 
 
@@ -183,8 +181,7 @@ def _drop_output():
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _help_line(row):
-    name, default, text = row
+def _help_line(name, default, text):
     return textwrap.fill(f"{text}  [{default}]" if default else text, 100,
                          initial_indent=f"  --{name:18} ", subsequent_indent=" " * 23,
                          break_long_words=False, break_on_hyphens=False)

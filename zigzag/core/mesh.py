@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.core.errors import ConfigError, did_you_mean, divisors
 from zigzag.core.hosts import end_at_sigterm
 
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
@@ -113,7 +113,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
 def _wrong_size(sizes, needed, devices):
     count, platform = len(devices), devices[0].platform if devices else "no"
     if needed <= count:
-        advice = f"sizes that divide {count} are {', '.join(map(str, _divisors(count)))}"
+        advice = f"sizes that divide {count} are {', '.join(map(str, divisors(count)))}"
     elif platform == "cpu":
         advice = ("use a smaller mesh or more simulated devices (XLA_FLAGS="
                   f"--xla_force_host_platform_device_count={needed})")
@@ -124,19 +124,12 @@ def _wrong_size(sizes, needed, devices):
     return f"mesh {text} is {number} and there are {count} ({platform}): {advice}"
 
 
-def _divisors(count):
-    return [n for n in range(1, count + 1) if count % n == 0]
-
-
-def all_meshes(count: int) -> list[dict[str, int]]:
+def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
     """The axis sizes of every mesh of `count` devices."""
-    def over(axes, count):
-        if len(axes) == 1:
-            return [{axes[0]: count}]
-        return [{axes[0]: n, **rest} for n in _divisors(count)
-                for rest in over(axes[1:], count // n)]
-
-    return over(AXES, count)
+    first, *others = axes
+    if not others:
+        return [{first: count}]
+    return [{first: n, **rest} for n in divisors(count) for rest in all_meshes(count // n, others)]
 
 
 def abstract_mesh(sizes: dict[str, int]) -> Any:
@@ -407,17 +400,19 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
     return jax.tree.map(first, tree)
 
 
-def pmean_over(tree: Any, axis: str) -> Any:
-    """The tree with leaves that are equal on all devices of an axis, but marked as varying over it,
-    as unvarying values. Each device receives an equal share of their gradient."""
-    return jax.tree.map(lambda x: lax.pmean(x, axis) if axis in varying(x) else x, tree)
+def pmean_over(tree: Any, *axes: str) -> Any:
+    """The tree with leaves that are equal on all devices of these axes, but marked as varying over
+    them, as unvarying values. Each device receives an equal share of their gradient."""
+    def one(x):
+        marked = tuple(sorted(varying(x) & {*axes}))
+        return lax.pmean(x, marked) if marked else x
+
+    return jax.tree.map(one, tree)
 
 
 def pmean_all(tree: Any) -> Any:
-    """The tree with leaves that are equal on all devices, but marked as varying, as unvarying
-    values."""
-    return jax.tree.map(lambda x: lax.pmean(x, tuple(sorted(varying(x)))) if varying(x) else x,
-                        tree)
+    """pmean_over all axes."""
+    return pmean_over(tree, *AXES)
 
 
 def untyped(fn: Callable, outside: bool = True) -> Callable:

@@ -49,6 +49,7 @@ class Option(NamedTuple):
     is_optional: bool       # whether it may be None: not given
     default: Any
     least: float = 0        # its smallest value, if it is a number
+    below: float = 2.0**63  # what a number must be smaller than
     one_of: Collection[Any] = ()    # its only values
     check: Callable | None = None   # a function that refuses other values, with a ConfigError
     same: bool = False      # it decides a run's numbers, so it must be the same when the run
@@ -148,8 +149,9 @@ def check_values(config: Any) -> None:
         if option.check:
             option.check(value)
         is_number = option.kind in (int, float)
-        if is_number and not (option.least <= value < 2**63 and math.isfinite(value)):
-            raise ConfigError(f"--{name} {value}: must be a number of at least {option.least:g}")
+        if is_number and not (option.least <= value < option.below and math.isfinite(value)):
+            raise ConfigError(f"--{name} {value}: must be a number of at least {option.least:g}"
+                              + f" and below {option.below:g}" * (option.below == 1))
 
 
 def fits(option: Option, value: Any) -> bool:

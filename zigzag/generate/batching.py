@@ -26,7 +26,6 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate import decoding, passes
-from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.engine import Engine, mesh_of_weights
 from zigzag.generate.rows import (
@@ -165,8 +164,7 @@ class Rows:
         rows = {"tokens": tokens, "start": start, **{
             name: x[[text.number for text in texts]] for name, x in self.sources.items()}}
         with mesh_of_weights(self.params):
-            read = passes.prefill(self.engine, self.params, rows, self.slots, self.length,
-                                  min(CHUNK, tokens.shape[1]))
+            read = passes.prefill(self.engine, self.params, rows, self.slots, self.length)
             if is_all:
                 self.cache, self.slot, self.start = read["cache"], int(read["slot"]), start
                 return
@@ -199,18 +197,14 @@ class Rows:
                 count = text.add(ids[row], self.ends)
                 new[text.number] = ids[row][:count], logs[row][:count]
                 if text.left and text.size > self.context:
-                    self._wait_again(row, text)
+                    # Its context is full: its row is free, and its last half will be read again.
+                    self.owners[row] = None
+                    text.begin = len(text.ids) - max(1, self.context // 2)
+                    text.length = self._length_of(text)
+                    # (Last, if it cannot be answered together with those of now.)
+                    self.waiting.insert(
+                        0 if text.length == self.length else len(self.waiting), text)
         return new
-
-    def _wait_again(self, row, text):
-        """Free the row of a text whose context is full: the last half will be read again."""
-        self.owners[row] = None
-        text.begin = len(text.ids) - max(1, self.context // 2)
-        text.length = self._length_of(text)
-        if text.length == self.length:
-            self.waiting.appendleft(text)
-        else:
-            self.waiting.append(text)
 
 
 @functools.partial(jax.jit, static_argnames="engine", donate_argnames="cache")

@@ -64,12 +64,6 @@ def _slot_shards(cached, kv_heads):
     return sizes["tensor"] if "tensor" in manual and cached.shape[1] == kv_heads else 1
 
 
-def _own_slots(cached, shards):
-    """The numbers of this device's slots."""
-    first = lax.axis_index("tensor") * cached.shape[2] if shards > 1 else 0
-    return first + jnp.arange(cached.shape[2])
-
-
 def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
     """The cached array with new keys, values or latent vectors [B, T, K, N] from `slot` on."""
     new = mark_varying(new.swapaxes(1, 2).astype(cached.dtype), cached)
@@ -130,8 +124,9 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
     shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
     if shards > 1 and own_heads < heads:
         q = lax.all_gather(q, "tensor", axis=2, tiled=True)
-    (B, T, H, N), K = q.shape, k.shape[1]
-    key = _key_tokens(query, start, _own_slots(k, shards), k.shape[2] * shards)
+    (B, T, H, N), (_, K, size, _) = q.shape, k.shape
+    own_slots = (lax.axis_index("tensor") * size if shards > 1 else 0) + jnp.arange(size)
+    key = _key_tokens(query, start, own_slots, size * shards)
     folds = folds and K < H
     if folds:
         q = q.reshape(B, T, K, H // K, N).swapaxes(2, 3).reshape(B, -1, K, N)

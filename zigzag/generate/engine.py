@@ -82,7 +82,7 @@ class Engine:
 
     def empty_cache(self, rows: int, slots: int, dtype: Any) -> list[dict[str, Any]]:
         """A cache without tokens, for this number of rows and slots."""
-        tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if self.specs else 1
+        tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
         return self.placed_cache([new_layer(layer, rows, slots, dtype, tensor)
                                   for layer in self.network.cache_layers(self.config)])
 

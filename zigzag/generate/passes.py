@@ -139,8 +139,18 @@ def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int
                 sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
     """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing. It may
     be a part of a compiled function."""
-    return of_padded(engine, params, rows, lambda params, rows: write_ids(
-        engine, params, rows, tokens, sampling, seed, ends, draw))
+    def write(params, rows):
+        slots, length = room_for(engine, rows, tokens)
+        state = prefill(engine, params, rows, slots, length)
+        state |= decoding.before_ids(seeds_of(rows, seed, jnp), ends)
+        if sampling.repetition_penalty != 1:
+            real = jnp.arange(rows["tokens"].shape[1]) >= rows["start"][:, None]
+            state["seen"] = jnp.zeros((len(real), engine.config.vocab_size), bool).at[
+                jnp.arange(len(real))[:, None], rows["tokens"]].max(real)
+        return decode(engine, params, state.pop("cache"), state, tokens, tokens, length, sampling,
+                      draw)["ids"]
+
+    return of_padded(engine, params, rows, write)
 
 
 def of_padded(engine: Engine, params: Any, rows: dict[str, Array], write: Callable) -> Array:
@@ -149,16 +159,3 @@ def of_padded(engine: Engine, params: Any, rows: dict[str, Array], write: Callab
     start = jnp.zeros(len(rows["tokens"]), jnp.int32)
     rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
     return write(engine.for_decoding(params), rows)[:len(start)]
-
-
-def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-              sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
-    slots, length = room_for(engine, rows, tokens)
-    state = prefill(engine, params, rows, slots, length)
-    state |= decoding.before_ids(seeds_of(rows, seed, jnp), ends)
-    if sampling.repetition_penalty != 1:
-        real = jnp.arange(rows["tokens"].shape[1]) >= rows["start"][:, None]
-        state["seen"] = jnp.zeros((len(real), engine.config.vocab_size), bool).at[
-            jnp.arange(len(real))[:, None], rows["tokens"]].max(real)
-    return decode(engine, params, state.pop("cache"), state, tokens, tokens, length, sampling,
-                  draw)["ids"]

@@ -168,11 +168,6 @@ def read_input(path: str, flag: str) -> Input:
     return Input(name, text)
 
 
-def file_prompts(path: str, flag: str) -> list[str]:
-    """The prompts of a file."""
-    return read_input(path, flag).texts("prompt")
-
-
 # -------------------------------------------------------------------------------------------
 # Texts as ids
 

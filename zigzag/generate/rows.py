@@ -7,12 +7,11 @@ and their number is padded so that it divides over the mesh.
 """
 
 import collections
-import functools
 from typing import Any, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
+from jax.experimental import multihost_utils
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
@@ -112,14 +111,8 @@ def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, to
 def on_host(x: Any) -> np.ndarray:
     """The array as numpy, with the parts of other processes."""
     if not getattr(x, "is_fully_addressable", True):
-        x = _whole(x.sharding.mesh)(x)
+        x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
-
-
-@functools.cache
-def _whole(mesh):
-    """A compiled function that gives every device of the mesh the whole array."""
-    return jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, P()))
 
 
 # -------------------------------------------------------------------------------------------

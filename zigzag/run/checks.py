@@ -35,14 +35,13 @@ from zigzag.core.options import changes, check_values
 from zigzag.disk.encoding import what_was_skipped
 from zigzag.disk.mixture import rounded
 from zigzag.parallel.rule import apply_overrides, parse_overrides
-from zigzag.run import averages, schedules
+from zigzag.run import schedules
 
 
 def check_config(c: Any) -> None:
     """Refuse wrong values of a train.Config. (The network's configuration checks its own.)"""
     check_values(c)
     schedules.check(c)
-    averages.check(c)
     known = dict.fromkeys(changes(type(c)).values())
     for name in c.change:
         if name not in known:

@@ -4,6 +4,7 @@ agree on. (`cls` is the class of a run's configuration, train.Config.)
     record_of      a configuration as config.json has it
     old_config     the configuration that it gives back
 
+    check_folder   refuse a folder whose run these facts do not continue
     check_steps    refuse fewer steps than the run has made
     hold           a warmup or decay that has ended stays ended when a run gets more steps
     rates          some rates of a run, which are recorded
@@ -13,9 +14,10 @@ agree on. (`cls` is the class of a run's configuration, train.Config.)
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,14 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather
 from zigzag.core.options import changes, options
-from zigzag.disk.checkpoint import FORMAT, OF_DATA, newest_step, run_config, run_record
+from zigzag.disk.checkpoint import (
+    FORMAT,
+    OF_DATA,
+    check_run_folder,
+    newest_step,
+    run_config,
+    run_record,
+)
 from zigzag.parallel.network import config_of_run, facts_of_network, network_of
 from zigzag.run import schedules
 
@@ -45,9 +54,21 @@ def facts_of(config: Any) -> dict[str, Any]:
     return {name: record[name] for name in ("network", *own, *same)}
 
 
+def check_folder(cls: type, out: str, facts: dict[str, Any], needs: Sequence[str] = (),
+                 change: Sequence[str] = ()) -> dict[str, Any] | None:
+    """checkpoint.check_run_folder for a run with configurations of this class."""
+    return check_run_folder(out, facts, functools.partial(read_old, cls), may_change(cls), needs,
+                            change)
+
+
 def may_change(cls: type) -> dict[str, str]:
     """{fact: the word of --change that allows another}."""
     return changes(cls) | OF_DATA
+
+
+def is_run(folder: str) -> bool:
+    """Whether a folder ('': none) holds a run."""
+    return bool(folder) and (Path(folder) / "config.json").exists()
 
 
 def old_config(cls: type, folder: str) -> Any:
@@ -77,16 +98,16 @@ def hold(config: Any) -> Any:
     """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
     the run has passed them and now gets more steps: its rate stays where it is. --change decay
     spreads the decay over all steps instead."""
-    ends = config.warmup, config.decay_steps
-    if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
+    warmup, end = config.warmup, config.decay_steps
+    if jax.process_index() == 0 and is_run(config.out):
         old, at = old_config(type(config), config.out), newest_step(config.out)
-        warmup, end = old.warmup if at >= old.warmup else config.warmup, config.decay_steps
+        warmup = old.warmup if at >= old.warmup else warmup
         if end is None and "decay" not in config.change and config.decay != "constant":
-            has_ended = config.steps > old.steps and at >= schedules.fixed_from(old)
-            end = old.steps if old.decay_steps is None and has_ended else old.decay_steps
-        ends = warmup, end
+            end = old.decay_steps
+            if end is None and config.steps > old.steps and at >= schedules.fixed_from(old):
+                end = old.steps
     # (From process 0, which will change the file that they would read.)
-    warmup, end = process_allgather(ends)[0]
+    warmup, end = process_allgather((warmup, end))[0]
     return dataclasses.replace(config, warmup=warmup, decay_steps=end)
 
 
@@ -118,7 +139,7 @@ def check_rates(config: Any, schedule_of: Callable) -> None:
 def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
     """Yield the lines to print when `config` continues the run in config.out.
     learning_rate(config, step) is train.py's; None if fit has a schedule."""
-    if not config.out or not (Path(config.out) / "config.json").exists():
+    if not is_run(config.out):
         return
     old, at = old_config(type(config), config.out), newest_step(config.out)
     check_steps({"steps": config.steps}, config.out)

@@ -65,10 +65,12 @@ class MoreOptions(*OF_PARTS):
                                     # first rate, as a share of the peak; not given: 1 / warmup
     final_share: float = flag(0.02, same=True, change="decay")
                                     # last rate, as a share of the peak
-    beta1: float = flag(0.9, same=True)     # AdamW's decay rate of the mean of gradients
-    beta2: float = flag(0.95, same=True)    # AdamW's decay rate of the mean of squared gradients
-    ema: float = flag(0.0, same=True)       # evaluate and save an average of the weights over
-                                    # updates, which each update multiplies by this (0.999); 0: none
+    beta1: float = flag(0.9, below=1, same=True)    # AdamW's decay rate of the mean of gradients
+    beta2: float = flag(0.95, below=1, same=True)   # AdamW's decay rate of the mean of squared
+                                    # gradients
+    ema: float = flag(0.0, below=1, same=True)      # evaluate and save an average of the weights
+                                    # over updates, which each update multiplies by this (0.999); 0:
+                                    # none
     max_skipped: int = flag(10, least=1)
                                     # end the run after this many updates in a row whose loss or
                                     # gradient is not finite

@@ -105,7 +105,16 @@ def _without_rate(optimizer):
     def update(grads, state, params=None):
         # (A new state says which of its leaves are keys. Its values are not used.)
         state = jax.tree.map(_as_key, optimizer.init(grads), state)
-        updates, state = _update(optimizer, grads, state, params)
+        try:
+            updates, state = optimizer.update(grads, state, params)
+        except TypeError as e:
+            if "required keyword-only" not in str(e):
+                raise
+            needs = re.findall(r"'(\w+)'", str(e))
+            raise ConfigError(f"optimizer: it needs {', '.join(needs)} (a line search, for "
+                              f"example), and train.fit gives it gradients and weights alone; "
+                              f"choose another, or write the loop yourself (train.make_step has "
+                              f"the gradient)") from None
         if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, grads):
             raise ConfigError("optimizer: its updates have other shapes than the gradients (those "
                               "of optax.contrib.dpsgd want a gradient for each row, and get their "
@@ -113,19 +122,6 @@ def _without_rate(optimizer):
         return jax.tree.map(lambda u: -u, updates), _with_numbers(state)
 
     return optax.GradientTransformation(init, update)
-
-
-def _update(optimizer, *given):
-    """optimizer.update(gradients, state, params), or one line about one that needs more."""
-    try:
-        return optimizer.update(*given)
-    except TypeError as e:
-        if "required keyword-only" not in str(e):
-            raise
-        needs = re.findall(r"'(\w+)'", str(e))
-        raise ConfigError(f"optimizer: it needs {', '.join(needs)} (a line search, for example), "
-                          f"and train.fit gives it gradients and weights alone; choose another, or "
-                          f"write the loop yourself (train.make_step has the gradient)") from None
 
 
 def _with_numbers(state):

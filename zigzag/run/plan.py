@@ -263,7 +263,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     why = "" if trusted else why_not_split(jaxpr, weights)
     mode = mode_of(config.step, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
-        decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
+        decisions = _whole_over_tensor(decisions, why)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.network.dtype, config.accumulate, names, tuple(calls), schedule,
@@ -290,11 +290,12 @@ def _with_frozen(init, dtype):
     return lambda key: low_rank.as_stored(init(key), dtype)
 
 
-def _whole_over_tensor(decision, why):
-    """The decision to store a weight as decided, but to use it whole over tensor."""
-    reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
-    return dataclasses.replace(decision, used_as=without_axis(decision.used, "tensor"),
-                               reason=decision.reason + reason)
+def _whole_over_tensor(decisions, why):
+    """The decisions to store weights as decided, but to use them whole over tensor."""
+    return jax.tree.map(lambda d: dataclasses.replace(
+        d, used_as=without_axis(d.used, "tensor"),
+        reason=d.reason + f"; gathered: this loss {why}" * ("tensor" in spec_axes(d.spec))),
+        decisions)
 
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
@@ -426,21 +427,20 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
     and return."""
     mesh, c = plan.mesh, plan.config
 
+    def state(trained, frozen, opt, step):
+        average = {"average": trained} if c.ema else {}
+        return {"params": trained, "frozen": frozen, "opt": opt, "step": step, **average}
+
     def start(key, weights=None):
         """The first state of a run, with these weights (apart from adapters) or with init's."""
         trained, frozen = plan.in_two(plan.init(key))
         if weights is not None:
             trained, frozen = ((trained, cast(weights, c.network.dtype)) if c.network.lora_rank
                                else (weights, {}))
-        average = {"average": trained} if c.ema else {}
-        return {"params": trained, "frozen": frozen, "opt": optimizer.init(trained),
-                "step": jnp.zeros((), jnp.int32), **average}
+        return state(trained, frozen, optimizer.init(trained), jnp.zeros((), jnp.int32))
 
-    trained, frozen = plan.specs
     opt = state_specs(optimizer, plan.in_two(plan.params)[0], plan.moments)
-    average = {"average": trained} if c.ema else {}
-    places = shardings({"params": trained, "frozen": frozen, "opt": opt, "step": P(), **average},
-                       mesh)
+    places = shardings(state(*plan.specs, opt, P()), mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),

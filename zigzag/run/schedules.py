@@ -45,9 +45,6 @@ def check(c: Any) -> None:
         if getattr(c, name) != getattr(type(c), name) and c.decay not in decays:
             raise ConfigError(f"--{name} {getattr(c, name)}: --decay {c.decay} has none; leave it "
                               f"out, or give another --decay ({', '.join(sorted(decays))})")
-    for name in ("beta1", "beta2"):
-        if not 0 <= (value := getattr(c, name)) < 1:
-            raise ConfigError(f"--{name} {value}: expected a number from 0 to below 1")
 
 
 def fill_in(c: Any) -> None:
