@@ -99,14 +99,14 @@ def test_each_process_keeps_its_lines_in_a_file(capsys, tmp_path):
 def test_the_options_are_those_that_somebody_has_changed():
     """A start of seventeen lines for a command with three flags; an option that was given and is
     not shown; a derived option that is shown as if it had been given."""
-    assert report.options_text(train.parse([]), set()) == ""
+    assert report.options_text(train.parse([])) == ""
     config = train.parse(["--layers", "6", "--heads", "4", "--steps", "50", "--data", "a", "b",
                           "--tied", "--lr", "0.01", "--d_ff", "384"])
-    assert report.options_text(config, {"heads"}) == (
-        "options  layers=6 tied=True data=a b steps=50 lr=0.01")    # (384 is what d_ff would be)
-    assert report.options_text(dataclasses.replace(config, eval_tokens=4096), set()).endswith(
-        "eval_tokens=4096")
-    preset = report.options_text(train.parse(["--model", "gpt2"]), set())
+    assert report.options_text(dataclasses.replace(config, patience=9)) == (
+        "options  layers=6 heads=4 tied=True data=a b steps=50 lr=0.01")    # (384 is what d_ff
+    assert report.options_text(dataclasses.replace(config, eval_tokens=4096)).endswith(
+        "eval_tokens=4096")                                                 # would be)
+    preset = report.options_text(train.parse(["--model", "gpt2"]))
     assert " d_model=768" in preset and " norm=layer" in preset and "lr=" not in preset
     assert all(len(line) <= 100 for line in preset.splitlines())
 

@@ -17,7 +17,7 @@ from typing import Any, Sequence
 import train
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
-from zigzag.core.options import comments, options
+from zigzag.core.options import Values, comments, options
 from zigzag.core.parts import Unused, commands, has_part, part
 from zigzag.parallel.network import (
     COMPUTED,
@@ -41,14 +41,14 @@ def parse(argv: Sequence[str] | None, script: str | None) -> Any:
     return config_of_flags(read_flags(argv, script))
 
 
-def config_of_flags(given: dict[str, Any]) -> Any:
+def config_of_flags(given: Values) -> Any:
     """The configuration of a new run. --model and --init_from choose the network and its fields;
     the other flags change them."""
     network, fields, source = chosen(given)
     return make_config(network, fields | given | source, given)
 
 
-def chosen(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
+def chosen(given: Values) -> tuple[Network, Values, Values]:
     """(the network that the flags `given` choose, its fields by --model or --init_from, and the
     values of these two flags that a run records)."""
     name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
@@ -73,7 +73,7 @@ def chosen(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, An
 FINE_TUNING_LENGTH = 512
 
 
-def fields_of_weights(given: dict[str, Any], network: Network, config: Any) -> dict[str, Any]:
+def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
     """The fields of a model that already has weights (a published one's, or a run's). The flags
     `given` may change only how it is trained. `config` is the model's own configuration."""
     source, base = given.get("init_from") or given["model"], dataclasses.asdict(config)
@@ -94,7 +94,7 @@ def fields_of_weights(given: dict[str, Any], network: Network, config: Any) -> d
     return base
 
 
-def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[str, Any]:
+def read_flags(argv: Sequence[str] | None, script: str | None = None) -> Values:
     """The flags that were given, by name. With --help or --plot, print that and exit. `script` is
     the docstring of the script that calls train.parse: its --help shows this and the flags that
     were given, which are the script's own defaults."""
@@ -163,7 +163,7 @@ def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: 
     return groups
 
 
-def check_unused(given: dict[str, Any], unused: Unused | Sequence[str], where: str) -> None:
+def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> None:
     """Refuse flags that have no effect somewhere: these names, or what an Unused says."""
     if isinstance(unused, Unused):
         unused = [*unused.names, *(name for name, (_, group, _) in comments(train.Config).items()
@@ -173,7 +173,7 @@ def check_unused(given: dict[str, Any], unused: Unused | Sequence[str], where: s
         raise ConfigError(f"{flags}: no effect {where}; leave out")
 
 
-def check_used(given: dict[str, Any], config: Any, kind: str) -> None:
+def check_used(given: Values, config: Any, kind: str) -> None:
     """Refuse flags that have no effect on this kind of data (a file in tasks/), or in a run without
     evaluations."""
     if config.eval_every == 0:      # (--held_out says that all of --data is learned)
@@ -184,7 +184,7 @@ def check_used(given: dict[str, Any], config: Any, kind: str) -> None:
                  f"on {kind}, which this model learns from")
 
 
-def make_config(network: Network, values: dict[str, Any], given: dict[str, Any]) -> Any:
+def make_config(network: Network, values: Values, given: Values) -> Any:
     """The configuration of a run with these values of its own fields and of its network's. Flags
     that were given and that neither of them has are refused."""
     of_run, own = options(train.Config), options(network.config)
@@ -201,7 +201,7 @@ def make_config(network: Network, values: dict[str, Any], given: dict[str, Any])
                         **{n: v for n, v in values.items() if n in of_run})
 
 
-def asked_of_run(given: dict[str, Any], old: Any) -> dict[str, Any]:
+def asked_of_run(given: Values, old: Any) -> Values:
     """The fields that flags ask of the run with the configuration `old`: the flags themselves, and
     all fields of the model of --model or --init_from, if the run began with another. (If it began
     with this model, other flags may have changed the fields since.)"""

@@ -6,20 +6,21 @@ values.
     left_out       the values that a command takes from the run that it continues
 """
 
+import functools
 from typing import Any
 
 import train
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
-from zigzag.core.options import changes, options
+from zigzag.core.options import Values, changes, options
 from zigzag.core.parts import commands
 from zigzag.disk.checkpoint import newest_step, run_config, run_record
 from zigzag.parallel.network import config_of_run, network_of
 from zigzag.run import continuing, source
 
 
-def continued(given: dict[str, Any]) -> Any:
+def continued(given: Values) -> Any:
     """The configuration for these flags, where --out may hold a run. If it does, flags that were
     left out have the run's values, and a flag that decides the run's numbers is refused if its
     value is not the run's. (The commands of parts, --bench for example, look at no run.)"""
@@ -36,10 +37,8 @@ def continued(given: dict[str, Any]) -> Any:
     asked = command_line.asked_of_run(given, old)
     values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
 
-    def check(facts):
-        continuing.check_folder(train.Config, out, facts, source.needs(old),
-                                given.get("change", ()))
-
+    check = functools.partial(continuing.check_folder, train.Config, out, needs=source.needs(old),
+                              change=given.get("change", ()))
     try:
         config = command_line.make_config(network, values, given)
     except ConfigError:     # (if a value differs from the run's, `check` says that instead)
@@ -53,7 +52,7 @@ def continued(given: dict[str, Any]) -> Any:
     return config
 
 
-def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
+def check_change(given: Values, out: str, is_run: bool) -> None:
     """Refuse a --change that changes nothing."""
     change, of = given.get("change", ()), changes(train.Config)
     if change and not is_run:
@@ -67,7 +66,7 @@ def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
             raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")
 
 
-def of_run(run: str, given: dict[str, Any]) -> Any:
+def of_run(run: str, given: Values) -> Any:
     """The configuration of a run, to look at its step, with the flags that were given with it.
     Flags that contradict what decides its numbers are refused."""
     if run_record(run).get("own_weights"):
@@ -83,7 +82,7 @@ def of_run(run: str, given: dict[str, Any]) -> Any:
     return command_line.make_config(network_of(old), values, given)
 
 
-def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict[str, Any]:
+def left_out(given: Values, old: Values, *configs: type) -> Values:
     """The fields of the run (`old`) that the flags (`given`) do not change. `configs` are the
     classes of configurations that declare them."""
     pairs = [{option.name, option.beside} for config in configs

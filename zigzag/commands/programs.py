@@ -86,11 +86,11 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
+    params, chosen = shapes, decisions      # of the weights that are trained
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: low_rank.as_stored(w, config.network.dtype), shapes)
-    of_trained = low_rank.split if config.network.lora_rank else lambda tree: (tree, {})
-    (params, _), (chosen, _) = of_trained(shapes), of_trained(decisions)
+        params, chosen = (low_rank.split(tree)[0] for tree in (shapes, decisions))
     specs = jax.tree.map(lambda d: d.spec, chosen)
     if config.zero:
         specs = zero1_specs(params, specs, mesh, config.fsdp_min)

@@ -16,7 +16,7 @@ import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
-from zigzag.core.options import PARTS, comments, has_part, options
+from zigzag.core.options import PARTS, Values, comments, has_part, options
 from zigzag.core.start import has_begun
 from zigzag.core.synonyms import meaning
 
@@ -31,7 +31,7 @@ def change(config: Any, **fields: Any) -> Any:
     return dataclasses.replace(config, **fields)
 
 
-def flat(config: Any) -> dict[str, Any]:
+def flat(config: Any) -> Values:
     """{name: value} of all options of a configuration: those of its `network`, then its own."""
     network = getattr(config, "network", None)
     return {name: getattr(one, name) for one in (network, config) if one is not None
@@ -52,12 +52,13 @@ def is_derived(config: Any, name: str) -> bool:
     return getattr(usual, name) == getattr(owner, name)
 
 
-def changed(config: Any) -> dict[str, Any]:
-    """{name: value} of the fields that were given a value other than the default or derived one."""
-    return {name: value for name, value in flat(config).items() if not is_derived(config, name)}
+def recorded(values: Values, config: Any) -> Values:
+    """Those of a configuration's values that do not hold for one command or process alone."""
+    known = options(type(config))
+    return {name: x for name, x in values.items() if name not in known or known[name].recorded}
 
 
-def check_shards(given: dict[str, Any]) -> None:
+def check_shards(given: Values) -> None:
     """Refuse --shards 0 on a command line. (In the configuration, 0 means that it was not
     given.)"""
     if given.get("shards") == 0:
@@ -74,7 +75,7 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
 
 
 def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
-                groups: dict[str, Sequence[str]] | None = None) -> tuple[dict[str, Any], list[str]]:
+                groups: dict[str, Sequence[str]] | None = None) -> tuple[Values, list[str]]:
     """({field: value} of the flags given, the words without a flag) of a command line. `cls` is a
     dataclass, or a tuple of dataclasses whose fields are all flags. If a flag is given twice, the
     last value counts; if it takes several values, all of them. --help prints the flags in `groups`
@@ -155,7 +156,7 @@ def _classes(cls):
 
 
 def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
-              values: dict[str, Any] = {}, about: str | None = None) -> str:
+              values: Values = {}, about: str | None = None) -> str:
     """The text of --help: the flags in these groups (by default all, without a heading), and a
     last line. `values` replace defaults; `about` replaces the docstring of the last class."""
     rows = {name: _help_line(name, str(values.get(name, default)), text)    # (the first of a name)

@@ -168,8 +168,8 @@ def keep_compiled(least: float = 1.0) -> None:
 
 
 def row_groups(mesh: Any) -> int:
-    """The number of parts into which the rows of a batch are split."""
-    return math.prod(mesh.shape[a] for a in BATCH_AXES)
+    """The number of parts into which the rows of a batch are split (1 without axes)."""
+    return math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
@@ -197,15 +197,13 @@ def best_dtype(mesh: Mesh) -> str:
 
 def time_parts() -> int:
     """The number of parts into which the manual axes of the ambient mesh may split the time."""
-    sizes, manual = ambient()
-    return math.prod(sizes[axis] for axis in ("seq", "tensor", "pipe") if axis in manual)
+    return math.prod(map(axis_size, ("seq", "tensor", "pipe")))
 
 
-def may_unroll(mesh: Any = None) -> bool:
-    """Whether layers may be unrolled on this mesh, or on the ambient one: on a single CPU or GPU
+def may_unroll() -> bool:
+    """Whether layers may be unrolled on the ambient mesh: on a single CPU or GPU
     (zigzag/parallel/remat.py says when they are)."""
-    return (platform(mesh) in ("cpu", "gpu")
-            and (mesh or jax.sharding.get_abstract_mesh()).size == 1)
+    return platform() in ("cpu", "gpu") and jax.sharding.get_abstract_mesh().size == 1
 
 
 # -------------------------------------------------------------------------------------------

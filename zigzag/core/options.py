@@ -26,6 +26,10 @@ from typing import Any, Callable, Collection, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
 
+# {name: value}: flags that were given, the fields of a configuration, facts about a run, or the
+# numbers of a line in its metrics.jsonl.
+Values = dict[str, Any]
+
 ROOT = Path(__file__).resolve().parents[2]
 # The parts for which the engine may ask (parts.py). recipes/ and learn/ stand above everything.
 PARTS = "published", "forecast", "tools", "tasks"

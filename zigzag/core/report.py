@@ -20,7 +20,7 @@ from typing import Any, Mapping, Sequence
 import jax
 
 from zigzag.core.errors import as_given, human_bytes, printable
-from zigzag.core.flags import changed
+from zigzag.core.flags import flat, is_derived, recorded
 
 
 class Reporter:
@@ -163,11 +163,12 @@ def held_out_text(row: dict) -> str:
         f"  ({bits:.4f} bits per byte)" if bits is not None else "")
 
 
-def options_text(config: Any, hidden: set[str]) -> str:
-    """The options that differ from their defaults, but for those that follow from others, in lines
-    of at most 100 columns; '' if there are none."""
-    words = [f"{name}={as_given(value) or '-'}" for name, value in changed(config).items()
-             if name not in hidden]
+def options_text(config: Any) -> str:
+    """The options that differ from their defaults, but for those that follow from others or hold
+    for one command, in lines of at most 100 columns; '' if there are none."""
+    words = [f"{name}={as_given(value) or '-'}"
+             for name, value in recorded(flat(config), config).items()
+             if name != "published" and not is_derived(config, name)]
     return "\n".join(textwrap.wrap("options  " + " ".join(words), 100, subsequent_indent=" " * 9,
                                    break_long_words=False, break_on_hyphens=False)
                      ) if words else ""

@@ -26,6 +26,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate import decoding, passes
+from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling
 from zigzag.generate.engine import Engine, mesh_of_weights
 from zigzag.generate.rows import (
@@ -101,8 +102,7 @@ class Rows:
         self.slots = rows.shape[1] + padded_length(min(tokens, min(map(self._room, self.texts))))
         with mesh_of_weights(params):
             self.params = engine.for_decoding(params)
-            mesh = jax.sharding.get_abstract_mesh()
-            groups = 1 if mesh.empty else row_groups(mesh)
+            groups = row_groups(jax.sharding.get_abstract_mesh())
         self.count = -(-min(batch, len(prompts)) // groups) * groups
         self.some = -(-self.count // (8 * groups)) * groups
         self.owners: list[Text | None] = [None] * self.count
@@ -151,25 +151,25 @@ class Rows:
             self.length = self.waiting[0].length
             self.cache = None       # (its memory is the next one's)
         texts = []
-        while (len(texts) < len(places) and self.waiting
-               and self.waiting[0].length == self.length):
-            texts.append(self.waiting.popleft())
-            self.owners[places[len(texts) - 1]] = texts[-1]
+        for row in places:
+            if self.waiting and self.waiting[0].length == self.length:
+                self.owners[row] = self.waiting.popleft()
+                texts.append(self.owners[row])
         # (Too few are filled up with the last one, which goes into its row several times.)
         more = (self.count if is_all else self.some) - len(texts)
-        places = np.array([*places[:len(texts)], *[places[len(texts) - 1]] * more])
-        texts += texts[-1:] * more
+        texts, places = (some + some[-1:] * more for some in (texts, places[:len(texts)]))
         tokens, start = padded_prompts(
             self.network, [text.ids[text.begin:] for text in texts], self.config, 0)
         rows = {"tokens": tokens, "start": start, **{
             name: x[[text.number for text in texts]] for name, x in self.sources.items()}}
         with mesh_of_weights(self.params):
-            read = passes.prefill(self.engine, self.params, rows, self.slots, self.length)
+            read = passes.prefill(self.engine, self.params, rows, self.slots, self.length, CHUNK)
             if is_all:
                 self.cache, self.slot, self.start = read["cache"], int(read["slot"]), start
                 return
             moved = self.slot - int(read["slot"])
-            self.cache = put_rows(self.engine, self.cache, read["cache"], places, np.int32(moved))
+            self.cache = put_rows(self.engine, self.cache, read["cache"], np.array(places),
+                                  np.int32(moved))
             self.start[places] = start + moved
 
     def _write(self, draw):

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import ambient, batch_spec, mark_varying, platform_in_use
+from zigzag.core.mesh import axis_size, batch_spec, mark_varying, platform_in_use
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.parallel.network import Layer
 
@@ -60,8 +60,7 @@ def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1
 
 def _slot_shards(cached, kv_heads):
     """The number of devices over which tensor splits the slots: 1 unless each has all heads."""
-    sizes, manual = ambient()
-    return sizes["tensor"] if "tensor" in manual and cached.shape[1] == kv_heads else 1
+    return axis_size("tensor") if cached.shape[1] == kv_heads else 1
 
 
 def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.mesh import axis_size, batch_spec, cast, mesh_of, shardings, without_axis
 from zigzag.generate.cache import layer_specs, new_layer
+from zigzag.generate.decoding import State
 from zigzag.parallel import low_rank
 from zigzag.parallel.collectives import all_gather
 from zigzag.parallel.network import Network
@@ -86,8 +87,7 @@ class Engine:
         return self.placed_cache([new_layer(layer, rows, slots, dtype, tensor)
                                   for layer in self.network.cache_layers(self.config)])
 
-    def on_mesh(self, fn: Callable, params: Any, state: dict[str, Any], outputs: Iterable[str]
-                ) -> dict[str, Any]:
+    def on_mesh(self, fn: Callable, params: Any, state: State, outputs: Iterable[str]) -> State:
         """fn(params, specs, state) in one shard_map over the ambient mesh, or plainly without a
         mesh. fn gets this device's part of the state and, of the weights, what it has before it
         reaches a layer. It returns a dict with the names `outputs`."""

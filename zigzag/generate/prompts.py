@@ -17,7 +17,7 @@ import numpy as np
 
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, one_line
-from zigzag.core.options import check_values, comments, flag
+from zigzag.core.options import Values, check_values, comments, flag
 from zigzag.core.parts import Unused, added, part
 from zigzag.disk.checkpoint import best_step, tokenizer_of_run
 from zigzag.disk.lines import texts_of
@@ -97,7 +97,7 @@ for table in added("NEEDS"):
     NEEDS |= table
 
 
-def check_given(given: dict[str, Any]) -> None:
+def check_given(given: Values) -> None:
     """Refuse flags of a command line that have no effect beside the others."""
     for one, (groups, names) in NOT_USED.items():
         for name in (*(name for group in groups for name in GROUPS[group]), *names):
@@ -189,20 +189,21 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
     if shape is None:
-        return [Prompt(text, tokenizer.prompt(text), begin=text) for text in texts]
-    start = special_ids(c, tokenizer)[:1]
-    if reads_text(network, c):
+        sources = [None] * len(texts)
+    elif reads_text(network, c):
         if not all(map(str.strip, texts)):
             raise ConfigError("a prompt is empty: this model has an encoder, which needs a text")
-        return [Prompt(text, start, tokenizer.with_ends(text)) for text in texts]
-    sources = load_sources(source, shape)
-    if len(texts) == 1 or len(sources) == 1:
-        texts, sources = [*texts] * len(sources), [*sources] * len(texts)
-    if len(texts) != len(sources):
-        raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
-    if network.source_ids(c):       # (a decoder reads the text, too)
+        sources = list(map(tokenizer.with_ends, texts))
+    else:
+        sources = load_sources(source, shape)
+        if len(texts) == 1 or len(sources) == 1:
+            texts, sources = [*texts] * len(sources), [*sources] * len(texts)
+        if len(texts) != len(sources):
+            raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
+    if shape is None or network.source_ids(c):      # (a decoder reads the text)
         return [Prompt(text, tokenizer.prompt(text), one, text)
                 for text, one in zip(texts, sources)]
+    start = special_ids(c, tokenizer)[:1]
     return [Prompt(text, start, one) for text, one in zip(texts, sources)]
 
 

@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate.cache import CHUNK
+from zigzag.generate.decoding import State
 from zigzag.parallel.network import Network, check_tensor
 from zigzag.parallel.rotary import scaled_length
 
@@ -92,8 +93,7 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str,
 
 def pad_rows(rows: Any, xp: Any = np) -> Any:
     """Arrays of rows, with the last row repeated until their number divides over the mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    more = 0 if mesh.empty else -len(rows) % row_groups(mesh)
+    more = -len(rows) % row_groups(jax.sharding.get_abstract_mesh())
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
 
 
@@ -131,7 +131,7 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
         1, dtype=np.uint32)
 
 
-def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np) -> Any:
+def seeds_of(rows: State, seed: int | Sequence[int], xp: Any = np) -> Any:
     """Three numbers [B, 3] that seed the random numbers of each row: its seed (`seed` is one for
     all, or one for each), a hash of its content, and (unless traced) the number of equal rows
     before it. So an answer depends neither on the other rows nor on their order, and equal prompts

@@ -39,7 +39,7 @@ from zigzag.core.mesh import by_path, cast, platform, row_groups, shardings, unt
 from zigzag.parallel.jaxprs import computes_in_16_bits
 from zigzag.parallel.storage import permute_layers
 from zigzag.run.modes import BY_HAND, JIT
-from zigzag.run.plan import Plan, Program, in_one
+from zigzag.run.plan import Plan, Program, held_out, in_one
 
 # To measure the effect of rounding on a loss, weights are moved by this share of their size, if all
 # is computed in float32, or if some of it is in 16 bits.
@@ -152,7 +152,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
 def _check_held_out(plan):
     """Refuse a loss that needs batch["seeds"], which only training batches have."""
     try:
-        jax.eval_shape(plan.loss, _as_computed(plan), _held_out(plan.batch))
+        jax.eval_shape(plan.loss, _as_computed(plan), held_out(plan.batch))
     except KeyError as e:
         if e.args != ("seeds",):
             raise
@@ -173,11 +173,6 @@ def _trace(plan):
 def _as_computed(plan, dtype=None):
     """The shapes of the weights, in this precision, or that in which the step computes the loss."""
     return jax.eval_shape(lambda p: cast(p, dtype or plan.dtype), plan.params)
-
-
-def _held_out(batch):
-    """A batch as a held-out one: without seeds."""
-    return {k: v for k, v in batch.items() if k != "seeds"}
 
 
 def _rows_to_compare(plan):
@@ -263,7 +258,7 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
     trained, frozen = plan.in_two(staged)
     grad, sums = gradients(trained, batch, frozen)
     return (sums, permute_layers(grad, plan.in_two(places)[0], chunks, back=True),
-            evaluate(trained, _held_out(batch), frozen) if evaluate else ())
+            evaluate(trained, held_out(batch), frozen) if evaluate else ())
 
 
 def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
@@ -291,7 +286,7 @@ def _beside_one_device(plan, compute, is_narrow, batch, key):
             def one(i):
                 moved = _moved(params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding))
                 return _named(*sums_and_gradient(plan.loss, *plan.in_two(moved), batch),
-                              plan.loss(moved, _held_out(batch)) if held else ())
+                              plan.loss(moved, held_out(batch)) if held else ())
 
             return jax.lax.map(one, jnp.arange(3))
 

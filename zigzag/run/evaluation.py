@@ -26,7 +26,7 @@ from zigzag.disk.checkpoint import best_of
 from zigzag.generate.rows import cut_at_end
 from zigzag.run import averages, loggers
 from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
-from zigzag.run.plan import LOGGED, Program, check_names
+from zigzag.run.plan import LOGGED, Program, check_names, held_out
 from zigzag.run.task import Task
 
 # The number of new ids in a text that an evaluation shows.
@@ -56,8 +56,7 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     # (The names that a metric of your own returns are known only after it has run.)
     if config.best and (metric or not task.metric):
         plan = program.plan
-        batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
-        _, _, others = jax.eval_shape(plan.loss, plan.params, batch)
+        _, _, others = jax.eval_shape(plan.loss, plan.params, held_out(plan.batch))
         _check_best(config.best, [
             "eval_loss", *(["bits_per_byte"] if task.bits_per_nat else []),
             *(f"eval_{name}" for name, x in others.items() if not x.shape),

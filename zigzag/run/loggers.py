@@ -12,6 +12,7 @@ import jax
 
 from zigzag.core.errors import one_line
 from zigzag.core.files import numbers_of, write_json
+from zigzag.core.options import Values
 from zigzag.core.parts import part
 
 
@@ -30,7 +31,7 @@ class Loggers(contextlib.AbstractContextManager):
     """The open loggers of a run, and fit's own `log`, if it was given one. A context manager, which
     closes them at its end."""
 
-    def __init__(self, names: Sequence[str], out: str, began: int, config: dict[str, Any],
+    def __init__(self, names: Sequence[str], out: str, began: int, config: Values,
                  log: Callable | None, say: Callable):
         """`began` is the number of updates made so far, `say` prints a line."""
         self.say, self.opened, folder = say, {}, Path(out)      # {name: (log, close)}
@@ -47,7 +48,7 @@ class Loggers(contextlib.AbstractContextManager):
             shown = f"--log {name}"
             self._try(shown, open_one)
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: Values) -> None:
         """Log a line of metrics.jsonl."""
         for name, (log, _) in [*self.opened.items()]:
             self._try(name, lambda: log(row["step"], numbers_of(row)))

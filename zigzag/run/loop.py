@@ -25,6 +25,7 @@ from zigzag.core import chips
 from zigzag.core.errors import RunError, human_bytes
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
+from zigzag.core.options import Values
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.parallel import low_rank
@@ -32,7 +33,6 @@ from zigzag.parallel.attention import describe
 from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
 from zigzag.parallel.rule import explain
-from zigzag.run.continuing import hidden
 from zigzag.run.loggers import Loggers, names_of
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
@@ -49,7 +49,7 @@ class Fit(NamedTuple):
     step: int                       # updates made
     held_out: float | None          # the loss of the last evaluation
     outputs: Any                    # its predictions, arrays [examples, ...]
-    evaluation: dict[str, Any]      # all of its numbers, as in metrics.jsonl
+    evaluation: Values      # all of its numbers, as in metrics.jsonl
     best: int | None                # the step of the best evaluation, by the first of config.best
 
 
@@ -92,7 +92,7 @@ class Loop:
                    self.evaluation.get("eval_loss"), self.outputs, self.evaluation,
                    next(iter(next(iter(self.best.values()), ())), None))
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: Values) -> None:
         """Write down the numbers of a step or of an evaluation, wherever this run keeps them."""
         if self.folder:
             self.folder.write(row)
@@ -284,7 +284,7 @@ def report_header(program: Program, say: Reporter, is_short: bool = True) -> Non
         *describe_model(plan), describe_training(plan),
         config.ema and f"average  evaluations and checkpoints have the average of the weights over "
                        f"updates (--ema {config.ema:g})",
-        options_text(config, hidden(type(config))), describe_attention(plan),
+        options_text(config), describe_attention(plan),
         f"weights  {weights}", table, schedule])
 
 

@@ -39,8 +39,12 @@ class Chosen:
         self.default, self.each, self.matched = default, None, set()
         if given is not None:
             each = given if isinstance(given, dict) else {"*": given}
-            self.each = {pattern: optax.set_to_zero() if one is None else _checked(pattern, one)
-                         for pattern, one in each.items()}
+            for pattern, one in each.items():
+                if not isinstance(one, optax.GradientTransformation | None):
+                    raise ConfigError(f"optimizer: {pattern!r} was given a {type(one).__name__}; "
+                                      f"expected an optax transformation, optax.adam(1e-3) for "
+                                      f"example")
+            self.each = {pattern: one or optax.set_to_zero() for pattern, one in each.items()}
 
     def __call__(self, config: Any, decisions: Any, name: str = "") -> optax.GradientTransformation:
         """The optimizer of these weights, in the tree `name` of a step of one's own."""
@@ -80,13 +84,6 @@ def check_unused(config: Any) -> None:
         raise ConfigError(f"{flags}: fit was given an optimizer, which takes the place of it; "
                           f"leave it out, or let the script that makes the optimizer have flags "
                           f"of its own")
-
-
-def _checked(pattern, one):
-    if not isinstance(one, optax.GradientTransformation):
-        raise ConfigError(f"optimizer: {pattern!r} was given a {type(one).__name__}; expected an "
-                          f"optax transformation, optax.adam(1e-3) for example")
-    return one
 
 
 def _label(path, each):

@@ -216,6 +216,11 @@ def in_one(trained: Any, frozen: Any) -> Any:
     return low_rank.join(trained, frozen)
 
 
+def held_out(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch as a held-out one: without seeds."""
+    return {name: x for name, x in batch.items() if name != "seeds"}
+
+
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
               overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
               network: Any = None, schedule: Callable | None = None,

@@ -19,6 +19,7 @@ import numpy as np
 
 from zigzag.core import chips, hosts
 from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
+from zigzag.core.options import Values
 from zigzag.core.parts import has_part, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import RunFolder, check_kept
@@ -115,7 +116,7 @@ def has_own_weights(program: Program) -> bool:
         network_of(config).weight_shapes(config.network))
 
 
-def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float], say: Reporter,
+def open_folder(program: Program, facts: Values, rates: dict[str, float], say: Reporter,
                 tokenizer: Tokenizer | None) -> RunFolder | None:
     """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
     recorded beside the configuration; when a run continues, they must be the same as before."""

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.options import Values
 from zigzag.disk.batches import batch_arrays
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.parallel.network import network_of
@@ -50,7 +51,7 @@ class Task:
                                         # which seq and pipe ask
     # what the run's folder keeps
     tokenizer: Tokenizer | None = None  # so that sample.py can read and write text
-    record: dict[str, Any] | None = None    # saved in config.json; must be the same when the run
+    record: Values | None = None    # saved in config.json; must be the same when the run
                                         # continues
     flops: float | None = None          # the arithmetic of an update, for MFU
 
@@ -110,7 +111,7 @@ class Learned(NamedTuple):
     """The data of a run, opened: what a context manager of tasks/ yields."""
     config: Any                     # with the data's vocabulary, and the steps that --epochs take
     make_task: Callable[[], Task]   # makes the task, if there is anything left to train
-    record: dict[str, Any]          # what config.json notes, and a run that continues must have
+    record: Values          # what config.json notes, and a run that continues must have
     description: str                # what is printed
     prompt_flags: str = ""          # the flags of sample.py with a prompt like these data
 
