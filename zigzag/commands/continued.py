@@ -85,8 +85,8 @@ def of_run(run: str, given: Values) -> Any:
 def left_out(given: Values, old: Values, *configs: type) -> Values:
     """The fields of the run (`old`) that the flags (`given`) do not change. `configs` are the
     classes of configurations that declare them."""
-    pairs = [{option.name, option.beside} for config in configs
-             for option in options(config).values() if option.beside]
+    pairs = [{name, option.beside} for config in configs
+             for name, option in options(config).items() if option.beside]
     dropped = {name for pair in pairs if given.keys() & pair for name in pair}
     if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
         is_other = given.get("decay", old["decay"]) != old["decay"]

@@ -70,10 +70,8 @@ def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
         check(record)
         if is_process_0:
             hosts.process_allgather(record["fingerprint"])
-        config = continuing.hold(learned.config)
+        config = learned.config
         say = Reporter(config.steps)
-        for line in continuing.first_lines(config, train.learning_rate):
-            say.line(line)
         if config.init_from:
             say.line(f"model    {config.init_from}, fine-tuned on rows of "
                      f"{config.network.seq_len:,} tokens (--seq_len) with a learning rate of up to "

@@ -185,11 +185,6 @@ def platform(mesh: Any = None) -> str:
     return getattr(device, "platform", "")      # (device may be None)
 
 
-def platform_in_use() -> str:
-    """The platform of the ambient mesh, or jax's default backend."""
-    return platform() or jax.default_backend()
-
-
 def best_dtype(mesh: Mesh) -> str:
     """The compute precision that the mesh's devices are best at."""
     return "float32" if platform(mesh) == "cpu" else "bfloat16"

@@ -92,8 +92,8 @@ class Rows:
                 f"its last {max(1, size // 2):,} (--stop_at_context ends it there)")
         self.texts = [Text(number, list(prompt[-size:]), tokens)
                       for number, prompt in enumerate(prompts)]
-        for text in self.texts:
-            text.left = min(tokens, self._room(text)) if ends_there else tokens
+        for text in self.texts if ends_there else ():
+            text.left = min(tokens, self._room(text))
         self.sources = source_arrays(self.network, source, self.config, len(prompts))
         rows, start = padded_prompts(
             self.network, [text.ids for text in self.texts], self.config, 0)

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import axis_size, batch_spec, mark_varying, platform_in_use
+from zigzag.core.mesh import axis_size, batch_spec, mark_varying, platform
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.parallel.network import Layer
 
@@ -71,7 +71,8 @@ def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
         def put(cached):
             return lax.dynamic_update_slice_in_dim(cached, new, slot % size, 2)
 
-        if len(cached) > 1 or new.shape[2] > 1 or platform_in_use() != "cpu":
+        on_cpu = (platform() or jax.default_backend()) == "cpu"
+        if len(cached) > 1 or new.shape[2] > 1 or not on_cpu:
             return put(cached)
         # For a single row a CPU's compiler puts `put` also into the products that read its result,
         # and so copies all slots; not if it is a branch, though one that is always taken (attention

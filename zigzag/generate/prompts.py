@@ -27,7 +27,7 @@ from zigzag.parallel.network import Network
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags(*added("OfSampling")):
+class Flags(*added("OfSampling"), hosts.Processes):
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
@@ -64,12 +64,6 @@ class Flags(*added("OfSampling")):
     logprobs: bool = False      # add each new id and its log-probability to --json
     batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
                                         # together
-    # many hosts
-    coordinator: str = ""       # HOST:PORT of process 0
-    processes: int = 0          # number of processes
-    process_id: int = flag(-1, least=-1)        # the number of this process, from 0, which prints
-    distributed: bool = False   # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
-    patience: int = flag(120, least=1)          # seconds to wait for other processes
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -33,6 +33,7 @@ from zigzag.parallel.attention import describe
 from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
 from zigzag.parallel.rule import explain
+from zigzag.run import averages
 from zigzag.run.loggers import Loggers, names_of
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
@@ -130,7 +131,8 @@ def prepare(loop: Loop) -> Callable | None:
         watchdog.arm("making the first weights")
         state = loop.state or first_state(program, loop.task.weights)
     else:
-        state = program.restored(state, loop.state)
+        frozen = loop.state["frozen"] if loop.state else {}     # (no checkpoint holds them)
+        state = {**averages.from_disk(state), "frozen": frozen}
         loop.skipped, say.losses = folder.skipped, folder.losses
     if folder:
         loop.best = folder.read_best(config.best)

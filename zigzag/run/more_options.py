@@ -3,6 +3,7 @@
 import dataclasses
 
 from zigzag.core.errors import derive
+from zigzag.core.hosts import Processes
 from zigzag.core.options import flag
 from zigzag.core.parts import added
 from zigzag.run import checks, schedules
@@ -13,7 +14,7 @@ OF_PARTS = added("OfTraining")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreOptions(*OF_PARTS):
+class MoreOptions(*OF_PARTS, Processes):
     """Options of a run that no edit of train.py concerns, and those that the parts of this copy add
     (adds.py in each). The headings are the groups of --help; the rare ones are shown by
     --help all alone."""
@@ -103,17 +104,6 @@ class MoreOptions(*OF_PARTS):
 
     # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile
-
-    # many hosts (rare)
-    coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
-    processes: int = flag(0, recorded=False)        # number of processes
-    process_id: int = flag(-1, least=-1, recorded=False)
-                                    # the number of this process, from 0
-    distributed: bool = flag(False, recorded=False)
-                                    # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
-    patience: int = flag(120, least=1, recorded=False)
-                                    # seconds to wait for other processes, in addition to ten times
-                                    # the longest wait so far
 
     def __post_init__(self) -> None:
         best = self.best.split() if isinstance(self.best, str) else self.best

@@ -240,7 +240,10 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if config.network.lora_rank:
         init = _with_frozen(init, config.network.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
-    _check_floats(params if learned is None else {k: x for k, x in params.items() if k == learned})
+    for path, leaf in by_path(params if learned is None else params.get(learned, {})).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
+                              f"trained; let init return no others")
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at what a device computes: one part of its group's rows.
@@ -357,13 +360,6 @@ def resolve_dtype(config: Any, mesh: Any) -> Any:
     return change(config, dtype=config.network.dtype or best_dtype(mesh))
 
 
-def _check_floats(params):
-    for path, leaf in by_path(params).items():
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
-                              f"trained; let init return no others")
-
-
 def _check_axes(plan, names, why):
     """Refuse mesh axes over which the loss must split its own work, and does not."""
     for axis, (function, what) in SPLITS.items():
@@ -421,10 +417,6 @@ class Program:
         """The part of a state that a checkpoint holds: all but frozen weights, which a run reads
         again from where they came from."""
         return averages.to_disk({name: x for name, x in state.items() if name != "frozen"})
-
-    def restored(self, saved: Any, first: Any) -> Any:
-        """The state from what was saved of it. `first` is the state that the run began with."""
-        return {**averages.from_disk(saved), "frozen": first["frozen"] if first else {}}
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:

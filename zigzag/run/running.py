@@ -62,9 +62,8 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     continuing.check_rates(config, schedule_of)
     if config.out:
         check_kept(program.saved(program.state))
-    if config.out and "fingerprint" not in facts:       # (else main has looked, and printed them)
-        for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
-            say.line(line)
+    for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
+        say.line(line)
     first, of_first = frozen_state(program, task.weights)
     rates = continuing.rates(config, schedule_of(config))
     folder = open_folder(program, facts | of_first, rates, say, task.tokenizer)
