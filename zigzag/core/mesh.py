@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import mesh_utils
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError, did_you_mean, divisors
@@ -181,7 +181,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 def platform(mesh: Any = None) -> str:
     """The platform of the devices of this mesh, or of the ambient one: cpu, tpu or gpu; '' if there
     are no devices."""
-    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
+    device = (mesh or get_abstract_mesh()).abstract_mesh.abstract_device
     return getattr(device, "platform", "")      # (device may be None)
 
 
@@ -198,7 +198,7 @@ def time_parts() -> int:
 def may_unroll() -> bool:
     """Whether layers may be unrolled on the ambient mesh: on a single CPU or GPU
     (zigzag/parallel/remat.py says when they are)."""
-    return platform() in ("cpu", "gpu") and jax.sharding.get_abstract_mesh().size == 1
+    return platform() in ("cpu", "gpu") and get_abstract_mesh().size == 1
 
 
 # -------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def add_to(total: Any, more: Any) -> Any:
 def ambient() -> tuple[dict[str, int], set[str]]:
     """The axis sizes of the ambient mesh, and the axes that are manual here: over a manual axis our
     code sends, over an auto one the compiler does."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = get_abstract_mesh()
     return dict(mesh.shape), set(mesh.manual_axes)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import get_abstract_mesh
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
@@ -102,7 +103,7 @@ class Rows:
         self.slots = rows.shape[1] + padded_length(min(tokens, min(map(self._room, self.texts))))
         with mesh_of_weights(params):
             self.params = engine.for_decoding(params)
-            groups = row_groups(jax.sharding.get_abstract_mesh())
+            groups = row_groups(get_abstract_mesh())
         self.count = -(-min(batch, len(prompts)) // groups) * groups
         self.some = -(-self.count // (8 * groups)) * groups
         self.owners: list[Text | None] = [None] * self.count

@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterable, Iterator
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
 
 from zigzag.core.mesh import axis_size, batch_spec, cast, mesh_of, shardings, without_axis
 from zigzag.generate.cache import layer_specs, new_layer
@@ -46,7 +47,7 @@ class Engine:
     @property
     def specs(self) -> Any:
         """The specs of the weights for decoding; None on one device."""
-        return _specs(self, jax.sharding.get_abstract_mesh())
+        return _specs(self, get_abstract_mesh())
 
     def unstacked(self, params: Any) -> Any:
         """The weights in the precision of decoding, with a list of layers."""
@@ -71,7 +72,7 @@ class Engine:
 
     def cache_specs(self, cache: Any = None) -> list[dict[str, P]]:
         """The specs of the cache: of all its arrays, or of those in `cache`."""
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh = get_abstract_mesh()
         found = [layer_specs(layer, own, mesh) for layer, own in zip(
             self.network.cache_layers(self.config), self.specs["layers"], strict=True)]
         return found if cache is None else [
@@ -83,7 +84,7 @@ class Engine:
 
     def empty_cache(self, rows: int, slots: int, dtype: Any) -> list[dict[str, Any]]:
         """A cache without tokens, for this number of rows and slots."""
-        tensor = jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+        tensor = get_abstract_mesh().shape.get("tensor", 1)
         return self.placed_cache([new_layer(layer, rows, slots, dtype, tensor)
                                   for layer in self.network.cache_layers(self.config)])
 
@@ -94,7 +95,7 @@ class Engine:
         specs = self.specs
         if specs is None:
             return fn(params, None, state)
-        rows = batch_spec(jax.sharding.get_abstract_mesh())
+        rows = batch_spec(get_abstract_mesh())
 
         def run(params, state):
             return fn(gather_all_but_layers(params, specs), specs, state)
@@ -130,7 +131,7 @@ def _specs(engine, mesh):
 
 def placed(tree: Any, specs: Any) -> Any:
     """The tree, split over the ambient mesh by its specs; unchanged if they are None."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = get_abstract_mesh()
     return tree if specs is None else lax.with_sharding_constraint(tree, shardings(specs, mesh))
 
 

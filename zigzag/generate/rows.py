@@ -9,9 +9,9 @@ and their number is padded so that it divides over the mesh.
 import collections
 from typing import Any, Sequence
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import get_abstract_mesh
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
@@ -93,7 +93,7 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str,
 
 def pad_rows(rows: Any, xp: Any = np) -> Any:
     """Arrays of rows, with the last row repeated until their number divides over the mesh."""
-    more = -len(rows) % row_groups(jax.sharding.get_abstract_mesh())
+    more = -len(rows) % row_groups(get_abstract_mesh())
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
 
 

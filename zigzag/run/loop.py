@@ -23,6 +23,7 @@ import numpy as np
 
 from zigzag.core import chips
 from zigzag.core.errors import RunError, human_bytes
+from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.options import Values
@@ -33,6 +34,7 @@ from zigzag.parallel.attention import describe
 from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
 from zigzag.parallel.rule import explain
+from zigzag.parallel.table import count
 from zigzag.run import averages
 from zigzag.run.loggers import Loggers, names_of
 from zigzag.run.modes import BY_HAND, JIT
@@ -185,7 +187,7 @@ def flush_metrics(loop: Loop) -> None:
     say.step(row, took, chips.memory_in_use(), computed, what, own)
     say.losses.append(row["loss"])
     if loop.skipped:
-        _report_skipped(loop, at, "loss" if math.isfinite(row["grad_norm"]) else "gradient")
+        _report_skipped(loop, at, row)
 
 
 def plain(x: Any) -> Any:
@@ -195,9 +197,10 @@ def plain(x: Any) -> Any:
     return np.vectorize(lambda value: float(f"{value:.6g}"), otypes=[float])(x).tolist()
 
 
-def _report_skipped(loop, at, what):
-    """Say that update `at` learned nothing because `what` (loss or gradient) is not finite; end the
+def _report_skipped(loop, at, row):
+    """Say that update `at` learned nothing because its loss or its gradient is not finite; end the
     run after --max_skipped such updates."""
+    what = "loss" if math.isfinite(row["grad_norm"]) else "gradient"
     batch = f"its batch is of examples {', '.join(map(str, loop.numbers(at - 1)[:8]))}"
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
     if loop.skipped >= loop.program.config.max_skipped:
@@ -268,12 +271,12 @@ def profile(loop: Loop) -> None:
 def report_header(program: Program, say: Reporter, is_short: bool = True) -> None:
     """Print how a run begins. is_short: print a short table of weights."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
-    (total, visited), held = plan.counts, sum(w.size for w in jax.tree.leaves(plan.params))
+    (total, visited), held = plan.counts, count(plan.params)
     weights = f"{total:,} parameters"
     if visited < total:
         weights += f", of which a token visits {visited:,}"
     if config.network.lora_rank:
-        trained = sum(w.size for w in jax.tree.leaves(program.state["params"]))
+        trained = count(program.state["params"])
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += f" (and {held - total:,} of padding, in rows of the vocabulary without a token)"
@@ -294,9 +297,10 @@ def describe_model(plan: Any) -> list[str]:
     """Lines with the network and its sizes; none for a custom loss."""
     if plan.network is None:
         return []
-    sizes = [f"{name} {getattr(plan.config.network, name):,}" for name in (
+    known = flat(plan.config)
+    sizes = [f"{name} {known[name]:,}" for name in (
         "layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "experts", "vocab_size",
-        "seq_len") if getattr(plan.config.network, name, 0)]
+        "seq_len") if known.get(name)]
     return [f"network  {describe_network(plan.config)}", f"sizes    {', '.join(sizes)}"]
 
 
