@@ -10,7 +10,6 @@
 """
 
 import dataclasses
-import functools
 import math
 import signal
 import socket
@@ -29,7 +28,7 @@ from zigzag.core.mesh import row_groups
 from zigzag.core.options import Values
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
-from zigzag.parallel import low_rank
+from zigzag.disk.mixture import numbers_at
 from zigzag.parallel.attention import describe
 from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
@@ -63,10 +62,10 @@ class Loop:
     task: Task
     folder: RunFolder | None        # None: nothing is kept on disk
     reporter: Reporter              # has what is only logged: times, recent losses
-    numbers: Callable               # update -> the numbers of its examples
     log: Callable | None = None     # fit's: (step, numbers)
     state: Any = None               # params, opt, step; before `prepare`: the first state or None
     step: Callable | None = None    # (state, batch) -> state, metrics; None: all steps are done
+    loggers: Any = None             # of --log, and fit's own, from `prepare` on
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) that are still on the devices
@@ -75,13 +74,6 @@ class Loop:
     outputs: Any = None             # and its predictions
     # {one of --best: {the best step by it: its evaluation}}, or {} before there is one
     best: dict[str, dict[int, dict]] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def loggers(self) -> Loggers:
-        """Of --log, and fit's own. They open when training begins."""
-        config, record = self.program.config, self.folder.record if self.folder else {}
-        return Loggers(names_of(config), config.out, self.began, record, self.log,
-                       self.reporter.line)
 
     @property
     def is_new(self) -> bool:
@@ -113,16 +105,6 @@ def first_state(program: Program, weights: Callable | None = None) -> Any:
         return program.start(jax.random.key(config.seed), given)
 
 
-def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any, dict[str, str]]:
-    """The first state of a run with frozen weights, which no checkpoint holds, and their
-    fingerprint. (None, {}) for other runs."""
-    if not (program.config.network.lora_rank and program.config.out):
-        return None, {}
-    state = first_state(program, weights)
-    with jax.set_mesh(program.mesh):
-        return state, {"base_weights": low_rank.fingerprint(state["frozen"])}
-
-
 def prepare(loop: Loop) -> Callable | None:
     """Restore or make the state, and return the compiled step; None if all steps are done."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
@@ -149,6 +131,8 @@ def prepare(loop: Loop) -> Callable | None:
     watchdog.arm("compiling")
     step = compiled(program)
     process_allgather("compiled")     # before the devices first wait for each other
+    loop.loggers = Loggers(names_of(config), config.out, loop.began,
+                           folder.record if folder else {}, loop.log, say.line)
     if folder:
         folder.files.enter_context(loop.loggers)
         folder.compile_checksums(program.permute(program.saved(loop.state), back=True))
@@ -201,9 +185,12 @@ def _report_skipped(loop, at, row):
     """Say that update `at` learned nothing because its loss or its gradient is not finite; end the
     run after --max_skipped such updates."""
     what = "loss" if math.isfinite(row["grad_norm"]) else "gradient"
-    batch = f"its batch is of examples {', '.join(map(str, loop.numbers(at - 1)[:8]))}"
+    config = loop.program.config
+    numbers = numbers_at(loop.task.examples, config.seed, np.arange(config.batch)[:8]
+                         + (at - 1) * config.batch)
+    batch = f"its batch is of examples {', '.join(map(str, numbers))}"
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
-    if loop.skipped >= loop.program.config.max_skipped:
+    if loop.skipped >= config.max_skipped:
         if loop.folder:
             loop.folder.drain()         # every process is here
         raise RunError(f"step {at}: the {what} was not finite, {loop.skipped} times in a row "

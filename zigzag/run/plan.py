@@ -248,7 +248,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at what a device computes: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
-    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
     calls = Calls()
     with calls.noted():
@@ -440,8 +440,7 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
     places = shardings(state(*plan.specs, opt, P()), mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
-                         plan.batch)
+    batch = jax.tree.map(lambda x: x.update(sharding=rows), plan.batch)
     start = jit(start, donate_argnums=1, out_shardings=places)
     return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
                    jit(averages.with_average(step, c.ema), donate_argnums=0,
