@@ -37,7 +37,7 @@ from jax.experimental import multihost_utils
 from zigzag.core.errors import ConfigError, RunError, one_line
 from zigzag.core.files import take_back_all
 from zigzag.core.flags import exit_line
-from zigzag.core.options import flag
+from zigzag.core.options import Values, flag
 
 CONTINUES = "when all have ended, the same command in each continues from the last checkpoint"
 
@@ -128,7 +128,7 @@ def process_allgather(value: Any) -> list[Any]:
         f"zigzag/{number}/{i}", 10**9)) for i in range(count)]     # ms; the watchdog ends it before
 
 
-def assert_same_everywhere(facts: dict[str, Any]) -> None:
+def assert_same_everywhere(facts: Values) -> None:
     """Refuse to train if a fact differs between processes: nothing else would notice."""
     first, *others = process_allgather(facts)
     for i, other in enumerate(others, 1):

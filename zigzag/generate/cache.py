@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import axis_size, batch_spec, mark_varying, platform
+from zigzag.generate.decoding import State
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.parallel.network import Layer
 
@@ -48,8 +49,7 @@ def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
     return found
 
 
-def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1
-              ) -> dict[str, Array]:
+def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
     """An empty cache of a layer, {name: [rows, K, slots, N]}, whose slots `tensor` divides."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
@@ -88,8 +88,7 @@ class Attend:
     slots slot ... slot + T - 1 of rows that begin at slots start [B], it adds k and v to a layer's
     cache (the new cache is `.layer`) and attends to all keys in it."""
 
-    def __init__(self, layer: dict[str, Array], slot: Array, start: Array, heads: int,
-                 kv_heads: int):
+    def __init__(self, layer: State, slot: Array, start: Array, heads: int, kv_heads: int):
         self.layer, self.slot, self.start = layer, slot, start
         self.heads, self.kv_heads = heads, kv_heads
 

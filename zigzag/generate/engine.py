@@ -82,7 +82,7 @@ class Engine:
         """The cache, split as the passes take it."""
         return placed(cache, self.specs and self.cache_specs(cache))
 
-    def empty_cache(self, rows: int, slots: int, dtype: Any) -> list[dict[str, Any]]:
+    def empty_cache(self, rows: int, slots: int, dtype: Any) -> list[State]:
         """A cache without tokens, for this number of rows and slots."""
         tensor = get_abstract_mesh().shape.get("tensor", 1)
         return self.placed_cache([new_layer(layer, rows, slots, dtype, tensor)

@@ -67,7 +67,7 @@ def check_writes(network: Network, c: Any, what: str, mesh: Any = None) -> None:
         raise ConfigError(f"{what}: this model gives {gives} and writes no text")
 
 
-def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
+def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
     """The encoder's inputs, from the sources; {} for a model without an encoder."""
     shape = network.source_shape(c)
     if (source is None) == (shape is not None):
@@ -98,7 +98,7 @@ def pad_rows(rows: Any, xp: Any = np) -> Any:
 
 
 def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
-                  source: Any) -> dict[str, np.ndarray]:
+                  source: Any) -> State:
     """Prompts and sources as arrays, whose number of rows divides over the ambient mesh. Refused if
     there are no positions for `tokens` more ids."""
     check_writes(network, c, "sample")
