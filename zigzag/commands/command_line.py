@@ -16,8 +16,8 @@ from typing import Any, Sequence
 
 import train
 from zigzag.core.errors import ConfigError, as_given
-from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
-from zigzag.core.options import Values, comments, options
+from zigzag.core.flags import Argv, check_shards, help_text, parse_flags, show_help
+from zigzag.core.options import Groups, Values, comments, options
 from zigzag.core.parts import Unused, commands, has_part, part
 from zigzag.parallel.network import (
     COMPUTED,
@@ -35,7 +35,7 @@ LAST = "python train.py --help all shows every flag" + (
     "; --model NAME --help adds those of the network of NAME" if has_part("published") else "")
 
 
-def parse(argv: Sequence[str] | None, script: str | None) -> Any:
+def parse(argv: Argv, script: str | None) -> Any:
     """The configuration of a new run with the flags of a command line; script: the docstring of the
     script that asks for it."""
     return config_of_flags(read_flags(argv, script))
@@ -94,7 +94,7 @@ def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
     return base
 
 
-def read_flags(argv: Sequence[str] | None, script: str | None = None) -> Values:
+def read_flags(argv: Argv, script: str | None = None) -> Values:
     """The flags that were given, by name. With --help or --plot, print that and exit. `script` is
     the docstring of the script that calls train.parse: its --help shows this and the flags that
     were given, which are the script's own defaults."""
@@ -144,7 +144,7 @@ def _show_help(given, is_all, script):
 
 
 def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: bool = False
-              ) -> dict[str, Sequence[str]]:
+              ) -> Groups:
     """{group: names of options}, in the order of train.Config (`run`): its options and those of
     the plain decoder's configuration (`plain`), then the further options of these networks. Rare
     ones are left out, unless `everything` is asked for. So a fork's new option is shown where it

@@ -7,13 +7,13 @@
     show_sharding  python shard.py
 """
 
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 
 import train
 from zigzag.commands import command_line
-from zigzag.core.flags import change
+from zigzag.core.flags import Argv, change
 from zigzag.core.mesh import abstract_mesh, keep_compiled, mesh_sizes
 from zigzag.core.parts import Unused, commands, part
 from zigzag.disk.tokenizers import Bytes
@@ -71,7 +71,7 @@ def resolved(config: Any, mesh: Any) -> Any:
     return change(config, epochs=0.0, vocab_size=config.network.vocab_size or Bytes.vocab_size)
 
 
-def show_sharding(argv: Sequence[str] | None = None) -> None:
+def show_sharding(argv: Argv = None) -> None:
     """python shard.py --model llama-7b --shards 4: print how each weight would be split, and why,
     without making the weights."""
     given = command_line.read_flags(argv)

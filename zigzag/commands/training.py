@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import shlex
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator
 
 import jax
 
@@ -18,6 +18,7 @@ from zigzag.commands import command_line, programs, text
 from zigzag.commands.continued import continued
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import Argv
 from zigzag.core.parts import commands, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import newest_step
@@ -26,7 +27,7 @@ from zigzag.run import continuing, loggers, source
 from zigzag.run.task import Task
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Argv = None) -> None:
     """Train, or do what a flag of a part asks for."""
     with hosts.exit_together():
         given = command_line.read_flags(argv)

@@ -16,9 +16,12 @@ import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
-from zigzag.core.options import PARTS, Values, comments, has_part, options
+from zigzag.core.options import PARTS, Groups, Values, comments, has_part, options
 from zigzag.core.start import has_begun
 from zigzag.core.synonyms import meaning
+
+# The words of a command line; None: those of this process's.
+Argv = Sequence[str] | None
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -66,7 +69,7 @@ def check_shards(given: Values) -> None:
                           "size that --mesh gives, or 1")
 
 
-def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") -> Any:
+def from_flags(defaults: Any, argv: Argv, positional: str = "") -> Any:
     """The dataclass `defaults` with the fields that the command line gives. If the command takes
     words without a flag (`positional` names them in messages): (those words, the dataclass)."""
     given, words = parse_flags(type(defaults), argv, positional)
@@ -74,8 +77,8 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
     return (words, result) if positional else result
 
 
-def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
-                groups: dict[str, Sequence[str]] | None = None) -> tuple[Values, list[str]]:
+def parse_flags(cls: Any, argv: Argv, positional: str = "",
+                groups: Groups | None = None) -> tuple[Values, list[str]]:
     """({field: value} of the flags given, the words without a flag) of a command line. `cls` is a
     dataclass, or a tuple of dataclasses whose fields are all flags. If a flag is given twice, the
     last value counts; if it takes several values, all of them. --help prints the flags in `groups`
@@ -155,7 +158,7 @@ def _classes(cls):
     return cls if isinstance(cls, tuple) else (cls,)
 
 
-def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
+def help_text(cls: Any, groups: Groups | None = None, last: str = "",
               values: Values = {}, about: str | None = None) -> str:
     """The text of --help: the flags in these groups (by default all, without a heading), and a
     last line. `values` replace defaults; `about` replaces the docstring of the last class."""

@@ -28,6 +28,8 @@ from zigzag.core.errors import ConfigError, did_you_mean
 # {name: value}: flags that were given, the fields of a configuration, facts about a run, or the
 # numbers of a line in its metrics.jsonl.
 Values = dict[str, Any]
+# {heading in --help: names of options}
+Groups = dict[str, Sequence[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
 # The parts for which the engine may ask (parts.py). recipes/ and learn/ stand above everything.

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ from zigzag.parallel.rule import plan_sharding, state_specs, zero1_specs
 from zigzag.parallel.storage import permute_layers
 from zigzag.parallel.table import count
 from zigzag.run import averages
-from zigzag.run.checks import check_batch, check_overrides, check_rows, check_time
+from zigzag.run.checks import Overrides, check_batch, check_overrides, check_rows, check_time
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 
@@ -222,7 +222,7 @@ def held_out(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
-              overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
+              overrides: Overrides = (), typed: bool = True,
               network: Any = None, schedule: Callable | None = None,
               learned: str | None = None, timed: Mapping[str, bool] = {}) -> Plan:
     """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of

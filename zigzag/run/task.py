@@ -7,13 +7,13 @@ from typing import Any, Callable, NamedTuple, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.options import Values
 from zigzag.disk.batches import batch_arrays
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.parallel.network import network_of
+from zigzag.run.checks import Overrides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Task:
     # the weights, and where they are stored
     weights: Callable | None = None     # shapes (with shardings) -> the weights that a new run
                                         # begins with, instead of init's
-    overrides: Sequence[tuple[str, P]] = ()     # (path regex, PartitionSpec) pairs, in addition to
+    overrides: Overrides = ()           # (path regex, PartitionSpec) pairs, in addition to
                                         # --override; the last match wins
     # the batch
     timed: dict[str, bool] = dataclasses.field(default_factory=dict)    # {name of an array of your
