@@ -1,7 +1,7 @@
 """How an id is chosen.
 
-If rows are split over devices, all
-devices go on until the last row has ended, because they may have to gather weights together.
+If rows are split over devices, all devices go on until the last row has ended, because they may
+have to gather weights together.
 """
 
 import dataclasses
