@@ -51,10 +51,10 @@ RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")
            if name in FILES or (ROOT / name).exists()}
 
 
-def read_record(root: Path = ROOT) -> dict[str, str]:
+def read_record() -> dict[str, str]:
     """{file or folder: its hash when its tests passed}; {} without a record that can be read."""
     try:
-        record = json.loads((root / NAME).read_text())
+        record = json.loads((ROOT / NAME).read_text())
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}

@@ -16,7 +16,6 @@ are answered together, so that an answer does not depend on the other prompts.
 
 import collections
 import dataclasses
-import functools
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
@@ -208,7 +207,7 @@ class Rows:
         return new
 
 
-@functools.partial(jax.jit, static_argnames="engine", donate_argnames="cache")
+@jax.jit(static_argnames="engine", donate_argnames="cache")
 def put_rows(engine: Engine, cache: Any, new: Any, places: Any, moved: Any) -> Any:
     """The cache with the rows of another, `moved` slots further, at these places."""
     def put(name, rows, new):
