@@ -38,12 +38,11 @@ from zigzag.generate.rows import pad_rows, padded_length, seeds_of
 def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
     """An empty cache for these rows. With an encoder, it holds the keys and values of the
     sources."""
-    network, config = engine.network, engine.config
     cache = engine.empty_cache(len(rows["start"]), slots, params["embed"].dtype)
 
     def encode(params, specs, state):
         cache = state.pop("cache")
-        encoded = network.encode_source(params, state, config, specs)
+        encoded = engine.network.encode_source(params, state, engine.config, specs)
         return {"cache": [layer | of_source for layer, of_source in zip(cache, encoded)]}
 
     source = {name: rows[name] for name in ("source", "source_mask") if name in rows}

@@ -92,13 +92,13 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     """Evaluate, report it, and return whether this is the best evaluation so far, by one of --best.
     An evaluation that is not new (an earlier run ended with this step) is not written to disk, and
     is never the best."""
-    task, program, at = loop.task, loop.program, loop.at
+    task, program = loop.task, loop.program
     if not len(task.held_out):
         return False
     flush_metrics(loop)
     watchdog.arm("an evaluation")
     loss, others = _held_out_means(program, task, loop.state)
-    row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
+    row = {"step": loop.at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
     shown = {}
@@ -195,8 +195,8 @@ def predict_all(program: Program, task: Task, params: Any, count: int) -> Any:
     """The outputs of task.predict(params, batch) for the first `count` held-out examples, in their
     order: a tree of numpy arrays [count, ...], in every process. All batches have the same number
     of rows, so one program is compiled; the padding of the last batch is dropped."""
-    config, groups = program.config, row_groups(program.mesh)
-    rows = min(max(rows_at_once(config) // groups, 1), -(-count // groups)) * groups
+    groups = row_groups(program.mesh)
+    rows = min(max(rows_at_once(program.config) // groups, 1), -(-count // groups)) * groups
     compiled = jax.jit(task.predict, compiler_options=program.plan.compiler_options,
                        out_shardings=NamedSharding(program.mesh, P()))
     parts = []

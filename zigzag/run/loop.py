@@ -209,9 +209,9 @@ def save(loop: Loop) -> None:
     flush_metrics(loop)
     watchdog.arm("a save")
     begin = time.perf_counter()
-    program, state = loop.program, loop.program.saved(loop.state)
+    state = loop.program.saved(loop.state)
     evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
-    loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
+    loop.folder.save(loop.at, loop.program.permute(state, back=True), loop.skipped, evaluation,
                      {step for best in loop.best.values() for step in best})
     loop.reporter.saving += time.perf_counter() - begin
     watchdog.arm("a step")
@@ -304,13 +304,13 @@ def describe_training(plan: Any) -> str:
 def describe_attention(plan: Any) -> str:
     """Lines with how this mesh computes the attention that a network's loss asks of shard.attend;
     '' for a custom loss."""
-    config, sizes, found = plan.config, plan.sizes, []
+    sizes, found = plan.sizes, []
     for call in plan.attends if plan.network else ():   # (rows are of a group of devices)
         rows, heads = call.rows, call.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)
         elif sizes["pipe"] > 1:
-            rows //= config.network.microbatches
+            rows //= plan.config.network.microbatches
         if plan.mode == BY_HAND and heads % sizes["tensor"] == 0:
             heads //= sizes["tensor"]
         how = describe(call._replace(rows=rows, heads=heads), plan.mesh, plan.manual)
