@@ -13,7 +13,6 @@ from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import train
 from zigzag.commands import programs
@@ -23,7 +22,6 @@ from zigzag.core.errors import human_bytes
 from zigzag.core.mesh import platform
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_shapes
-from zigzag.disk.mixture import numbers_at
 from zigzag.run import source
 from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
 from zigzag.run.task import Task
@@ -68,8 +66,7 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
     shapes = batch_shapes(config.batch, task.first_row)
     program = train.build(config, mesh, task, shapes)
     next_batch = functools.partial(train.training_batch, config, mesh, task, shapes)
-    loop = Loop(program, task, None, say, lambda at: numbers_at(
-        task.examples, config.seed, at * config.batch + np.arange(config.batch)))
+    loop = Loop(program, task, None, say)
     with jax.set_mesh(program.mesh):
         report_header(program, say)
         step, same = prepare(loop), next_batch(0)

@@ -99,14 +99,14 @@ def test_each_process_keeps_its_lines_in_a_file(capsys, tmp_path):
 def test_the_options_are_those_that_somebody_has_changed():
     """A start of seventeen lines for a command with three flags; an option that was given and is
     not shown; a derived option that is shown as if it had been given."""
-    assert report.options_text(train.parse([]), set()) == ""
+    assert report.options_text(train.parse([])) == ""
     config = train.parse(["--layers", "6", "--heads", "4", "--steps", "50", "--data", "a", "b",
                           "--tied", "--lr", "0.01", "--d_ff", "384"])
-    assert report.options_text(config, {"heads"}) == (
-        "options  layers=6 tied=True data=a b steps=50 lr=0.01")    # (384 is what d_ff would be)
-    assert report.options_text(dataclasses.replace(config, eval_tokens=4096), set()).endswith(
-        "eval_tokens=4096")
-    preset = report.options_text(train.parse(["--model", "gpt2"]), set())
+    assert report.options_text(dataclasses.replace(config, patience=9)) == (
+        "options  layers=6 heads=4 tied=True data=a b steps=50 lr=0.01")    # (384 is what d_ff
+    assert report.options_text(dataclasses.replace(config, eval_tokens=4096)).endswith(
+        "eval_tokens=4096")                                                 # would be)
+    preset = report.options_text(train.parse(["--model", "gpt2"]))
     assert " d_model=768" in preset and " norm=layer" in preset and "lr=" not in preset
     assert all(len(line) <= 100 for line in preset.splitlines())
 
@@ -213,11 +213,13 @@ def test_an_evaluation_is_told_beside_the_training_loss(capsys):
     codes; a prompt that cannot be told from the model's text."""
     reporter = report.Reporter(steps=100)
     row = {"step": 20, "eval_loss": 2.5, "bits_per_byte": 3.6, "train_loss": 2.25}
-    reporter.evaluation(row, ["a\x1b[2Jb\nc", {"prompt": "d\n\ne", "written": "f\n"}])
+    reporter.evaluation(row, "a\x1b[2Jb\nc")
+    reporter.evaluation(row, {"prompt": "d\n\ne", "written": "f\n"})
+    told = ("step 20  held-out loss 2.5000  (3.6000 bits per byte)  "
+            "training loss since the last evaluation 2.2500")
     assert capsys.readouterr().out.splitlines() == [
-        "step 20  held-out loss 2.5000  (3.6000 bits per byte)  "
-        "training loss since the last evaluation 2.2500", "     | a\ufffd[2Jb", "     | c",
-        "    prompt  | d", "            | ", "            | e",
+        told, "     | a\ufffd[2Jb", "     | c",
+        told, "    prompt  | d", "            | ", "            | e",
         "    written | f", "            | "]
     reporter.evaluation({**row, "bits_per_byte": None, "train_loss": None})
     assert capsys.readouterr().out == "step 20  held-out loss 2.5000\n"

@@ -25,6 +25,7 @@ from zigzag.parallel import attention
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in
 from zigzag.run import custom_loss
 from zigzag.run.evaluation import predict_all
+from zigzag.run.task import Task
 
 
 def pairs(count=64, seed=0):
@@ -835,8 +836,9 @@ def test_many_rows_of_three_numbers():
         squares, {"x": jax.ShapeDtypeStruct(x.shape, x.dtype)})
     with jax.set_mesh(program.mesh):
         found, *_ = program.evaluate({"w": w}, {"x": x}, {})
-        each = predict_all(program, each_square, lambda rows: {"x": np.stack(rows)}, x, {"w": w},
-                           len(x))
+        task = Task(program.plan.init, lambda rows: {"x": np.stack(rows)}, squares, each_square,
+                    held_out=x)
+        each = predict_all(program, task, {"w": w}, len(x))
     want = ((x.astype(np.float64) @ w.T)**2).sum(1)
     assert float(found) == pytest.approx(want.sum(), rel=1e-5)
     assert each == pytest.approx(want, rel=1e-4, abs=1e-4)

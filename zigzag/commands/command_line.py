@@ -6,7 +6,7 @@
     make_config    the configuration with given values of its fields and its network's
     asked_of_run   what flags ask of a run that they continue
     chosen         the network that --model or --init_from names, and its fields
-    check_command  refuse flags that have no effect on a command of a part, --bench for example
+    check_unused   refuse flags that have no effect on a command, --bench for example
     check_used     refuse flags that have no effect on the kind of data that is learned
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Sequence
 
 import train
 from zigzag.core.errors import ConfigError, as_given
-from zigzag.core.flags import check_shards, help_text, parse_flags, show_help
-from zigzag.core.options import comments, options
+from zigzag.core.flags import Argv, check_shards, help_text, parse_flags, show_help
+from zigzag.core.options import Groups, Values, comments, options
 from zigzag.core.parts import Unused, commands, has_part, part
 from zigzag.parallel.network import (
     COMPUTED,
@@ -35,25 +35,20 @@ LAST = "python train.py --help all shows every flag" + (
     "; --model NAME --help adds those of the network of NAME" if has_part("published") else "")
 
 
-def names_of(cls: type) -> set[str]:
-    """The names of the flags of a configuration's class."""
-    return set(options(cls))
-
-
-def parse(argv: Sequence[str] | None, script: str | None) -> Any:
+def parse(argv: Argv, script: str | None) -> Any:
     """The configuration of a new run with the flags of a command line; script: the docstring of the
     script that asks for it."""
     return config_of_flags(read_flags(argv, script))
 
 
-def config_of_flags(given: dict[str, Any]) -> Any:
+def config_of_flags(given: Values) -> Any:
     """The configuration of a new run. --model and --init_from choose the network and its fields;
     the other flags change them."""
     network, fields, source = chosen(given)
     return make_config(network, fields | given | source, given)
 
 
-def chosen(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, Any]]:
+def chosen(given: Values) -> tuple[Network, Values, Values]:
     """(the network that the flags `given` choose, its fields by --model or --init_from, and the
     values of these two flags that a run records)."""
     name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
@@ -78,7 +73,7 @@ def chosen(given: dict[str, Any]) -> tuple[Network, dict[str, Any], dict[str, An
 FINE_TUNING_LENGTH = 512
 
 
-def fields_of_weights(given: dict[str, Any], network: Network, config: Any) -> dict[str, Any]:
+def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
     """The fields of a model that already has weights (a published one's, or a run's). The flags
     `given` may change only how it is trained. `config` is the model's own configuration."""
     source, base = given.get("init_from") or given["model"], dataclasses.asdict(config)
@@ -99,7 +94,7 @@ def fields_of_weights(given: dict[str, Any], network: Network, config: Any) -> d
     return base
 
 
-def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[str, Any]:
+def read_flags(argv: Argv, script: str | None = None) -> Values:
     """The flags that were given, by name. With --help or --plot, print that and exit. `script` is
     the docstring of the script that calls train.parse: its --help shows this and the flags that
     were given, which are the script's own defaults."""
@@ -116,7 +111,9 @@ def read_flags(argv: Sequence[str] | None, script: str | None = None) -> dict[st
         _show_help(given, is_all, script)
     for flag, command in commands().items():
         if given.get(flag):
-            check_command(given, flag, f"with --{flag}")
+            # (--out may stand beside it: one asks how a training command would run.)
+            check_unused(given, command.unused or [
+                name for name in given if name not in (flag, *command.beside)], f"with --{flag}")
             if command.beside:
                 part(command.module, f"--{flag}").run(**given)
                 sys.exit(0)
@@ -127,8 +124,8 @@ def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
     """The configurations whose fields are flags: the plain decoder's, a run's and, if another flag
     or a model is named, those of published networks."""
     names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
-    known = names_of(train.model.Config) | names_of(train.Config)
-    if has_part("published") and (is_all or "model" in names or names - known):
+    known = options(train.model.Config) | options(train.Config)
+    if has_part("published") and (is_all or "model" in names or names - known.keys()):
         part("published", "")
     return [*dict.fromkeys(network.config for network in NETWORKS.values()), train.Config]
 
@@ -147,7 +144,7 @@ def _show_help(given, is_all, script):
 
 
 def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: bool = False
-              ) -> dict[str, Sequence[str]]:
+              ) -> Groups:
     """{group: names of options}, in the order of train.Config (`run`): its options and those of
     the plain decoder's configuration (`plain`), then the further options of these networks. Rare
     ones are left out, unless `everything` is asked for. So a fork's new option is shown where it
@@ -166,52 +163,37 @@ def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: 
     return groups
 
 
-def check_command(given: dict[str, Any], flag: str, where: str) -> None:
-    """Refuse flags that a command of a part does not use; `where` names it. (--out may stand beside
-    it: one asks how a training command would run.)"""
-    _, unused, beside = commands()[flag]
-    if unused is None:
-        return _refuse([name for name in given if name not in (flag, *beside)], given, where)
-    check_unused(given, unused, where)
+def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> None:
+    """Refuse flags that have no effect somewhere: these names, or what an Unused says."""
+    if isinstance(unused, Unused):
+        unused = [*unused.names, *(name for name, (_, group, _) in comments(train.Config).items()
+                                   if group in unused.groups and name != "out")]
+    if names := [name for name in given if name in unused]:
+        flags = " and ".join(f"--{name} {as_given(given[name])}" for name in names)
+        raise ConfigError(f"{flags}: no effect {where}; leave out")
 
 
-def check_unused(given: dict[str, Any], unused: Unused, where: str) -> None:
-    """Refuse flags that have no effect somewhere."""
-    _refuse([name for name in given if name in unused.names
-             or name != "out" and _group(name) in unused.groups], given, where)
-
-
-def _group(name):
-    return comments(train.Config)[name].group if name in names_of(train.Config) else ""
-
-
-def check_used(given: dict[str, Any], config: Any, kind: str) -> None:
+def check_used(given: Values, config: Any, kind: str) -> None:
     """Refuse flags that have no effect on this kind of data (a file in tasks/), or in a run without
     evaluations."""
     if config.eval_every == 0:      # (--held_out says that all of --data is learned)
-        _refuse([name for name in given if given[name] and _group(name) == "evaluation"
-                 and name != "held_out"], given, "with --eval_every 0")
-    known = options(train.Config)
-    _refuse([name for name in given if name in known and known[name].of
-             and kind not in known[name].of], given, f"on {kind}, which this model learns from")
+        some = {name: value for name, value in given.items() if value and name != "held_out"}
+        check_unused(some, Unused(("evaluation",)), "with --eval_every 0")
+    check_unused(given, [name for name, option in options(train.Config).items()
+                         if option.of and kind not in option.of],
+                 f"on {kind}, which this model learns from")
 
 
-def _refuse(names, given, why):
-    if names:
-        flags = " and ".join(f"--{name} {as_given(given[name])}" for name in names)
-        raise ConfigError(f"{flags}: no effect {why}; leave out")
-
-
-def make_config(network: Network, values: dict[str, Any], given: dict[str, Any]) -> Any:
+def make_config(network: Network, values: Values, given: Values) -> Any:
     """The configuration of a run with these values of its own fields and of its network's. Flags
     that were given and that neither of them has are refused."""
-    of_run, own = names_of(train.Config), names_of(network.config)
+    of_run, own = options(train.Config), options(network.config)
     if {"steps", "epochs"} <= given.keys():
         raise ConfigError(f"--epochs {given['epochs']:g} and --steps {given['steps']}: give one of "
                           f"them; the other follows")
     for name in given:
         if name not in own | of_run:
-            has = [n.name for n in NETWORKS.values() if name in names_of(n.config)]
+            has = [n.name for n in NETWORKS.values() if name in options(n.config)]
             raise ConfigError(f"--{name} {given[name]}: the network {network.name} has no such "
                               f"option; --model {has[0]} has it, or add it to the Config that you "
                               f"train")
@@ -219,7 +201,7 @@ def make_config(network: Network, values: dict[str, Any], given: dict[str, Any])
                         **{n: v for n, v in values.items() if n in of_run})
 
 
-def asked_of_run(given: dict[str, Any], old: Any) -> dict[str, Any]:
+def asked_of_run(given: Values, old: Any) -> Values:
     """The fields that flags ask of the run with the configuration `old`: the flags themselves, and
     all fields of the model of --model or --init_from, if the run began with another. (If it began
     with this model, other flags may have changed the fields since.)"""

@@ -7,29 +7,28 @@ values.
 """
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import train
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
-from zigzag.core.options import changes, options
+from zigzag.core.options import Values, changes, options
 from zigzag.core.parts import commands
-from zigzag.disk.checkpoint import check_run_folder, newest_step, run_config, run_record
+from zigzag.disk.checkpoint import newest_step, run_config, run_record
 from zigzag.parallel.network import config_of_run, network_of
 from zigzag.parallel.saved import is_custom
 from zigzag.run import continuing, source
 
 
-def continued(given: dict[str, Any]) -> Any:
+def continued(given: Values) -> Any:
     """The configuration for these flags, where --out may hold a run. If it does, flags that were
     left out have the run's values, and a flag that decides the run's numbers is refused if its
     value is not the run's. (The commands of parts, --bench for example, look at no run.)"""
     if any(map(given.get, commands())):
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
-    is_run = bool(out) and (Path(out) / "config.json").exists()
+    is_run = continuing.is_run(out)
     check_change(given, out, is_run)
     if not is_run:
         return command_line.config_of_flags(given)
@@ -39,11 +38,8 @@ def continued(given: dict[str, Any]) -> Any:
     asked = command_line.asked_of_run(given, old)
     values = {**left_out(asked, flat(old), type(old), type(old.network)), **asked, "out": out}
 
-    def check(facts):
-        check_run_folder(out, facts, functools.partial(continuing.read_old, train.Config),
-                         continuing.may_change(train.Config), source.needs(old),
-                         given.get("change", ()))
-
+    check = functools.partial(continuing.check_folder, train.Config, out, needs=source.needs(old),
+                              change=given.get("change", ()))
     try:
         config = command_line.make_config(network, values, given)
     except ConfigError:     # (if a value differs from the run's, `check` says that instead)
@@ -57,7 +53,7 @@ def continued(given: dict[str, Any]) -> Any:
     return config
 
 
-def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
+def check_change(given: Values, out: str, is_run: bool) -> None:
     """Refuse a --change that changes nothing."""
     change, of = given.get("change", ()), changes(train.Config)
     if change and not is_run:
@@ -71,7 +67,7 @@ def check_change(given: dict[str, Any], out: str, is_run: bool) -> None:
             raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")
 
 
-def of_run(run: str, given: dict[str, Any]) -> Any:
+def of_run(run: str, given: Values) -> Any:
     """The configuration of a run, to look at its step, with the flags that were given with it.
     Flags that contradict what decides its numbers are refused."""
     if is_custom(run_record(run)):
@@ -87,11 +83,11 @@ def of_run(run: str, given: dict[str, Any]) -> Any:
     return command_line.make_config(network_of(old), values, given)
 
 
-def left_out(given: dict[str, Any], old: dict[str, Any], *configs: type) -> dict[str, Any]:
+def left_out(given: Values, old: Values, *configs: type) -> Values:
     """The fields of the run (`old`) that the flags (`given`) do not change. `configs` are the
     classes of configurations that declare them."""
-    pairs = [{option.name, option.beside} for config in configs
-             for option in options(config).values() if option.beside]
+    pairs = [{name, option.beside} for config in configs
+             for name, option in options(config).items() if option.beside]
     dropped = {name for pair in pairs if given.keys() & pair for name in pair}
     if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
         is_other = given.get("decay", old["decay"]) != old["decay"]

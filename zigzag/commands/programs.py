@@ -7,13 +7,13 @@
     show_sharding  python shard.py
 """
 
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 
 import train
 from zigzag.commands import command_line
-from zigzag.core.flags import change
+from zigzag.core.flags import Argv, change
 from zigzag.core.mesh import abstract_mesh, keep_compiled, mesh_sizes
 from zigzag.core.parts import Unused, commands, part
 from zigzag.disk.tokenizers import Bytes
@@ -71,7 +71,7 @@ def resolved(config: Any, mesh: Any) -> Any:
     return change(config, epochs=0.0, vocab_size=config.network.vocab_size or Bytes.vocab_size)
 
 
-def show_sharding(argv: Sequence[str] | None = None) -> None:
+def show_sharding(argv: Argv = None) -> None:
     """python shard.py --model llama-7b --shards 4: print how each weight would be split, and why,
     without making the weights."""
     given = command_line.read_flags(argv)
@@ -86,11 +86,11 @@ def show_sharding(argv: Sequence[str] | None = None) -> None:
     decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
+    params, chosen = shapes, decisions      # of the weights that are trained
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: low_rank.as_stored(w, config.network.dtype), shapes)
-    of_trained = low_rank.split if config.network.lora_rank else lambda tree: (tree, {})
-    (params, _), (chosen, _) = of_trained(shapes), of_trained(decisions)
+        params, chosen = (low_rank.split(tree)[0] for tree in (shapes, decisions))
     specs = jax.tree.map(lambda d: d.spec, chosen)
     if config.zero:
         specs = zero1_specs(params, specs, mesh, config.fsdp_min)

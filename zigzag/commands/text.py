@@ -54,9 +54,8 @@ def pack_of(config: Any, sources: Sources) -> str:
 
 def training_rows(config: Any, sources: Sources) -> Sequence:
     """The rows that a decoder learns from."""
-    pack = pack_of(config, sources)
-    return mixed([data.rows_of(corpus, "train", config.network.seq_len, pack, config.seed)
-                  for corpus in sources.corpora], config.weights)
+    return mixed([data.rows_of(corpus, "train", config.network.seq_len, pack_of(config, sources),
+                               config.seed) for corpus in sources.corpora], config.weights)
 
 
 def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import shlex
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator
 
 import jax
 
@@ -18,15 +18,16 @@ from zigzag.commands import command_line, programs, text
 from zigzag.commands.continued import continued
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
+from zigzag.core.flags import Argv
 from zigzag.core.parts import commands, part
 from zigzag.core.report import Reporter
-from zigzag.disk.checkpoint import check_run_folder, newest_step
+from zigzag.disk.checkpoint import newest_step
 from zigzag.disk.tokenizers import tokenizer_of
 from zigzag.run import continuing, loggers, source
-from zigzag.run.task import Learned, Task
+from zigzag.run.task import Task
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Argv = None) -> None:
     """Train, or do what a flag of a part asks for."""
     with hosts.exit_together():
         given = command_line.read_flags(argv)
@@ -48,50 +49,36 @@ def opener(kind: str) -> Callable:
 @contextlib.contextmanager
 def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
     """Yield the configuration for --data, the task, and the Reporter that has printed the first
-    lines, for the run in config.out."""
-    with _opened_in_turn(config) as (learned, weights):
-        config = continuing.hold(learned.config)
-        say = Reporter(config.steps)
-        for line in continuing.first_lines(config, train.learning_rate):
-            say.line(line)
-        if config.init_from:
-            say.line(f"model    {config.init_from}, fine-tuned on rows of "
-                     f"{config.network.seq_len:,} tokens (--seq_len) with a learning rate of up to "
-                     f"{config.lr:.3g} (--lr)")
-        say.line(f"data     {learned.description}")
-        yield config, dataclasses.replace(learned.make_task(), record=learned.record,
-                                          weights=weights), say
-        if learned.prompt_flags and newest_step(config.out) >= config.steps:
-            say.line(f"sample   python sample.py --run {shlex.quote(config.out)} "
-                     f"{learned.prompt_flags}")
-
-
-@contextlib.contextmanager
-def _opened_in_turn(config: Any) -> Iterator[tuple[Learned, Any]]:
-    """Yield --data, opened after all that can be refused without it, and a function that reads the
-    first weights, or None. Process 0 opens --data first: what it writes, the others read."""
+    lines, for the run in config.out. --data is opened after all that can be refused without it, and
+    by process 0 first: what it writes, the others read."""
     run, is_process_0 = Path(config.out), jax.process_index() == 0
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
-    read = functools.partial(continuing.read_old, train.Config)
-    check = functools.partial(check_run_folder, config.out, read_old=read,
-                              may=continuing.may_change(train.Config), change=config.change)
     weights, tokenizer, noted = source.first_weights(config)
     loggers.check(config)
-    check(continuing.facts_of(config), needs=source.needs(config))
-    fingerprint = ""            # of the run's data, if it continues
-    if (run / "config.json").exists():
-        old = read(config.out)
-        fingerprint = str(old.get("fingerprint", ""))
-        if "data" in config.change and source.needs(config):
-            tokenizer = tokenizer_of(run, old)
+    check = functools.partial(continuing.check_folder, train.Config, config.out,
+                              change=config.change)
+    old = check(continuing.facts_of(config), source.needs(config)) or {}
+    fingerprint = str(old.get("fingerprint", ""))       # of the run's data, if it continues
+    if old and "data" in config.change and source.needs(config):
+        tokenizer = tokenizer_of(run, old)
     if not is_process_0:
         fingerprint = hosts.process_allgather("")[0]
     seconds = 0 if is_process_0 else min(60, config.patience)
     with opener(source.kind_of(config))(
             config, tokenizer, run, seconds, fingerprint) as learned:
-        learned = learned._replace(record=learned.record | noted)
-        check(learned.record)
+        record = learned.record | noted
+        check(record)
         if is_process_0:
-            hosts.process_allgather(learned.record["fingerprint"])
-        yield learned, weights
+            hosts.process_allgather(record["fingerprint"])
+        config = learned.config
+        say = Reporter(config.steps)
+        if config.init_from:
+            say.line(f"model    {config.init_from}, fine-tuned on rows of "
+                     f"{config.network.seq_len:,} tokens (--seq_len) with a learning rate of up to "
+                     f"{config.lr:.3g} (--lr)")
+        say.line(f"data     {learned.description}")
+        yield config, dataclasses.replace(learned.make_task(), record=record, weights=weights), say
+        if learned.prompt_flags and newest_step(config.out) >= config.steps:
+            say.line(f"sample   python sample.py --run {shlex.quote(config.out)} "
+                     f"{learned.prompt_flags}")

@@ -51,10 +51,10 @@ RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")
            if name in FILES or (ROOT / name).exists()}
 
 
-def read_record(root: Path = ROOT) -> dict[str, str]:
+def read_record() -> dict[str, str]:
     """{file or folder: its hash when its tests passed}; {} without a record that can be read."""
     try:
-        record = json.loads((root / NAME).read_text())
+        record = json.loads((ROOT / NAME).read_text())
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -64,8 +64,7 @@ def renew_record(names: Sequence[str]) -> bool:
     """Record that these files, as this process imported them, have passed their tests. Returns
     whether that changed the record."""
     old = read_record()
-    new = {name: RUNNING[name] if name in names else old[name]
-           for name in RUNNING if name in names or name in old}
+    new = old | {name: RUNNING[name] for name in names if name in RUNNING}
     if new != old:
         write_whole(ROOT / NAME, json.dumps(new).encode() + b"\n")
     return new != old

@@ -85,9 +85,14 @@ def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr, near: 
     return f"; did you mean {spell(close[0])}?" if close else ""
 
 
+def divisors(value: int) -> list[int]:
+    """All divisors of `value`, the smallest first."""
+    return [n for n in range(1, value + 1) if value % n == 0]
+
+
 def nearest_divisor(value: int, near: int) -> int:
     """The divisor of `value` that is nearest to `near`."""
-    return min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - near))
+    return min(divisors(value), key=lambda n: abs(n - near))
 
 
 def nearest_multiple(of: int, near: int) -> int:

@@ -71,7 +71,7 @@ def write_json(path: Path, record: dict) -> None:
     write_whole(path, as_json(record))
 
 
-def check_can_make(out: str, flag: str = "--out") -> None:
+def check_can_make(out: str) -> None:
     """Refuse a folder that cannot be made, or in which nothing can be written, before work is
     spent on what it is to hold. (Only making something there shows it, also to root.)"""
     path = there = Path(out).absolute()
@@ -79,7 +79,7 @@ def check_can_make(out: str, flag: str = "--out") -> None:
         there = next(p for p in (path, *path.parents) if p.exists())
         os.rmdir(tempfile.mkdtemp(dir=there, prefix=".try-"))
     except OSError as e:
-        raise ConfigError(f"{flag} {out}: cannot be made there ({there}: {e.strerror})") from None
+        raise ConfigError(f"--out {out}: cannot be made there ({there}: {e.strerror})") from None
 
 
 # For each open `taken_back`: the places that it has filled, with where it keeps what was there; and

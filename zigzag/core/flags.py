@@ -16,9 +16,12 @@ import textwrap
 from typing import Any, Callable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
-from zigzag.core.options import PARTS, comments, has_part, options
+from zigzag.core.options import PARTS, Groups, Values, comments, has_part, options
 from zigzag.core.start import has_begun
 from zigzag.core.synonyms import meaning
+
+# The words of a command line; None: those of this process's.
+Argv = Sequence[str] | None
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -26,14 +29,12 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 def change(config: Any, **fields: Any) -> Any:
     """The configuration with these fields replaced, whether they are its own or its `network`'s."""
     own = {f.name for f in dataclasses.fields(config)}
-    inner = {name: value for name, value in fields.items() if name not in own}
-    fields = {name: value for name, value in fields.items() if name in own}
-    if inner:
+    if inner := {name: fields.pop(name) for name in fields.keys() - own}:
         fields["network"] = dataclasses.replace(fields.get("network", config.network), **inner)
     return dataclasses.replace(config, **fields)
 
 
-def flat(config: Any) -> dict[str, Any]:
+def flat(config: Any) -> Values:
     """{name: value} of all options of a configuration: those of its `network`, then its own."""
     network = getattr(config, "network", None)
     return {name: getattr(one, name) for one in (network, config) if one is not None
@@ -43,8 +44,8 @@ def flat(config: Any) -> dict[str, Any]:
 def is_derived(config: Any, name: str) -> bool:
     """Whether a field has the value that it would have if it were not given: its default, or a
     value derived from other fields."""
-    owner = config if name in {f.name for f in dataclasses.fields(config)} else config.network
-    default = next(f.default for f in dataclasses.fields(owner) if f.name == name)
+    owner = config if name in options(type(config)) else config.network
+    default = getattr(type(owner), name)
     if getattr(owner, name) == default:
         return True
     try:
@@ -54,12 +55,13 @@ def is_derived(config: Any, name: str) -> bool:
     return getattr(usual, name) == getattr(owner, name)
 
 
-def changed(config: Any) -> dict[str, Any]:
-    """{name: value} of the fields that were given a value other than the default or derived one."""
-    return {name: value for name, value in flat(config).items() if not is_derived(config, name)}
+def recorded(values: Values, config: Any) -> Values:
+    """Those of a configuration's values that do not hold for one command or process alone."""
+    known = options(type(config))
+    return {name: x for name, x in values.items() if name not in known or known[name].recorded}
 
 
-def check_shards(given: dict[str, Any]) -> None:
+def check_shards(given: Values) -> None:
     """Refuse --shards 0 on a command line. (In the configuration, 0 means that it was not
     given.)"""
     if given.get("shards") == 0:
@@ -67,7 +69,7 @@ def check_shards(given: dict[str, Any]) -> None:
                           "size that --mesh gives, or 1")
 
 
-def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") -> Any:
+def from_flags(defaults: Any, argv: Argv, positional: str = "") -> Any:
     """The dataclass `defaults` with the fields that the command line gives. If the command takes
     words without a flag (`positional` names them in messages): (those words, the dataclass)."""
     given, words = parse_flags(type(defaults), argv, positional)
@@ -75,15 +77,14 @@ def from_flags(defaults: Any, argv: Sequence[str] | None, positional: str = "") 
     return (words, result) if positional else result
 
 
-def parse_flags(cls: Any, argv: Sequence[str] | None, positional: str = "",
-                groups: dict[str, Sequence[str]] | None = None) -> tuple[dict[str, Any], list[str]]:
+def parse_flags(cls: Any, argv: Argv, positional: str = "",
+                groups: Groups | None = None) -> tuple[Values, list[str]]:
     """({field: value} of the flags given, the words without a flag) of a command line. `cls` is a
     dataclass, or a tuple of dataclasses whose fields are all flags. If a flag is given twice, the
     last value counts; if it takes several values, all of them. --help prints the flags in `groups`
     ({heading: names})."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    classes = cls if isinstance(cls, tuple) else (cls,)
-    types = {option.name: option.kind for c in classes for option in options(c).values()}
+    types = {name: option.kind for one in _classes(cls) for name, option in options(one).items()}
     given, words = {}, []
     while argv:
         word = argv.pop(0)
@@ -148,24 +149,25 @@ def _integer(text):
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
     """(name, default, help) of every option, those of base classes last."""
-    if isinstance(cls, tuple):
-        return [row for one in cls for row in flag_rows(one)]
-    return [(option.name, "" if option.default in ("", (), None) else str(option.default),
-             comments(cls)[option.name].help) for option in options(cls).values()
-            if not option.part or has_part(option.part)]
+    return [(name, "" if option.default in ("", (), None) else str(option.default),
+             comments(one)[name].help) for one in _classes(cls)
+            for name, option in options(one).items() if not option.part or has_part(option.part)]
 
 
-def help_text(cls: Any, groups: dict[str, Sequence[str]] | None = None, last: str = "",
-              values: dict[str, Any] = {}, about: str | None = None) -> str:
+def _classes(cls):
+    return cls if isinstance(cls, tuple) else (cls,)
+
+
+def help_text(cls: Any, groups: Groups | None = None, last: str = "",
+              values: Values = {}, about: str | None = None) -> str:
     """The text of --help: the flags in these groups (by default all, without a heading), and a
     last line. `values` replace defaults; `about` replaces the docstring of the last class."""
-    classes = cls if isinstance(cls, tuple) else (cls,)
-    rows = {name: (name, str(values.get(name, default)), text)      # (the first of a name)
+    rows = {name: _help_line(name, str(values.get(name, default)), text)    # (the first of a name)
             for name, default, text in reversed(flag_rows(cls))}
-    lines = [about.strip() if about else inspect.cleandoc(classes[-1].__doc__)]
+    lines = [about.strip() if about else inspect.cleandoc(_classes(cls)[-1].__doc__)]
     for group, names in (groups or {"": list(reversed(rows))}).items():
         found = [rows[name] for name in names if name in rows]
-        lines += ["", *([f"{group}:"] if group else []), *map(_help_line, found)] if found else []
+        lines += ["", *([f"{group}:"] if group else []), *found] if found else []
     return "\n".join(lines + (["", last] if last else []))
 
 
@@ -183,8 +185,7 @@ def _drop_output():
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _help_line(row):
-    name, default, text = row
+def _help_line(name, default, text):
     return textwrap.fill(f"{text}  [{default}]" if default else text, 100,
                          initial_indent=f"  --{name:18} ", subsequent_indent=" " * 23,
                          break_long_words=False, break_on_hyphens=False)

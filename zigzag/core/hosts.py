@@ -1,5 +1,6 @@
 """Several processes, one on each host, that run the same program in step.
 
+    Processes                the options that say which processes there are
     init_distributed         join the other processes
     process_allgather        exchange values, through process 0
     assert_same_everywhere   refuse to train with processes that have another configuration
@@ -13,6 +14,7 @@ With one process these do nothing, or return at once.
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import faulthandler
 import itertools
@@ -35,6 +37,7 @@ from jax.experimental import multihost_utils
 from zigzag.core.errors import ConfigError, RunError, one_line
 from zigzag.core.files import take_back_all
 from zigzag.core.flags import exit_line
+from zigzag.core.options import Values, flag
 
 CONTINUES = "when all have ended, the same command in each continues from the last checkpoint"
 
@@ -42,7 +45,22 @@ CONTINUES = "when all have ended, the same command in each continues from the la
 # -------------------------------------------------------------------------------------------
 # Joining the other processes, and exchanging values
 
-def check_processes(c: Any) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processes:
+    """Options of a command that may run in several processes."""
+    # many hosts (rare)
+    coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
+    processes: int = flag(0, recorded=False)        # number of processes
+    process_id: int = flag(-1, least=-1, recorded=False)
+                                    # the number of this process, from 0 (which prints)
+    distributed: bool = flag(False, recorded=False)
+                                    # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
+    patience: int = flag(120, least=1, recorded=False)
+                                    # seconds to wait for other processes, in addition to ten times
+                                    # the longest wait so far
+
+
+def check_processes(c: Processes) -> None:
     """Refuse flags that name no processes, or not all that is needed to join them."""
     given = bool(c.coordinator), c.processes > 0, c.process_id >= 0, not c.distributed
     if any(given[:3]) and not all(given):
@@ -110,7 +128,7 @@ def process_allgather(value: Any) -> list[Any]:
         f"zigzag/{number}/{i}", 10**9)) for i in range(count)]     # ms; the watchdog ends it before
 
 
-def assert_same_everywhere(facts: dict[str, Any]) -> None:
+def assert_same_everywhere(facts: Values) -> None:
     """Refuse to train if a fact differs between processes: nothing else would notice."""
     first, *others = process_allgather(facts)
     for i, other in enumerate(others, 1):

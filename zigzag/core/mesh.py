@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import mesh_utils
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.errors import ConfigError, did_you_mean
+from zigzag.core.errors import ConfigError, did_you_mean, divisors
 from zigzag.core.hosts import end_at_sigterm
 
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
@@ -113,7 +113,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
 def _wrong_size(sizes, needed, devices):
     count, platform = len(devices), devices[0].platform if devices else "no"
     if needed <= count:
-        advice = f"sizes that divide {count} are {', '.join(map(str, _divisors(count)))}"
+        advice = f"sizes that divide {count} are {', '.join(map(str, divisors(count)))}"
     elif platform == "cpu":
         advice = ("use a smaller mesh or more simulated devices (XLA_FLAGS="
                   f"--xla_force_host_platform_device_count={needed})")
@@ -124,19 +124,12 @@ def _wrong_size(sizes, needed, devices):
     return f"mesh {text} is {number} and there are {count} ({platform}): {advice}"
 
 
-def _divisors(count):
-    return [n for n in range(1, count + 1) if count % n == 0]
-
-
-def all_meshes(count: int) -> list[dict[str, int]]:
+def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
     """The axis sizes of every mesh of `count` devices."""
-    def over(axes, count):
-        if len(axes) == 1:
-            return [{axes[0]: count}]
-        return [{axes[0]: n, **rest} for n in _divisors(count)
-                for rest in over(axes[1:], count // n)]
-
-    return over(AXES, count)
+    first, *others = axes
+    if not others:
+        return [{first: count}]
+    return [{first: n, **rest} for n in divisors(count) for rest in all_meshes(count // n, others)]
 
 
 def abstract_mesh(sizes: dict[str, int]) -> Any:
@@ -175,8 +168,8 @@ def keep_compiled(least: float = 1.0) -> None:
 
 
 def row_groups(mesh: Any) -> int:
-    """The number of parts into which the rows of a batch are split."""
-    return math.prod(mesh.shape[a] for a in BATCH_AXES)
+    """The number of parts into which the rows of a batch are split (1 without axes)."""
+    return math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
@@ -188,13 +181,8 @@ def mesh_of(tree: Any) -> Mesh | None:
 def platform(mesh: Any = None) -> str:
     """The platform of the devices of this mesh, or of the ambient one: cpu, tpu or gpu; '' if there
     are no devices."""
-    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
+    device = (mesh or get_abstract_mesh()).abstract_mesh.abstract_device
     return getattr(device, "platform", "")      # (device may be None)
-
-
-def platform_in_use() -> str:
-    """The platform of the ambient mesh, or jax's default backend."""
-    return platform() or jax.default_backend()
 
 
 def best_dtype(mesh: Mesh) -> str:
@@ -204,15 +192,13 @@ def best_dtype(mesh: Mesh) -> str:
 
 def time_parts() -> int:
     """The number of parts into which the manual axes of the ambient mesh may split the time."""
-    sizes, manual = ambient()
-    return math.prod(sizes[axis] for axis in ("seq", "tensor", "pipe") if axis in manual)
+    return math.prod(map(axis_size, ("seq", "tensor", "pipe")))
 
 
-def may_unroll(mesh: Any = None) -> bool:
-    """Whether layers may be unrolled on this mesh, or on the ambient one: on a single CPU or GPU
+def may_unroll() -> bool:
+    """Whether layers may be unrolled on the ambient mesh: on a single CPU or GPU
     (zigzag/parallel/remat.py says when they are)."""
-    return (platform(mesh) in ("cpu", "gpu")
-            and (mesh or jax.sharding.get_abstract_mesh()).size == 1)
+    return platform() in ("cpu", "gpu") and get_abstract_mesh().size == 1
 
 
 # -------------------------------------------------------------------------------------------
@@ -331,7 +317,7 @@ def add_to(total: Any, more: Any) -> Any:
 def ambient() -> tuple[dict[str, int], set[str]]:
     """The axis sizes of the ambient mesh, and the axes that are manual here: over a manual axis our
     code sends, over an auto one the compiler does."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = get_abstract_mesh()
     return dict(mesh.shape), set(mesh.manual_axes)
 
 
@@ -407,17 +393,19 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
     return jax.tree.map(first, tree)
 
 
-def pmean_over(tree: Any, axis: str) -> Any:
-    """The tree with leaves that are equal on all devices of an axis, but marked as varying over it,
-    as unvarying values. Each device receives an equal share of their gradient."""
-    return jax.tree.map(lambda x: lax.pmean(x, axis) if axis in varying(x) else x, tree)
+def pmean_over(tree: Any, *axes: str) -> Any:
+    """The tree with leaves that are equal on all devices of these axes, but marked as varying over
+    them, as unvarying values. Each device receives an equal share of their gradient."""
+    def one(x):
+        marked = tuple(sorted(varying(x) & {*axes}))
+        return lax.pmean(x, marked) if marked else x
+
+    return jax.tree.map(one, tree)
 
 
 def pmean_all(tree: Any) -> Any:
-    """The tree with leaves that are equal on all devices, but marked as varying, as unvarying
-    values."""
-    return jax.tree.map(lambda x: lax.pmean(x, tuple(sorted(varying(x)))) if varying(x) else x,
-                        tree)
+    """pmean_over all axes."""
+    return pmean_over(tree, *AXES)
 
 
 def untyped(fn: Callable, outside: bool = True) -> Callable:

@@ -19,12 +19,17 @@ import math
 import re
 import textwrap
 import tokenize
-import types
 import typing
 from pathlib import Path
 from typing import Any, Callable, Collection, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
+
+# {name: value}: flags that were given, the fields of a configuration, facts about a run, or the
+# numbers of a line in its metrics.jsonl.
+Values = dict[str, Any]
+# {heading in --help: names of options}
+Groups = dict[str, Sequence[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
 # The parts for which the engine may ask (parts.py). recipes/ and learn/ stand above everything.
@@ -44,11 +49,11 @@ def flag(default: Any, **said: Any) -> Any:
 
 class Option(NamedTuple):
     """What is declared of one option."""
-    name: str
     kind: type              # int, float, str, bool or tuple
     is_optional: bool       # whether it may be None: not given
     default: Any
     least: float = 0        # its smallest value, if it is a number
+    below: float = 2.0**63  # what a number must be smaller than
     one_of: Collection[Any] = ()    # its only values
     check: Callable | None = None   # a function that refuses other values, with a ConfigError
     same: bool = False      # it decides a run's numbers, so it must be the same when the run
@@ -66,28 +71,22 @@ class Option(NamedTuple):
 def options(cls: type) -> dict[str, Option]:
     """{name: Option} of a dataclass: its own first, then those of its base classes. (A field that
     is a configuration itself is none.)"""
-    kinds, own = typing.get_type_hints(cls), inspect.get_annotations(cls)
-    fields = sorted(dataclasses.fields(cls), key=lambda f: f.name not in own)
-    found = {}
-    for f in fields:
+    kinds, found = typing.get_type_hints(cls), {}
+    names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
+    for f in sorted(dataclasses.fields(cls), key=lambda f: names.index(f.name)):
         if not dataclasses.is_dataclass(f.default):
-            kind, is_optional = _kind(kinds[f.name])
-            kind = kind if kind in KINDS else type(f.default)       # (Any, Literal["a", "b"] ...)
+            # (tuple[str, ...] is a tuple, float | None has float among its arguments. Any and
+            # Literal["a", "b"] have no kind of ours.)
+            said = [typing.get_origin(kind) or kind for kind in (
+                kinds[f.name], *typing.get_args(kinds[f.name]))]
+            kind = next((kind for kind in said if kind in KINDS), type(f.default))
             is_negative = kind in (int, float) and f.default is not None and f.default < 0
-            found[f.name] = Option(f.name, kind, is_optional, f.default, **{
+            found[f.name] = Option(kind, type(None) in said, f.default, **{
                 "least": -math.inf if is_negative else 0, **f.metadata})
     return found
 
 
 KINDS = (int, float, str, bool, tuple)
-
-
-def _kind(annotation):
-    """(the type, whether it may be None) that an annotation stands for."""
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
-        return _kind(kinds[0])[0], len(kinds) < len(typing.get_args(annotation))
-    return typing.get_origin(annotation) or annotation, False
 
 
 # A heading above options: a few small words. (Other comments there are for readers alone.)
@@ -115,30 +114,31 @@ def _comments_of(cls):
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):        # (a class that was typed in)
         return {}
-    text = {token.start[0]: (token.line[:token.start[1]], token.string.lstrip("#").strip())
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT}
+    fields = [one for one in ast.parse(source).body[0].body if isinstance(one, ast.AnnAssign)]
+    owners = {line: f for f in fields for line in range(f.lineno, f.end_lineno + 1)}
+    texts, headings = {f: [] for f in fields}, {}       # (headings by the line below)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            (line, indent), text = token.start, token.string.lstrip("#").strip()
+            above, is_alone = owners.get(line - 1), token.line[:indent].isspace()
+            if above and is_alone and indent > above.col_offset:        # its help goes on
+                owners[line] = above
+            if line in owners:
+                texts[owners[line]].append(text)
+            elif is_alone and HEADING.fullmatch(text):
+                headings[line + 1] = text
     found, heading = {}, ""
-    for node in ast.parse(source).body[0].body:
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        before, above = text.get(node.lineno - 1, (None, ""))
-        if before == " " * node.col_offset and HEADING.fullmatch(above):
-            heading = above
-        lines = [text[n][1] for n in range(node.lineno, node.end_lineno + 1) if n in text]
-        line = node.end_lineno + 1
-        while line in text and text[line][0].isspace() and len(text[line][0]) > node.col_offset:
-            lines.append(text[line][1])
-            line += 1
-        found[node.target.id] = Comment(" ".join(lines), heading.removesuffix(" (rare)"),
-                                        heading.endswith(" (rare)"))
+    for f in fields:
+        heading = headings.get(f.lineno, heading)
+        found[f.target.id] = Comment(" ".join(texts[f]), heading.removesuffix(" (rare)"),
+                                     heading.endswith(" (rare)"))
     return found
 
 
 def check_values(config: Any) -> None:
     """Refuse values that the declarations of a configuration's options do not allow."""
-    for option in options(type(config)).values():
-        name, value = option.name, getattr(config, option.name)
+    for name, option in options(type(config)).items():
+        value = getattr(config, name)
         if value is None and option.is_optional:
             continue
         if option.one_of and value not in option.one_of:
@@ -148,8 +148,9 @@ def check_values(config: Any) -> None:
         if option.check:
             option.check(value)
         is_number = option.kind in (int, float)
-        if is_number and not (option.least <= value < 2**63 and math.isfinite(value)):
-            raise ConfigError(f"--{name} {value}: must be a number of at least {option.least:g}")
+        if is_number and not (option.least <= value < option.below and math.isfinite(value)):
+            raise ConfigError(f"--{name} {value}: must be a number of at least {option.least:g}"
+                              + f" and below {option.below:g}" * (option.below == 1))
 
 
 def fits(option: Option, value: Any) -> bool:

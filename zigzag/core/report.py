@@ -20,7 +20,7 @@ from typing import Any, Mapping, Sequence
 import jax
 
 from zigzag.core.errors import as_given, human_bytes, printable
-from zigzag.core.flags import changed
+from zigzag.core.flags import flat, is_derived, recorded
 
 
 class Reporter:
@@ -135,20 +135,19 @@ class Reporter:
         if self.file and self.is_terminal and is_due:
             self.file.write(text + "\n")
 
-    def evaluation(self, row: dict, texts: Sequence[str | Mapping[str, str]] = ()) -> None:
-        """`row` as in metrics.jsonl, and predictions: texts, or texts by their labels."""
+    def evaluation(self, row: dict, shown: str | Mapping[str, str] = {}) -> None:
+        """`row` as in metrics.jsonl, and predictions: a text, or texts by their labels."""
         train_loss, usual = row["train_loss"], ("step", "eval_loss", "train_loss", "bits_per_byte")
         others = "".join(f"  {name} {x:.4f}" for name, x in row.items()
                          if name not in usual and isinstance(x, float))
         self.line(f"step {row['step']}  {held_out_text(row)}"
                   + (f"  training loss since the last evaluation {train_loss:.4f}"
                      if train_loss is not None else "") + others)
-        for text in texts:
-            parts = text if isinstance(text, Mapping) else {"": text}
-            width = max(map(len, parts))
-            for label, part in parts.items():
-                self.line(f"    {label:{width}} | " + printable(part).replace(
-                    "\n", f"\n    {'':{width}} | "))
+        parts = shown if isinstance(shown, Mapping) else {"": shown}
+        width = max(map(len, parts), default=0)
+        for label, part in parts.items():
+            self.line(f"    {label:{width}} | " + printable(part).replace(
+                "\n", f"\n    {'':{width}} | "))
 
     def end(self, at: int, out: str, row: dict) -> None:
         """A run has made all of its `at` steps and is saved in `out` ('': nowhere); `row` is its
@@ -164,11 +163,12 @@ def held_out_text(row: dict) -> str:
         f"  ({bits:.4f} bits per byte)" if bits is not None else "")
 
 
-def options_text(config: Any, hidden: set[str]) -> str:
-    """The options that differ from their defaults, but for those that follow from others, in lines
-    of at most 100 columns; '' if there are none."""
-    words = [f"{name}={as_given(value) or '-'}" for name, value in changed(config).items()
-             if name not in hidden]
+def options_text(config: Any) -> str:
+    """The options that differ from their defaults, but for those that follow from others or hold
+    for one command, in lines of at most 100 columns; '' if there are none."""
+    words = [f"{name}={as_given(value) or '-'}"
+             for name, value in recorded(flat(config), config).items()
+             if name != "published" and not is_derived(config, name)]
     return "\n".join(textwrap.wrap("options  " + " ".join(words), 100, subsequent_indent=" " * 9,
                                    break_long_words=False, break_on_hyphens=False)
                      ) if words else ""

@@ -42,16 +42,12 @@ def begin() -> None:
 
 
 def _quiet_libtpu():
-    if importlib.util.find_spec("libtpu") and not _may_have_tpu():
+    # (Something of a TPU's vendor: a TPU, or a network card of its cloud.)
+    if importlib.util.find_spec("libtpu") and not any(
+            Path(path).read_text().strip() == GOOGLE
+            for path in glob.glob("/sys/bus/pci/devices/*/vendor")):
         for name, value in LIBTPU.items():
             os.environ.setdefault(name, value)
-
-
-def _may_have_tpu():
-    """Whether this machine has something of a TPU's vendor: a TPU, or a network card of its
-    cloud."""
-    return any(Path(path).read_text().strip() == GOOGLE
-               for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
 
 
 def has_begun() -> None:

@@ -113,10 +113,8 @@ SENTENCES = [
 def meaning(word: str, flags: Collection[str]) -> str:
     """What to use instead of a flag of another codebase, in a command with these flags; '' if the
     word is not known."""
-    for flag, words in WORDS.items():
-        if flag in flags and word in words.split():
-            return f"did you mean --{flag}?"
-    for flag, sentence, words in SENTENCES:
+    ours = [(flag, f"did you mean --{flag}?", words) for flag, words in WORDS.items()]
+    for flag, sentence, words in ours + SENTENCES:
         if flag in flags and word in words.split():
             return sentence
     return ""

@@ -16,12 +16,12 @@ are answered together, so that an answer does not depend on the other prompts.
 
 import collections
 import dataclasses
-import functools
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import get_abstract_mesh
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
@@ -92,8 +92,8 @@ class Rows:
                 f"its last {max(1, size // 2):,} (--stop_at_context ends it there)")
         self.texts = [Text(number, list(prompt[-size:]), tokens)
                       for number, prompt in enumerate(prompts)]
-        for text in self.texts:
-            text.left = min(tokens, self._room(text)) if ends_there else tokens
+        for text in self.texts if ends_there else ():
+            text.left = min(tokens, self._room(text))
         self.sources = source_arrays(self.network, source, self.config, len(prompts))
         rows, start = padded_prompts(
             self.network, [text.ids for text in self.texts], self.config, 0)
@@ -102,8 +102,7 @@ class Rows:
         self.slots = rows.shape[1] + padded_length(min(tokens, min(map(self._room, self.texts))))
         with mesh_of_weights(params):
             self.params = engine.for_decoding(params)
-            mesh = jax.sharding.get_abstract_mesh()
-            groups = 1 if mesh.empty else row_groups(mesh)
+            groups = row_groups(get_abstract_mesh())
         self.count = -(-min(batch, len(prompts)) // groups) * groups
         self.some = -(-self.count // (8 * groups)) * groups
         self.owners: list[Text | None] = [None] * self.count
@@ -152,26 +151,25 @@ class Rows:
             self.length = self.waiting[0].length
             self.cache = None       # (its memory is the next one's)
         texts = []
-        while (len(texts) < len(places) and self.waiting
-               and self.waiting[0].length == self.length):
-            texts.append(self.waiting.popleft())
-            self.owners[places[len(texts) - 1]] = texts[-1]
+        for row in places:
+            if self.waiting and self.waiting[0].length == self.length:
+                self.owners[row] = self.waiting.popleft()
+                texts.append(self.owners[row])
         # (Too few are filled up with the last one, which goes into its row several times.)
         more = (self.count if is_all else self.some) - len(texts)
-        places = np.array([*places[:len(texts)], *[places[len(texts) - 1]] * more])
-        texts += texts[-1:] * more
+        texts, places = (some + some[-1:] * more for some in (texts, places[:len(texts)]))
         tokens, start = padded_prompts(
             self.network, [text.ids[text.begin:] for text in texts], self.config, 0)
         rows = {"tokens": tokens, "start": start, **{
             name: x[[text.number for text in texts]] for name, x in self.sources.items()}}
         with mesh_of_weights(self.params):
-            read = passes.prefill(self.engine, self.params, rows, self.slots, self.length,
-                                  min(CHUNK, tokens.shape[1]))
+            read = passes.prefill(self.engine, self.params, rows, self.slots, self.length, CHUNK)
             if is_all:
                 self.cache, self.slot, self.start = read["cache"], int(read["slot"]), start
                 return
             moved = self.slot - int(read["slot"])
-            self.cache = put_rows(self.engine, self.cache, read["cache"], places, np.int32(moved))
+            self.cache = put_rows(self.engine, self.cache, read["cache"], np.array(places),
+                                  np.int32(moved))
             self.start[places] = start + moved
 
     def _write(self, draw):
@@ -199,21 +197,17 @@ class Rows:
                 count = text.add(ids[row], self.ends)
                 new[text.number] = ids[row][:count], logs[row][:count]
                 if text.left and text.size > self.context:
-                    self._wait_again(row, text)
+                    # Its context is full: its row is free, and its last half will be read again.
+                    self.owners[row] = None
+                    text.begin = len(text.ids) - max(1, self.context // 2)
+                    text.length = self._length_of(text)
+                    # (Last, if it cannot be answered together with those of now.)
+                    self.waiting.insert(
+                        0 if text.length == self.length else len(self.waiting), text)
         return new
 
-    def _wait_again(self, row, text):
-        """Free the row of a text whose context is full: the last half will be read again."""
-        self.owners[row] = None
-        text.begin = len(text.ids) - max(1, self.context // 2)
-        text.length = self._length_of(text)
-        if text.length == self.length:
-            self.waiting.appendleft(text)
-        else:
-            self.waiting.append(text)
 
-
-@functools.partial(jax.jit, static_argnames="engine", donate_argnames="cache")
+@jax.jit(static_argnames="engine", donate_argnames="cache")
 def put_rows(engine: Engine, cache: Any, new: Any, places: Any, moved: Any) -> Any:
     """The cache with the rows of another, `moved` slots further, at these places."""
     def put(name, rows, new):

@@ -21,7 +21,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import ambient, batch_spec, mark_varying, platform_in_use
+from zigzag.core.mesh import axis_size, batch_spec, mark_varying, platform
+from zigzag.generate.decoding import State
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.parallel.network import Layer
 
@@ -48,8 +49,7 @@ def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
     return found
 
 
-def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1
-              ) -> dict[str, Array]:
+def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
     """An empty cache of a layer, {name: [rows, K, slots, N]}, whose slots `tensor` divides."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
@@ -60,14 +60,7 @@ def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1
 
 def _slot_shards(cached, kv_heads):
     """The number of devices over which tensor splits the slots: 1 unless each has all heads."""
-    sizes, manual = ambient()
-    return sizes["tensor"] if "tensor" in manual and cached.shape[1] == kv_heads else 1
-
-
-def _own_slots(cached, shards):
-    """The numbers of this device's slots."""
-    first = lax.axis_index("tensor") * cached.shape[2] if shards > 1 else 0
-    return first + jnp.arange(cached.shape[2])
+    return axis_size("tensor") if cached.shape[1] == kv_heads else 1
 
 
 def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
@@ -78,7 +71,8 @@ def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
         def put(cached):
             return lax.dynamic_update_slice_in_dim(cached, new, slot % size, 2)
 
-        if len(cached) > 1 or new.shape[2] > 1 or platform_in_use() != "cpu":
+        on_cpu = (platform() or jax.default_backend()) == "cpu"
+        if len(cached) > 1 or new.shape[2] > 1 or not on_cpu:
             return put(cached)
         # For a single row a CPU's compiler puts `put` also into the products that read its result,
         # and so copies all slots; not if it is a branch, though one that is always taken (attention
@@ -94,8 +88,7 @@ class Attend:
     slots slot ... slot + T - 1 of rows that begin at slots start [B], it adds k and v to a layer's
     cache (the new cache is `.layer`) and attends to all keys in it."""
 
-    def __init__(self, layer: dict[str, Array], slot: Array, start: Array, heads: int,
-                 kv_heads: int):
+    def __init__(self, layer: State, slot: Array, start: Array, heads: int, kv_heads: int):
         self.layer, self.slot, self.start = layer, slot, start
         self.heads, self.kv_heads = heads, kv_heads
 
@@ -130,8 +123,9 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
     shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
     if shards > 1 and own_heads < heads:
         q = lax.all_gather(q, "tensor", axis=2, tiled=True)
-    (B, T, H, N), K = q.shape, k.shape[1]
-    key = _key_tokens(query, start, _own_slots(k, shards), k.shape[2] * shards)
+    (B, T, H, N), (_, K, size, _) = q.shape, k.shape
+    own_slots = (lax.axis_index("tensor") * size if shards > 1 else 0) + jnp.arange(size)
+    key = _key_tokens(query, start, own_slots, size * shards)
     folds = folds and K < H
     if folds:
         q = q.reshape(B, T, K, H // K, N).swapaxes(2, 3).reshape(B, -1, K, N)

@@ -1,7 +1,7 @@
 """How an id is chosen.
 
-The state is a dict of arrays (passes.py has a table of them). If rows are split over devices, all
-devices go on until the last row has ended, because they may have to gather weights together.
+If rows are split over devices, all devices go on until the last row has ended, because they may
+have to gather weights together.
 """
 
 import dataclasses
@@ -15,6 +15,9 @@ from jax import Array, lax
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import varying
+
+# Arrays of rows by their names (passes.py has a table of them).
+State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,7 @@ def ids_seen(rows: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
     return seen
 
 
-def before_ids(seeds: Any, ends: Sequence[int], count: Any = 0) -> dict[str, Any]:
+def before_ids(seeds: Any, ends: Sequence[int], count: Any = 0) -> State:
     """The state of rows with these seeds [B, 3] before an id is chosen for them. `count` [B] new
     ids are there."""
     return {"seeds": seeds, "count": np.zeros(len(seeds), np.int32) + np.array(count, np.int32),
@@ -78,8 +81,7 @@ def keys_of(seeds: Array, count: Array | int) -> Array:
             seeds, jnp.broadcast_to(count, len(seeds)))
 
 
-def choose(state: dict[str, Any], logits: Array, sampling: Sampling, draw: Callable
-           ) -> tuple[dict[str, Any], Array]:
+def choose(state: State, logits: Array, sampling: Sampling, draw: Callable) -> tuple[State, Array]:
     """The state with a `newest` id in each row, which draw (sample.draw) chooses from these logits
     [B, V]; and the ids' log-probabilities [B]. Rows that have ended get ids too, which nobody
     reads."""

@@ -14,9 +14,11 @@ from typing import Any, Callable, Iterable, Iterator
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
 
 from zigzag.core.mesh import axis_size, batch_spec, cast, mesh_of, shardings, without_axis
 from zigzag.generate.cache import layer_specs, new_layer
+from zigzag.generate.decoding import State
 from zigzag.parallel import low_rank
 from zigzag.parallel.collectives import all_gather
 from zigzag.parallel.network import Network
@@ -45,7 +47,7 @@ class Engine:
     @property
     def specs(self) -> Any:
         """The specs of the weights for decoding; None on one device."""
-        return _specs(self, jax.sharding.get_abstract_mesh())
+        return _specs(self, get_abstract_mesh())
 
     def unstacked(self, params: Any) -> Any:
         """The weights in the precision of decoding, with a list of layers."""
@@ -70,7 +72,7 @@ class Engine:
 
     def cache_specs(self, cache: Any = None) -> list[dict[str, P]]:
         """The specs of the cache: of all its arrays, or of those in `cache`."""
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh = get_abstract_mesh()
         found = [layer_specs(layer, own, mesh) for layer, own in zip(
             self.network.cache_layers(self.config), self.specs["layers"], strict=True)]
         return found if cache is None else [
@@ -80,21 +82,20 @@ class Engine:
         """The cache, split as the passes take it."""
         return placed(cache, self.specs and self.cache_specs(cache))
 
-    def empty_cache(self, rows: int, slots: int, dtype: Any) -> list[dict[str, Any]]:
+    def empty_cache(self, rows: int, slots: int, dtype: Any) -> list[State]:
         """A cache without tokens, for this number of rows and slots."""
-        tensor = jax.sharding.get_abstract_mesh().shape["tensor"] if self.specs else 1
+        tensor = get_abstract_mesh().shape.get("tensor", 1)
         return self.placed_cache([new_layer(layer, rows, slots, dtype, tensor)
                                   for layer in self.network.cache_layers(self.config)])
 
-    def on_mesh(self, fn: Callable, params: Any, state: dict[str, Any], outputs: Iterable[str]
-                ) -> dict[str, Any]:
+    def on_mesh(self, fn: Callable, params: Any, state: State, outputs: Iterable[str]) -> State:
         """fn(params, specs, state) in one shard_map over the ambient mesh, or plainly without a
         mesh. fn gets this device's part of the state and, of the weights, what it has before it
         reaches a layer. It returns a dict with the names `outputs`."""
         specs = self.specs
         if specs is None:
             return fn(params, None, state)
-        rows = batch_spec(jax.sharding.get_abstract_mesh())
+        rows = batch_spec(get_abstract_mesh())
 
         def run(params, state):
             return fn(gather_all_but_layers(params, specs), specs, state)
@@ -130,7 +131,7 @@ def _specs(engine, mesh):
 
 def placed(tree: Any, specs: Any) -> Any:
     """The tree, split over the ambient mesh by its specs; unchanged if they are None."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = get_abstract_mesh()
     return tree if specs is None else lax.with_sharding_constraint(tree, shardings(specs, mesh))
 
 

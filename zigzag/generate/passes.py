@@ -29,21 +29,20 @@ from jax import Array
 from zigzag.core.mesh import mark_varying
 from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
-from zigzag.generate.decoding import Sampling
+from zigzag.generate.decoding import Sampling, State
 from zigzag.generate.engine import Engine
 from zigzag.generate.rows import pad_rows, padded_length, seeds_of
 
 
 @jax.jit(static_argnames=("engine", "slots"))
-def new_cache(engine: Engine, params: Any, rows: dict[str, Array], slots: int) -> Any:
+def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
     """An empty cache for these rows. With an encoder, it holds the keys and values of the
     sources."""
-    network, config = engine.network, engine.config
     cache = engine.empty_cache(len(rows["start"]), slots, params["embed"].dtype)
 
     def encode(params, specs, state):
         cache = state.pop("cache")
-        encoded = network.encode_source(params, state, config, specs)
+        encoded = engine.network.encode_source(params, state, engine.config, specs)
         return {"cache": [layer | of_source for layer, of_source in zip(cache, encoded)]}
 
     source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
@@ -53,8 +52,7 @@ def new_cache(engine: Engine, params: Any, rows: dict[str, Array], slots: int) -
 
 
 @jax.jit(static_argnames=("engine", "length"), donate_argnames="cache")
-def read_chunk(engine: Engine, params: Any, cache: Any, rows: dict[str, Array], length: int
-               ) -> dict[str, Any]:
+def read_chunk(engine: Engine, params: Any, cache: Any, rows: State, length: int) -> State:
     """Run the rows' `tokens` [B, T] through the network, into the cache. If rows have `targets`,
     the result also has `sums` [B, 2], added to those of the rows: the weighted sum of the targets'
     log-probabilities, and of the targets that are likeliest."""
@@ -75,8 +73,8 @@ def read_chunk(engine: Engine, params: Any, cache: Any, rows: dict[str, Array], 
                           ("cache", "sums") if "sums" in rows else ("cache",))
 
 
-def prefill(engine: Engine, params: Any, rows: dict[str, Any], slots: int, length: int,
-            chunk: int = CHUNK) -> dict[str, Any]:
+def prefill(engine: Engine, params: Any, rows: State, slots: int, length: int, chunk: int = CHUNK
+            ) -> State:
     """Read rows chunk by chunk into a new cache with this many slots. Returns the state after them
     (cache, start, slot and newest), with the `sums` of read_chunk if rows have targets."""
     tokens, start = rows["tokens"], rows["start"]
@@ -93,7 +91,7 @@ def prefill(engine: Engine, params: Any, rows: dict[str, Any], slots: int, lengt
     return {**read, "start": start, "slot": np.int32(tokens.shape[1] - 1), "newest": tokens[:, -1]}
 
 
-def room_for(engine: Engine, rows: dict[str, Any], tokens: int) -> tuple[int, int]:
+def room_for(engine: Engine, rows: State, tokens: int) -> tuple[int, int]:
     """The slots of a cache for these rows and `tokens` new ids; and the length that scales their
     positions (Network.decoding_length)."""
     size = rows["tokens"].shape[1]
@@ -102,8 +100,8 @@ def room_for(engine: Engine, rows: dict[str, Any], tokens: int) -> tuple[int, in
 
 
 @jax.jit(static_argnames=("engine", "room", "length", "sampling", "draw"), donate_argnames="cache")
-def decode(engine: Engine, params: Any, cache: Any, state: dict[str, Any], limit: Array, room: int,
-           length: int, sampling: Sampling, draw: Callable) -> dict[str, Any]:
+def decode(engine: Engine, params: Any, cache: Any, state: State, limit: Array, room: int,
+           length: int, sampling: Sampling, draw: Callable) -> State:
     """`limit` new ids of each row, or fewer if all rows end before: the cache, `ids` [B, room] with
     their `logprobs`, and the number of those that are `written`."""
     network, config = engine.network, engine.config
@@ -135,30 +133,27 @@ def decode(engine: Engine, params: Any, cache: Any, state: dict[str, Any], limit
                           ("cache", "ids", "logprobs", "written"))
 
 
-def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-                sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
+def ids_of_rows(engine: Engine, params: Any, rows: State, tokens: int, sampling: Sampling,
+                seed: int, ends: Sequence[int], draw: Callable) -> Array:
     """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing. It may
     be a part of a compiled function."""
-    return of_padded(engine, params, rows, lambda params, rows: write_ids(
-        engine, params, rows, tokens, sampling, seed, ends, draw))
+    def write(params, rows):
+        slots, length = room_for(engine, rows, tokens)
+        state = prefill(engine, params, rows, slots, length)
+        state |= decoding.before_ids(seeds_of(rows, seed, jnp), ends)
+        if sampling.repetition_penalty != 1:
+            real = jnp.arange(rows["tokens"].shape[1]) >= rows["start"][:, None]
+            state["seen"] = jnp.zeros((len(real), engine.config.vocab_size), bool).at[
+                jnp.arange(len(real))[:, None], rows["tokens"]].max(real)
+        return decode(engine, params, state.pop("cache"), state, tokens, tokens, length, sampling,
+                      draw)["ids"]
+
+    return of_padded(engine, params, rows, write)
 
 
-def of_padded(engine: Engine, params: Any, rows: dict[str, Array], write: Callable) -> Array:
+def of_padded(engine: Engine, params: Any, rows: State, write: Callable) -> Array:
     """What write(params, rows) gives for these rows, with others added until they divide over the
     mesh, and with the weights as decoding uses them."""
     start = jnp.zeros(len(rows["tokens"]), jnp.int32)
     rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
     return write(engine.for_decoding(params), rows)[:len(start)]
-
-
-def write_ids(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
-              sampling: Sampling, seed: int, ends: Sequence[int], draw: Callable) -> Array:
-    slots, length = room_for(engine, rows, tokens)
-    state = prefill(engine, params, rows, slots, length)
-    state |= decoding.before_ids(seeds_of(rows, seed, jnp), ends)
-    if sampling.repetition_penalty != 1:
-        real = jnp.arange(rows["tokens"].shape[1]) >= rows["start"][:, None]
-        state["seen"] = jnp.zeros((len(real), engine.config.vocab_size), bool).at[
-            jnp.arange(len(real))[:, None], rows["tokens"]].max(real)
-    return decode(engine, params, state.pop("cache"), state, tokens, tokens, length, sampling,
-                  draw)["ids"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, one_line
-from zigzag.core.options import check_values, comments, flag
+from zigzag.core.options import Values, check_values, comments, flag
 from zigzag.core.parts import Unused, added, part
 from zigzag.disk.checkpoint import best_step, tokenizer_of_run
 from zigzag.disk.lines import texts_of
@@ -28,7 +28,7 @@ from zigzag.parallel.network import Network
 
 
 @dataclasses.dataclass(frozen=True)
-class Flags(*added("OfSampling")):
+class Flags(*added("OfSampling"), hosts.Processes):
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
     With no prompt it continues each line of standard input. On a terminal it chats if the model has
@@ -65,12 +65,6 @@ class Flags(*added("OfSampling")):
     logprobs: bool = False      # add each new id and its log-probability to --json
     batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
                                         # together
-    # many hosts
-    coordinator: str = ""       # HOST:PORT of process 0
-    processes: int = 0          # number of processes
-    process_id: int = flag(-1, least=-1)        # the number of this process, from 0, which prints
-    distributed: bool = False   # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
-    patience: int = flag(120, least=1)          # seconds to wait for other processes
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -95,7 +89,7 @@ NOT_USED = collections.ChainMap(*added("NOT_USED"), {
 NEEDS = collections.ChainMap(*added("NEEDS"), {"logprobs": "json", "edited": "model FOLDER"})
 
 
-def check_given(given: dict[str, Any]) -> None:
+def check_given(given: Values) -> None:
     """Refuse flags of a command line that have no effect beside the others."""
     for one, (groups, names) in NOT_USED.items():
         for name in (*(name for group in groups for name in GROUPS[group]), *names):
@@ -166,11 +160,6 @@ def read_input(path: str, flag: str) -> Input:
     return Input(name, text)
 
 
-def file_prompts(path: str, flag: str) -> list[str]:
-    """The prompts of a file."""
-    return read_input(path, flag).texts("prompt")
-
-
 # -------------------------------------------------------------------------------------------
 # Texts as ids
 
@@ -192,20 +181,21 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
     if shape is None:
-        return [Prompt(text, tokenizer.prompt(text), begin=text) for text in texts]
-    start = special_ids(c, tokenizer)[:1]
-    if reads_text(network, c):
+        sources = [None] * len(texts)
+    elif reads_text(network, c):
         if not all(map(str.strip, texts)):
             raise ConfigError("a prompt is empty: this model has an encoder, which needs a text")
-        return [Prompt(text, start, tokenizer.with_ends(text)) for text in texts]
-    sources = load_sources(source, shape)
-    if len(texts) == 1 or len(sources) == 1:
-        texts, sources = [*texts] * len(sources), [*sources] * len(texts)
-    if len(texts) != len(sources):
-        raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
-    if network.source_ids(c):       # (a decoder reads the text, too)
+        sources = list(map(tokenizer.with_ends, texts))
+    else:
+        sources = load_sources(source, shape)
+        if len(texts) == 1 or len(sources) == 1:
+            texts, sources = [*texts] * len(sources), [*sources] * len(texts)
+        if len(texts) != len(sources):
+            raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
+    if shape is None or network.source_ids(c):      # (a decoder reads the text)
         return [Prompt(text, tokenizer.prompt(text), one, text)
                 for text, one in zip(texts, sources)]
+    start = special_ids(c, tokenizer)[:1]
     return [Prompt(text, start, one) for text, one in zip(texts, sources)]
 
 

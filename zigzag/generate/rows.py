@@ -7,16 +7,16 @@ and their number is padded so that it divides over the mesh.
 """
 
 import collections
-import functools
 from typing import Any, Sequence
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
+from jax.experimental import multihost_utils
+from jax.sharding import get_abstract_mesh
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import row_groups
 from zigzag.generate.cache import CHUNK
+from zigzag.generate.decoding import State
 from zigzag.parallel.network import Network, check_tensor
 from zigzag.parallel.rotary import scaled_length
 
@@ -67,7 +67,7 @@ def check_writes(network: Network, c: Any, what: str, mesh: Any = None) -> None:
         raise ConfigError(f"{what}: this model gives {gives} and writes no text")
 
 
-def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str, np.ndarray]:
+def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
     """The encoder's inputs, from the sources; {} for a model without an encoder."""
     shape = network.source_shape(c)
     if (source is None) == (shape is not None):
@@ -93,13 +93,12 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> dict[str,
 
 def pad_rows(rows: Any, xp: Any = np) -> Any:
     """Arrays of rows, with the last row repeated until their number divides over the mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    more = 0 if mesh.empty else -len(rows) % row_groups(mesh)
+    more = -len(rows) % row_groups(get_abstract_mesh())
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
 
 
 def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
-                  source: Any) -> dict[str, np.ndarray]:
+                  source: Any) -> State:
     """Prompts and sources as arrays, whose number of rows divides over the ambient mesh. Refused if
     there are no positions for `tokens` more ids."""
     check_writes(network, c, "sample")
@@ -112,14 +111,8 @@ def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, to
 def on_host(x: Any) -> np.ndarray:
     """The array as numpy, with the parts of other processes."""
     if not getattr(x, "is_fully_addressable", True):
-        x = _whole(x.sharding.mesh)(x)
+        x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
-
-
-@functools.cache
-def _whole(mesh):
-    """A compiled function that gives every device of the mesh the whole array."""
-    return jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, P()))
 
 
 # -------------------------------------------------------------------------------------------
@@ -138,7 +131,7 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
         1, dtype=np.uint32)
 
 
-def seeds_of(rows: dict[str, Any], seed: int | Sequence[int], xp: Any = np) -> Any:
+def seeds_of(rows: State, seed: int | Sequence[int], xp: Any = np) -> Any:
     """Three numbers [B, 3] that seed the random numbers of each row: its seed (`seed` is one for
     all, or one for each), a hash of its content, and (unless traced) the number of equal rows
     before it. So an answer depends neither on the other rows nor on their order, and equal prompts

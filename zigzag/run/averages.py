@@ -10,13 +10,6 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.errors import ConfigError
-
-
-def check(c: Any) -> None:
-    if not 0 <= c.ema < 1:
-        raise ConfigError(f"--ema {c.ema:g}: expected a number from 0 (no average) to below 1")
-
 
 def with_average(step: Callable, ema: float) -> Callable:
     """The step, which also updates the average: it moves by the share 1 - ema from where it is to
@@ -39,15 +32,18 @@ def used(state: Any) -> Any:
 
 def to_disk(state: Any) -> Any:
     """The state with the average, if there is one, in the place of the weights."""
-    if "average" not in state:
-        return state
-    others = {name: x for name, x in state.items() if name != "average"}
-    return {**others, "params": state["average"], "weights": state["params"]}
+    return _exchanged(state, "average", "weights")
 
 
 def from_disk(state: Any) -> Any:
     """Undoes to_disk."""
-    if "weights" not in state:
+    return _exchanged(state, "weights", "average")
+
+
+def _exchanged(state, name, other):
+    """The state with what it has as `name`, if anything, in the place of params, and these as
+    `other`."""
+    if name not in state:
         return state
-    others = {name: x for name, x in state.items() if name != "weights"}
-    return {**others, "params": state["weights"], "average": state["params"]}
+    others = {key: x for key, x in state.items() if key != name}
+    return {**others, "params": state[name], other: state["params"]}

@@ -35,14 +35,16 @@ from zigzag.core.options import changes, check_values
 from zigzag.disk.encoding import what_was_skipped
 from zigzag.disk.mixture import rounded
 from zigzag.parallel.rule import apply_overrides, parse_overrides
-from zigzag.run import averages, schedules
+from zigzag.run import schedules
+
+# Pairs (regular expression for paths, spec) that say how weights are stored; the last match wins.
+Overrides = Sequence[tuple[str, P]]
 
 
 def check_config(c: Any) -> None:
     """Refuse wrong values of a train.Config. (The network's configuration checks its own.)"""
     check_values(c)
     schedules.check(c)
-    averages.check(c)
     known = dict.fromkeys(changes(type(c)).values())
     for name in c.change:
         if name not in known:
@@ -143,7 +145,7 @@ def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
 
 
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
-                    others: Sequence[tuple[str, P]] = ()) -> list[tuple[str, P]]:
+                    others: Overrides = ()) -> list[tuple[str, P]]:
     """The overrides of --override (`texts`) and of code (`others`), for the rule."""
     overrides = [*parse_overrides(texts), *others]
     for pattern, spec in overrides:

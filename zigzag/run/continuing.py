@@ -4,6 +4,7 @@ agree on. (`cls` is the class of a run's configuration, train.Config.)
     record_of      a configuration as config.json has it
     old_config     the configuration that it gives back
 
+    check_folder   refuse a folder whose run these facts do not continue
     check_steps    refuse fewer steps than the run has made
     hold           a warmup or decay that has ended stays ended when a run gets more steps
     rates          some rates of a run, which are recorded
@@ -13,31 +14,36 @@ agree on. (`cls` is the class of a run's configuration, train.Config.)
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.flags import flat
+from zigzag.core.flags import flat, recorded
 from zigzag.core.hosts import process_allgather
-from zigzag.core.options import changes, options
-from zigzag.disk.checkpoint import FORMAT, OF_DATA, newest_step, run_config, run_record
+from zigzag.core.options import Values, changes, options
+from zigzag.disk.checkpoint import (
+    FORMAT,
+    OF_DATA,
+    check_run_folder,
+    newest_step,
+    run_config,
+    run_record,
+)
 from zigzag.parallel.network import config_of_run, facts_of_network, network_of
 from zigzag.run import schedules
 
 
-def record_of(config: Any) -> dict[str, Any]:
+def record_of(config: Any) -> Values:
     """A configuration as config.json has it: all fields, flat, and the network's name."""
-    known = options(type(config))
-    return {"format": FORMAT, **{
-        name: value for name, value in flat(config).items()
-        if name not in known or known[name].recorded}, "network": network_of(config).name}
+    return {"format": FORMAT, **recorded(flat(config), config), "network": network_of(config).name}
 
 
-def facts_of(config: Any) -> dict[str, Any]:
+def facts_of(config: Any) -> Values:
     """The values that must be the same when a run continues."""
     record = record_of(config)
     same = [name for name, option in options(type(config)).items() if option.same]
@@ -45,9 +51,21 @@ def facts_of(config: Any) -> dict[str, Any]:
     return {name: record[name] for name in ("network", *own, *same)}
 
 
+def check_folder(cls: type, out: str, facts: Values, needs: Sequence[str] = (),
+                 change: Sequence[str] = ()) -> Values | None:
+    """checkpoint.check_run_folder for a run with configurations of this class."""
+    return check_run_folder(out, facts, functools.partial(read_old, cls), may_change(cls), needs,
+                            change)
+
+
 def may_change(cls: type) -> dict[str, str]:
     """{fact: the word of --change that allows another}."""
     return changes(cls) | OF_DATA
+
+
+def is_run(folder: str) -> bool:
+    """Whether a folder ('': none) holds a run."""
+    return bool(folder) and (Path(folder) / "config.json").exists()
 
 
 def old_config(cls: type, folder: str) -> Any:
@@ -55,17 +73,12 @@ def old_config(cls: type, folder: str) -> Any:
     return run_config(folder, cls, "--out", network=config_of_run(folder, "--out"))
 
 
-def read_old(cls: type, folder: str) -> dict[str, Any]:
+def read_old(cls: type, folder: str) -> Values:
     """config.json of the run in a folder, with all fields of its configuration."""
     return {**run_record(folder, "--out"), **record_of(old_config(cls, folder))}
 
 
-def hidden(cls: type) -> set[str]:
-    """The options that the start of a run does not list: those of one command or process."""
-    return {"published", *(name for name, option in options(cls).items() if not option.recorded)}
-
-
-def check_steps(given: dict[str, Any], out: str) -> None:
+def check_steps(given: Values, out: str) -> None:
     """Refuse --steps that the run has already passed: nothing would be trained."""
     at = newest_step(out)
     if given.get("steps", at) < at:
@@ -77,16 +90,16 @@ def hold(config: Any) -> Any:
     """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
     the run has passed them and now gets more steps: its rate stays where it is. --change decay
     spreads the decay over all steps instead."""
-    ends = config.warmup, config.decay_steps
-    if config.out and jax.process_index() == 0 and (Path(config.out) / "config.json").exists():
+    warmup, end = config.warmup, config.decay_steps
+    if jax.process_index() == 0 and is_run(config.out):
         old, at = old_config(type(config), config.out), newest_step(config.out)
-        warmup, end = old.warmup if at >= old.warmup else config.warmup, config.decay_steps
+        warmup = old.warmup if at >= old.warmup else warmup
         if end is None and "decay" not in config.change and config.decay != "constant":
-            has_ended = config.steps > old.steps and at >= schedules.fixed_from(old)
-            end = old.steps if old.decay_steps is None and has_ended else old.decay_steps
-        ends = warmup, end
+            end = old.decay_steps
+            if end is None and config.steps > old.steps and at >= schedules.fixed_from(old):
+                end = old.steps
     # (From process 0, which will change the file that they would read.)
-    warmup, end = process_allgather(ends)[0]
+    warmup, end = process_allgather((warmup, end))[0]
     return dataclasses.replace(config, warmup=warmup, decay_steps=end)
 
 
@@ -116,14 +129,22 @@ def check_rates(config: Any, schedule_of: Callable) -> None:
 
 
 def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
-    """Yield the lines to print when `config` continues the run in config.out.
+    """Yield the lines to print when `config` continues the run in config.out. Refused are more
+    updates than the run was to make whose rate would be 0: they would change nothing.
     learning_rate(config, step) is train.py's; None if fit has a schedule."""
-    if not config.out or not (Path(config.out) / "config.json").exists():
+    if not is_run(config.out):
         return
     old, at = old_config(type(config), config.out), newest_step(config.out)
     check_steps({"steps": config.steps}, config.out)
-    if learning_rate:
-        _check_learns(config, old, at, learning_rate)
+    is_more = config.lr and 0 < at < config.steps > old.steps
+    if learning_rate and is_more and not any(
+            float(learning_rate(config, jnp.int32(step))) > 0
+            for step in (at, (at + config.steps) // 2)):
+        ended = config.decay_steps or old.steps
+        raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
+                          f"{ended} with a rate of 0 (--final_share), so further updates would "
+                          f"change nothing; --change decay spreads the decay over all "
+                          f"{config.steps} steps (--lr X --change lr decay: with another peak)")
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}"
     names = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]
     changed = [f"{name} {getattr(old, name)} -> {getattr(config, name)}"
@@ -135,19 +156,6 @@ def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
         yield (f"schedule {', '.join(changed)}: the learning rate was {before:.1e} at step {at:,} "
                f"and will be {after:.1e} at step {at + 1:,} (--change decay spreads the decay over "
                f"all steps, --lr X --change lr gives it another peak)")
-
-
-def _check_learns(config, old, at, learning_rate):
-    """Refuse more updates than the run `old`, now at step `at`, was to make, if their rate would be
-    0: they would change nothing."""
-    to_come = (at, (at + config.steps) // 2)
-    if config.lr and 0 < at < config.steps > old.steps and not any(
-            float(learning_rate(config, jnp.int32(step))) > 0 for step in to_come):
-        ended = config.decay_steps or old.steps
-        raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
-                          f"{ended} with a rate of 0 (--final_share), so further updates would "
-                          f"change nothing; --change decay spreads the decay over all "
-                          f"{config.steps} steps (--lr X --change lr decay: with another peak)")
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:

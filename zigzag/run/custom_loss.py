@@ -35,11 +35,11 @@ from zigzag.core import edited as tested
 from zigzag.core.compiler import LOOP_BESIDE_GATHERS
 from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.hosts import process_allgather
-from zigzag.core.mesh import by_path, cast, platform, row_groups, shardings, untyped
+from zigzag.core.mesh import by_path, cast, platform, shardings, untyped
 from zigzag.parallel.jaxprs import computes_in_16_bits
 from zigzag.parallel.storage import permute_layers
 from zigzag.run.modes import BY_HAND, JIT
-from zigzag.run.plan import Plan, Program, in_one
+from zigzag.run.plan import Plan, Program, held_out, in_one
 
 # To measure the effect of rounding on a loss, weights are moved by this share of their size, if all
 # is computed in float32, or if some of it is in 16 bits.
@@ -105,7 +105,13 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
     make_batch(update, rows)        the first rows of an update's batch"""
     begin = time.perf_counter()
     if make_evaluate:
-        _check_held_out(plan)
+        try:
+            jax.eval_shape(plan.loss, _as_computed(plan), held_out(plan.batch))
+        except KeyError as e:
+            if e.args != ("seeds",):
+                raise
+            raise ConfigError("this loss reads batch['seeds'], which a held-out batch does not "
+                              "have: make no noise where \"seeds\" is not in the batch") from None
     if plan.parts == 1 and not plan.typed:
         if plan.config.check:
             say("check    on this mesh only the compiler splits the loss: nothing is compared")
@@ -149,17 +155,6 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
     return True
 
 
-def _check_held_out(plan):
-    """Refuse a loss that needs batch["seeds"], which only training batches have."""
-    try:
-        jax.eval_shape(plan.loss, _as_computed(plan), _held_out(plan.batch))
-    except KeyError as e:
-        if e.args != ("seeds",):
-            raise
-        raise ConfigError("this loss reads batch['seeds'], which a held-out batch does not have: "
-                          "make no noise where \"seeds\" is not in the batch") from None
-
-
 def _trace(plan):
     """A trace of the loss as text, and the bits of its constants: a number that the loss takes from
     outside jax is one. (By numpy, a random key is not equal to itself, nor is NaN.)"""
@@ -175,26 +170,17 @@ def _as_computed(plan, dtype=None):
     return jax.eval_shape(lambda p: cast(p, dtype or plan.dtype), plan.params)
 
 
-def _held_out(batch):
-    """A batch as a held-out one: without seeds."""
-    return {k: v for k, v in batch.items() if k != "seeds"}
-
-
-def _rows_to_compare(plan):
-    """The number of rows to compare: all rows of a batch if they are small, so that any coupling of
-    rows is as in an update; else a few for each device."""
-    config, cut = plan.config, plan.accumulate * row_groups(plan.mesh)
-    numbers = sum(x.size for x in jax.tree.leaves(plan.batch))
-    each = config.batch // cut
-    return cut * (each if numbers <= SMALL else min(each, 2 * config.network.microbatches))
-
-
 def _find_difference(plan, make_batch, compute):
     """Text that says what differs between compute(params, batch) and one device: in one batch by
     more than three times what rounding explains, or by more than that in two of three batches. ""
     if nothing does; None if nothing could be compared."""
-    rows = _rows_to_compare(plan)
-    given = [(make_batch(at, rows), jax.random.key(plan.config.seed + at)) for at in range(3)]
+    # All rows of a batch if they are small, so that any coupling of rows is as in an update; else a
+    # few for each device.
+    config, cut = plan.config, plan.accumulate * plan.row_groups
+    each = config.batch // cut
+    if sum(x.size for x in jax.tree.leaves(plan.batch)) > SMALL:
+        each = min(each, 2 * config.network.microbatches)
+    given = [(make_batch(at, cut * each), jax.random.key(config.seed + at)) for at in range(3)]
     is_narrow = plan.dtype != "float32" or computes_in_16_bits(
         plan.loss, _as_computed(plan), given[0][0])
     options = plan.compiler_options
@@ -263,7 +249,7 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
     trained, frozen = plan.in_two(staged)
     grad, sums = gradients(trained, batch, frozen)
     return (sums, permute_layers(grad, plan.in_two(places)[0], chunks, back=True),
-            evaluate(trained, _held_out(batch), frozen) if evaluate else ())
+            evaluate(trained, held_out(batch), frozen) if evaluate else ())
 
 
 def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
@@ -291,7 +277,7 @@ def _beside_one_device(plan, compute, is_narrow, batch, key):
             def one(i):
                 moved = _moved(params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding))
                 return _named(*sums_and_gradient(plan.loss, *plan.in_two(moved), batch),
-                              plan.loss(moved, _held_out(batch)) if held else ())
+                              plan.loss(moved, held_out(batch)) if held else ())
 
             return jax.lax.map(one, jnp.arange(3))
 

@@ -9,7 +9,7 @@ Results are the same on every mesh, except for rounding. Each example counts onc
 of the last batch is dropped.
 """
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from zigzag.disk.checkpoint import best_of
 from zigzag.generate.rows import cut_at_end
 from zigzag.run import averages, loggers
 from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
-from zigzag.run.plan import LOGGED, Program, check_names
+from zigzag.run.plan import LOGGED, Program, check_names, held_out
 from zigzag.run.task import Task
 
 # The number of new ids in a text that an evaluation shows.
@@ -38,12 +38,11 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     loggers.check(config)
     metric = getattr(config, "metric", "")      # (an option of tasks/)
     if not len(task.held_out):
-        given = {f"--{flag} {as_given(value)}": value for flag, value in (
-            ("best", config.best), ("eval_first", config.eval_first), ("metric", metric))
-            if value} | {"fit's metric": task.metric}
-        for name, value in given.items():
-            if value:
-                raise ConfigError(f"{name}: there are no held-out examples to evaluate")
+        given = [f"--{flag} {as_given(value)}" for flag, value in (
+            ("best", config.best), ("eval_first", config.eval_first), ("metric", metric)) if value]
+        if given or task.metric:
+            what = [*given, "fit's metric"][0]
+            raise ConfigError(f"{what}: there are no held-out examples to evaluate")
     if task.metric and not task.predict:
         raise ConfigError("metric compares the outputs of predict: give fit a predict")
     if metric and not task.metric:
@@ -57,8 +56,7 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     # (The names that a metric of your own returns are known only after it has run.)
     if config.best and (metric or not task.metric):
         plan = program.plan
-        batch = {name: x for name, x in plan.batch.items() if name != "seeds"}
-        _, _, others = jax.eval_shape(plan.loss, plan.params, batch)
+        _, _, others = jax.eval_shape(plan.loss, plan.params, held_out(plan.batch))
         _check_best(config.best, [
             "eval_loss", *(["bits_per_byte"] if task.bits_per_nat else []),
             *(f"eval_{name}" for name, x in others.items() if not x.shape),
@@ -94,25 +92,24 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     """Evaluate, report it, and return whether this is the best evaluation so far, by one of --best.
     An evaluation that is not new (an earlier run ended with this step) is not written to disk, and
     is never the best."""
-    task, program, at = loop.task, loop.program, loop.at
+    task, program = loop.task, loop.program
     if not len(task.held_out):
         return False
     flush_metrics(loop)
     watchdog.arm("an evaluation")
     loss, others = _held_out_means(program, task, loop.state)
-    row = {"step": at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
+    row = {"step": loop.at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
            "bits_per_byte": None if task.bits_per_nat is None else loss * task.bits_per_nat,
            **others}
-    texts = []
+    shown = {}
     if task.predict:
         params = program.permute(program.weights(loop.state), back=True)
         count = min(len(task.held_out), task.predicted or len(task.held_out))
-        loop.outputs = predict_all(program, task.predict, task.collate, task.held_out, params,
-                                   count)
+        loop.outputs = predict_all(program, task, params, count)
         row |= _apply_metric(task, loop.outputs, count, row)
         if task.show:
-            texts.append(task.show(jax.tree.map(lambda x: x[:SHOWN], loop.outputs)))
-    loop.reporter.evaluation(row, texts)
+            shown = task.show(jax.tree.map(lambda x: x[:SHOWN], loop.outputs))
+    loop.reporter.evaluation(row, shown)
     loop.evaluation = row
     _check_best(program.config.best, [name for name, x in row.items()
                                       if isinstance(x, float) and name != "train_loss"])
@@ -161,7 +158,7 @@ def _held_out_sums(program, task, state, first, last):
         if config.step == "shard_map" and "all_rows" not in program.plan.names:
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
         # (Rows that a loss compares stay together; with jit, any loss may do so.)
-        batch = _batch(program, task.collate, task.held_out, first, rows)
+        batch = _batch(program, task, first, rows)
         # (Un-awaited collectives deadlock the CPU backend.)
         yield jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
             program.evaluate(averages.used(state), batch, state["frozen"])))
@@ -179,14 +176,14 @@ def _add(a, b):
     return a + b
 
 
-def _batch(program, collate, examples, first, rows):
-    """A batch of `rows` examples from number `first` on. The last example is repeated past the
+def _batch(program, task, first, rows):
+    """A batch of `rows` held-out examples from number `first` on. The last one is repeated past the
     end."""
-    last = len(examples) - 1
+    last = len(task.held_out) - 1
 
     def make(begin, end):
-        return batch_arrays(collate, [examples[min(i, last)]
-                                      for i in range(first + begin, first + end)])
+        return batch_arrays(task.collate, [task.held_out[min(i, last)]
+                                           for i in range(first + begin, first + end)])
 
     return place_batch(program.mesh, make, rows)
 
@@ -194,19 +191,18 @@ def _batch(program, collate, examples, first, rows):
 # -------------------------------------------------------------------------------------------
 # Predictions
 
-def predict_all(program: Program, predict: Callable, collate: Callable, examples: Sequence,
-                params: Any, count: int) -> Any:
-    """The outputs of predict(params, batch) for the first `count` examples, in their order: a tree
-    of numpy arrays [count, ...], in every process. All batches have the same number of rows, so one
-    program is compiled; the padding of the last batch is dropped."""
-    config, groups = program.config, row_groups(program.mesh)
-    rows = min(max(rows_at_once(config) // groups, 1), -(-count // groups)) * groups
-    compiled = jax.jit(predict, compiler_options=program.plan.compiler_options,
+def predict_all(program: Program, task: Task, params: Any, count: int) -> Any:
+    """The outputs of task.predict(params, batch) for the first `count` held-out examples, in their
+    order: a tree of numpy arrays [count, ...], in every process. All batches have the same number
+    of rows, so one program is compiled; the padding of the last batch is dropped."""
+    groups = row_groups(program.mesh)
+    rows = min(max(rows_at_once(program.config) // groups, 1), -(-count // groups)) * groups
+    compiled = jax.jit(task.predict, compiler_options=program.plan.compiler_options,
                        out_shardings=NamedSharding(program.mesh, P()))
     parts = []
     for first in range(0, count, rows):
-        outputs = jax.device_get(compiled(params, _batch(program, collate, examples, first, rows)))
-        _check_outputs(outputs, rows, parts[0] if parts else outputs)
+        outputs = jax.device_get(compiled(params, _batch(program, task, first, rows)))
+        _check_outputs(outputs, rows, [*parts, outputs][0])
         parts.append(jax.tree.map(lambda x: x[:count - first], outputs))
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
@@ -224,9 +220,8 @@ def _apply_metric(task, outputs, count, row):
     """The metric's numbers by name, computed by process 0 for all."""
     if not task.metric:
         return {}
-    examples = task.held_out
-    if count < len(examples):
-        examples = [examples[i] for i in range(count)]
+    examples = task.held_out if count == len(task.held_out) else [
+        task.held_out[i] for i in range(count)]
     found = task.metric(outputs, examples)
     found = found if isinstance(found, dict) else {"metric": found}
     check_names(found, "the metric gave a number", {*LOGGED, *row})

@@ -12,6 +12,7 @@ import jax
 
 from zigzag.core.errors import one_line
 from zigzag.core.files import numbers_of, write_json
+from zigzag.core.options import Values
 from zigzag.core.parts import part
 
 
@@ -26,28 +27,28 @@ def check(config: Any) -> None:
         part("tools.trackers", f"--log {' '.join(names)}").check(names, config.out)
 
 
-def _openers():
-    return part("tools.trackers", "--log").LOGGERS
-
-
 class Loggers(contextlib.AbstractContextManager):
     """The open loggers of a run, and fit's own `log`, if it was given one. A context manager, which
     closes them at its end."""
 
-    def __init__(self, names: Sequence[str], out: str, began: int, config: dict[str, Any],
+    def __init__(self, names: Sequence[str], out: str, began: int, config: Values,
                  log: Callable | None, say: Callable):
         """`began` is the number of updates made so far, `say` prints a line."""
-        self.say, self.opened = say, {}         # {name: (log, close)}
+        self.say, self.opened, folder = say, {}, Path(out)      # {name: (log, close)}
+
+        def open_one():
+            opener = part("tools.trackers", shown).LOGGERS[name]
+            self.opened[shown] = opener(folder, _own_id(folder), began, config)
+
         if jax.process_index():
             return
         if log:
             self.opened["fit's log"] = log, lambda: None
-        for name in dict.fromkeys(names):
-            if name != "none":
-                self._try(f"--log {name}", lambda: self.opened.update({f"--log {name}": _openers()[
-                    name](Path(out), _own_id(Path(out)), began, config)}))
+        for name in sorted({*names} - {"none"}):
+            shown = f"--log {name}"
+            self._try(shown, open_one)
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: Values) -> None:
         """Log a line of metrics.jsonl."""
         for name, (log, _) in [*self.opened.items()]:
             self._try(name, lambda: log(row["step"], numbers_of(row)))

@@ -10,7 +10,6 @@
 """
 
 import dataclasses
-import functools
 import math
 import signal
 import socket
@@ -23,16 +22,19 @@ import numpy as np
 
 from zigzag.core import chips
 from zigzag.core.errors import RunError, human_bytes
+from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
+from zigzag.core.options import Values
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
-from zigzag.parallel import low_rank
+from zigzag.disk.mixture import numbers_at
 from zigzag.parallel.attention import describe
 from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
 from zigzag.parallel.rule import explain
-from zigzag.run.continuing import hidden
+from zigzag.parallel.table import count
+from zigzag.run import averages
 from zigzag.run.loggers import Loggers, names_of
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
@@ -49,7 +51,7 @@ class Fit(NamedTuple):
     step: int                       # updates made
     held_out: float | None          # the loss of the last evaluation
     outputs: Any                    # its predictions, arrays [examples, ...]
-    evaluation: dict[str, Any]      # all of its numbers, as in metrics.jsonl
+    evaluation: Values      # all of its numbers, as in metrics.jsonl
     best: int | None                # the step of the best evaluation, by the first of config.best
 
 
@@ -60,10 +62,10 @@ class Loop:
     task: Task
     folder: RunFolder | None        # None: nothing is kept on disk
     reporter: Reporter              # has what is only logged: times, recent losses
-    numbers: Callable               # update -> the numbers of its examples
     log: Callable | None = None     # fit's: (step, numbers)
     state: Any = None               # params, opt, step; before `prepare`: the first state or None
     step: Callable | None = None    # (state, batch) -> state, metrics; None: all steps are done
+    loggers: Any = None             # of --log, and fit's own, from `prepare` on
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) that are still on the devices
@@ -72,13 +74,6 @@ class Loop:
     outputs: Any = None             # and its predictions
     # {one of --best: {the best step by it: its evaluation}}, or {} before there is one
     best: dict[str, dict[int, dict]] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def loggers(self) -> Loggers:
-        """Of --log, and fit's own. They open when training begins."""
-        config, record = self.program.config, self.folder.record if self.folder else {}
-        return Loggers(names_of(config), config.out, self.began, record, self.log,
-                       self.reporter.line)
 
     @property
     def is_new(self) -> bool:
@@ -92,7 +87,7 @@ class Loop:
                    self.evaluation.get("eval_loss"), self.outputs, self.evaluation,
                    next(iter(next(iter(self.best.values()), ())), None))
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: Values) -> None:
         """Write down the numbers of a step or of an evaluation, wherever this run keeps them."""
         if self.folder:
             self.folder.write(row)
@@ -110,16 +105,6 @@ def first_state(program: Program, weights: Callable | None = None) -> Any:
         return program.start(jax.random.key(config.seed), given)
 
 
-def frozen_state(program: Program, weights: Callable | None = None) -> tuple[Any, dict[str, str]]:
-    """The first state of a run with frozen weights, which no checkpoint holds, and their
-    fingerprint. (None, {}) for other runs."""
-    if not (program.config.network.lora_rank and program.config.out):
-        return None, {}
-    state = first_state(program, weights)
-    with jax.set_mesh(program.mesh):
-        return state, {"base_weights": low_rank.fingerprint(state["frozen"])}
-
-
 def prepare(loop: Loop) -> Callable | None:
     """Restore or make the state, and return the compiled step; None if all steps are done."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
@@ -130,7 +115,8 @@ def prepare(loop: Loop) -> Callable | None:
         watchdog.arm("making the first weights")
         state = loop.state or first_state(program, loop.task.weights)
     else:
-        state = program.restored(state, loop.state)
+        frozen = loop.state["frozen"] if loop.state else {}     # (no checkpoint holds them)
+        state = {**averages.from_disk(state), "frozen": frozen}
         loop.skipped, say.losses = folder.skipped, folder.losses
     if folder:
         loop.best = folder.read_best(config.best)
@@ -145,6 +131,8 @@ def prepare(loop: Loop) -> Callable | None:
     watchdog.arm("compiling")
     step = compiled(program)
     process_allgather("compiled")     # before the devices first wait for each other
+    loop.loggers = Loggers(names_of(config), config.out, loop.began,
+                           folder.record if folder else {}, loop.log, say.line)
     if folder:
         folder.files.enter_context(loop.loggers)
         folder.compile_checksums(program.permute(program.saved(loop.state), back=True))
@@ -183,7 +171,7 @@ def flush_metrics(loop: Loop) -> None:
     say.step(row, took, chips.memory_in_use(), computed, what, own)
     say.losses.append(row["loss"])
     if loop.skipped:
-        _report_skipped(loop, at, "loss" if math.isfinite(row["grad_norm"]) else "gradient")
+        _report_skipped(loop, at, row)
 
 
 def plain(x: Any) -> Any:
@@ -193,12 +181,16 @@ def plain(x: Any) -> Any:
     return np.vectorize(lambda value: float(f"{value:.6g}"), otypes=[float])(x).tolist()
 
 
-def _report_skipped(loop, at, what):
-    """Say that update `at` learned nothing because `what` (loss or gradient) is not finite; end the
+def _report_skipped(loop, at, row):
+    """Say that update `at` learned nothing because its loss or its gradient is not finite; end the
     run after --max_skipped such updates."""
-    batch = f"its batch is of examples {', '.join(map(str, loop.numbers(at - 1)[:8]))}"
+    what = "loss" if math.isfinite(row["grad_norm"]) else "gradient"
+    config = loop.program.config
+    numbers = numbers_at(loop.task.examples, config.seed, np.arange(config.batch)[:8]
+                         + (at - 1) * config.batch)
+    batch = f"its batch is of examples {', '.join(map(str, numbers))}"
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
-    if loop.skipped >= loop.program.config.max_skipped:
+    if loop.skipped >= config.max_skipped:
         if loop.folder:
             loop.folder.drain()         # every process is here
         raise RunError(f"step {at}: the {what} was not finite, {loop.skipped} times in a row "
@@ -217,9 +209,9 @@ def save(loop: Loop) -> None:
     flush_metrics(loop)
     watchdog.arm("a save")
     begin = time.perf_counter()
-    program, state = loop.program, loop.program.saved(loop.state)
+    state = loop.program.saved(loop.state)
     evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
-    loop.folder.save(loop.at, program.permute(state, back=True), loop.skipped, evaluation,
+    loop.folder.save(loop.at, loop.program.permute(state, back=True), loop.skipped, evaluation,
                      {step for best in loop.best.values() for step in best})
     loop.reporter.saving += time.perf_counter() - begin
     watchdog.arm("a step")
@@ -266,12 +258,12 @@ def profile(loop: Loop) -> None:
 def report_header(program: Program, say: Reporter, is_short: bool = True) -> None:
     """Print how a run begins. is_short: print a short table of weights."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
-    (total, visited), held = plan.counts, sum(w.size for w in jax.tree.leaves(plan.params))
+    (total, visited), held = plan.counts, count(plan.params)
     weights = f"{total:,} parameters"
     if visited < total:
         weights += f", of which a token visits {visited:,}"
     if config.network.lora_rank:
-        trained = sum(w.size for w in jax.tree.leaves(program.state["params"]))
+        trained = count(program.state["params"])
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += f" (and {held - total:,} of padding, in rows of the vocabulary without a token)"
@@ -284,7 +276,7 @@ def report_header(program: Program, say: Reporter, is_short: bool = True) -> Non
         *describe_model(plan), describe_training(plan),
         config.ema and f"average  evaluations and checkpoints have the average of the weights over "
                        f"updates (--ema {config.ema:g})",
-        options_text(config, hidden(type(config))), describe_attention(plan),
+        options_text(config), describe_attention(plan),
         f"weights  {weights}", table, schedule])
 
 
@@ -292,9 +284,10 @@ def describe_model(plan: Any) -> list[str]:
     """Lines with the network and its sizes; none for a custom loss."""
     if plan.network is None:
         return []
-    sizes = [f"{name} {getattr(plan.config.network, name):,}" for name in (
+    known = flat(plan.config)
+    sizes = [f"{name} {known[name]:,}" for name in (
         "layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "experts", "vocab_size",
-        "seq_len") if getattr(plan.config.network, name, 0)]
+        "seq_len") if known.get(name)]
     return [f"network  {describe_network(plan.config)}", f"sizes    {', '.join(sizes)}"]
 
 
@@ -311,13 +304,13 @@ def describe_training(plan: Any) -> str:
 def describe_attention(plan: Any) -> str:
     """Lines with how this mesh computes the attention that a network's loss asks of shard.attend;
     '' for a custom loss."""
-    config, sizes, found = plan.config, plan.sizes, []
+    sizes, found = plan.sizes, []
     for call in plan.attends if plan.network else ():   # (rows are of a group of devices)
         rows, heads = call.rows, call.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)
         elif sizes["pipe"] > 1:
-            rows //= config.network.microbatches
+            rows //= plan.config.network.microbatches
         if plan.mode == BY_HAND and heads % sizes["tensor"] == 0:
             heads //= sizes["tensor"]
         how = describe(call._replace(rows=rows, heads=heads), plan.mesh, plan.manual)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from zigzag.core.errors import derive
+from zigzag.core.hosts import Processes
 from zigzag.core.options import flag
 from zigzag.core.parts import added
 from zigzag.run import checks, schedules
@@ -10,7 +11,7 @@ from zigzag.run.evaluation import tokens_to_evaluate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreOptions(*added("OfTraining")):
+class MoreOptions(*added("OfTraining"), Processes):
     """Options of a run that no edit of train.py concerns, and those that the parts of this copy add
     (adds.py in each). The headings are the groups of --help; the rare ones are shown by
     --help all alone."""
@@ -62,10 +63,12 @@ class MoreOptions(*added("OfTraining")):
                                     # first rate, as a share of the peak; not given: 1 / warmup
     final_share: float = flag(0.02, same=True, change="decay")
                                     # last rate, as a share of the peak
-    beta1: float = flag(0.9, same=True)     # AdamW's decay rate of the mean of gradients
-    beta2: float = flag(0.95, same=True)    # AdamW's decay rate of the mean of squared gradients
-    ema: float = flag(0.0, same=True)       # evaluate and save an average of the weights over
-                                    # updates, which each update multiplies by this (0.999); 0: none
+    beta1: float = flag(0.9, below=1, same=True)    # AdamW's decay rate of the mean of gradients
+    beta2: float = flag(0.95, below=1, same=True)   # AdamW's decay rate of the mean of squared
+                                    # gradients
+    ema: float = flag(0.0, below=1, same=True)      # evaluate and save an average of the weights
+                                    # over updates, which each update multiplies by this (0.999); 0:
+                                    # none
     max_skipped: int = flag(10, least=1)
                                     # end the run after this many updates in a row whose loss or
                                     # gradient is not finite
@@ -98,17 +101,6 @@ class MoreOptions(*added("OfTraining")):
 
     # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile
-
-    # many hosts (rare)
-    coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
-    processes: int = flag(0, recorded=False)        # number of processes
-    process_id: int = flag(-1, least=-1, recorded=False)
-                                    # the number of this process, from 0
-    distributed: bool = flag(False, recorded=False)
-                                    # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
-    patience: int = flag(120, least=1, recorded=False)
-                                    # seconds to wait for other processes, in addition to ten times
-                                    # the longest wait so far
 
     def __post_init__(self) -> None:
         best = self.best.split() if isinstance(self.best, str) else self.best

@@ -39,8 +39,12 @@ class Chosen:
         self.default, self.each, self.matched = default, None, set()
         if given is not None:
             each = given if isinstance(given, dict) else {"*": given}
-            self.each = {pattern: optax.set_to_zero() if one is None else _checked(pattern, one)
-                         for pattern, one in each.items()}
+            for pattern, one in each.items():
+                if not isinstance(one, optax.GradientTransformation | None):
+                    raise ConfigError(f"optimizer: {pattern!r} was given a {type(one).__name__}; "
+                                      f"expected an optax transformation, optax.adam(1e-3) for "
+                                      f"example")
+            self.each = {pattern: one or optax.set_to_zero() for pattern, one in each.items()}
 
     def __call__(self, config: Any, decisions: Any, name: str = "") -> optax.GradientTransformation:
         """The optimizer of these weights, in the tree `name` of a step of one's own."""
@@ -82,13 +86,6 @@ def check_unused(config: Any) -> None:
                           f"of its own")
 
 
-def _checked(pattern, one):
-    if not isinstance(one, optax.GradientTransformation):
-        raise ConfigError(f"optimizer: {pattern!r} was given a {type(one).__name__}; expected an "
-                          f"optax transformation, optax.adam(1e-3) for example")
-    return one
-
-
 def _label(path, each):
     for pattern in each:
         if pattern == "*" or re.search(pattern, path):
@@ -105,7 +102,16 @@ def _without_rate(optimizer):
     def update(grads, state, params=None):
         # (A new state says which of its leaves are keys. Its values are not used.)
         state = jax.tree.map(_as_key, optimizer.init(grads), state)
-        updates, state = _update(optimizer, grads, state, params)
+        try:
+            updates, state = optimizer.update(grads, state, params)
+        except TypeError as e:
+            if "required keyword-only" not in str(e):
+                raise
+            needs = re.findall(r"'(\w+)'", str(e))
+            raise ConfigError(f"optimizer: it needs {', '.join(needs)} (a line search, for "
+                              f"example), and train.fit gives it gradients and weights alone; "
+                              f"choose another, or write the loop yourself (train.make_step has "
+                              f"the gradient)") from None
         if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, grads):
             raise ConfigError("optimizer: its updates have other shapes than the gradients (those "
                               "of optax.contrib.dpsgd want a gradient for each row, and get their "
@@ -113,19 +119,6 @@ def _without_rate(optimizer):
         return jax.tree.map(lambda u: -u, updates), _with_numbers(state)
 
     return optax.GradientTransformation(init, update)
-
-
-def _update(optimizer, *given):
-    """optimizer.update(gradients, state, params), or one line about one that needs more."""
-    try:
-        return optimizer.update(*given)
-    except TypeError as e:
-        if "required keyword-only" not in str(e):
-            raise
-        needs = re.findall(r"'(\w+)'", str(e))
-        raise ConfigError(f"optimizer: it needs {', '.join(needs)} (a line search, for example), "
-                          f"and train.fit gives it gradients and weights alone; choose another, or "
-                          f"write the loop yourself (train.make_step has the gradient)") from None
 
 
 def _with_numbers(state):

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Mapping, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ from zigzag.parallel.rule import plan_sharding, state_specs, zero1_specs
 from zigzag.parallel.storage import permute_layers
 from zigzag.parallel.table import count
 from zigzag.run import averages
-from zigzag.run.checks import check_batch, check_overrides, check_rows, check_time
+from zigzag.run.checks import Overrides, check_batch, check_overrides, check_rows, check_time
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 
@@ -216,8 +216,13 @@ def in_one(trained: Any, frozen: Any) -> Any:
     return low_rank.join(trained, frozen)
 
 
+def held_out(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch as a held-out one: without seeds."""
+    return {name: x for name, x in batch.items() if name != "seeds"}
+
+
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
-              overrides: Sequence[tuple[str, P]] = (), typed: bool = True,
+              overrides: Overrides = (), typed: bool = True,
               network: Any = None, schedule: Callable | None = None,
               learned: str | None = None, timed: Mapping[str, bool] = {}) -> Plan:
     """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
@@ -235,12 +240,15 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if config.network.lora_rank:
         init = _with_frozen(init, config.network.dtype)
     params = jax.eval_shape(init, jax.random.key(0))
-    _check_floats(params if learned is None else {k: x for k, x in params.items() if k == learned})
+    for path, leaf in by_path(params if learned is None else params.get(learned, {})).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
+                              f"trained; let init return no others")
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at what a device computes: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
-    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
     calls = Calls()
     with calls.noted():
@@ -263,7 +271,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     why = "" if trusted else why_not_split(jaxpr, weights)
     mode = mode_of(config.step, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
-        decisions = jax.tree.map(functools.partial(_whole_over_tensor, why=why), decisions)
+        decisions = _whole_over_tensor(decisions, why)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.network.dtype, config.accumulate, names, tuple(calls), schedule,
@@ -290,11 +298,12 @@ def _with_frozen(init, dtype):
     return lambda key: low_rank.as_stored(init(key), dtype)
 
 
-def _whole_over_tensor(decision, why):
-    """The decision to store a weight as decided, but to use it whole over tensor."""
-    reason = f"; gathered: this loss {why}" if "tensor" in spec_axes(decision.spec) else ""
-    return dataclasses.replace(decision, used_as=without_axis(decision.used, "tensor"),
-                               reason=decision.reason + reason)
+def _whole_over_tensor(decisions, why):
+    """The decisions to store weights as decided, but to use them whole over tensor."""
+    return jax.tree.map(lambda d: dataclasses.replace(
+        d, used_as=without_axis(d.used, "tensor"),
+        reason=d.reason + f"; gathered: this loss {why}" * ("tensor" in spec_axes(d.spec))),
+        decisions)
 
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
@@ -349,13 +358,6 @@ def check_names(given: Any, what: str, known: Any) -> None:
 def resolve_dtype(config: Any, mesh: Any) -> Any:
     """The configuration with the compute precision that the mesh's devices are best at."""
     return change(config, dtype=config.network.dtype or best_dtype(mesh))
-
-
-def _check_floats(params):
-    for path, leaf in by_path(params).items():
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
-                              f"trained; let init return no others")
 
 
 def _check_axes(plan, names, why):
@@ -416,15 +418,15 @@ class Program:
         again from where they came from."""
         return averages.to_disk({name: x for name, x in state.items() if name != "frozen"})
 
-    def restored(self, saved: Any, first: Any) -> Any:
-        """The state from what was saved of it. `first` is the state that the run began with."""
-        return {**averages.from_disk(saved), "frozen": first["frozen"] if first else {}}
-
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
     """The Program of a step and an evaluation, with the shapes and shardings of all that they take
     and return."""
     mesh, c = plan.mesh, plan.config
+
+    def state(trained, frozen, opt, step):
+        average = {"average": trained} if c.ema else {}
+        return {"params": trained, "frozen": frozen, "opt": opt, "step": step, **average}
 
     def start(key, weights=None):
         """The first state of a run, with these weights (apart from adapters) or with init's."""
@@ -432,19 +434,13 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
         if weights is not None:
             trained, frozen = ((trained, cast(weights, c.network.dtype)) if c.network.lora_rank
                                else (weights, {}))
-        average = {"average": trained} if c.ema else {}
-        return {"params": trained, "frozen": frozen, "opt": optimizer.init(trained),
-                "step": jnp.zeros((), jnp.int32), **average}
+        return state(trained, frozen, optimizer.init(trained), jnp.zeros((), jnp.int32))
 
-    trained, frozen = plan.specs
     opt = state_specs(optimizer, plan.in_two(plan.params)[0], plan.moments)
-    average = {"average": trained} if c.ema else {}
-    places = shardings({"params": trained, "frozen": frozen, "opt": opt, "step": P(), **average},
-                       mesh)
+    places = shardings(state(*plan.specs, opt, P()), mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
-                         plan.batch)
+    batch = jax.tree.map(lambda x: x.update(sharding=rows), plan.batch)
     start = jit(start, donate_argnums=1, out_shardings=places)
     return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
                    jit(averages.with_average(step, c.ema), donate_argnums=0,

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
-import numpy as np
 
 from zigzag.core import chips, hosts
 from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
+from zigzag.core.options import Values
 from zigzag.core.parts import has_part, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import RunFolder, check_kept
-from zigzag.disk.mixture import numbers_at
 from zigzag.disk.tokenizers import Tokenizer, copy_files, tokenizer_record
+from zigzag.parallel import low_rank
 from zigzag.parallel.hlo import collectives
 from zigzag.parallel.network import network_of
 from zigzag.run import continuing
@@ -33,8 +33,8 @@ from zigzag.run.loop import (
     Loop,
     end_early,
     end_run,
+    first_state,
     flush_metrics,
-    frozen_state,
     prepare,
     report_header,
 )
@@ -61,15 +61,17 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     continuing.check_rates(config, schedule_of)
     if config.out:
         check_kept(program.saved(program.state))
-    if config.out and "fingerprint" not in facts:       # (else main has looked, and printed them)
-        for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
-            say.line(line)
-    first, of_first = frozen_state(program, task.weights)
-    rates = continuing.rates(config, schedule_of(config))
-    folder = open_folder(program, facts | of_first, rates, say, task.tokenizer)
+    for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
+        say.line(line)
+    first = None
+    if config.network.lora_rank and config.out:     # (no checkpoint holds frozen weights)
+        first = first_state(program, task.weights)
+        with jax.set_mesh(program.mesh):
+            facts["base_weights"] = low_rank.fingerprint(first["frozen"])
+    folder = open_folder(program, facts, continuing.rates(config, schedule_of(config)), say,
+                         task.tokenizer)
     with folder or contextlib.nullcontext(), jax.set_mesh(program.mesh):
-        loop = Loop(program, task, folder, say, lambda at: numbers_at(
-            task.examples, config.seed, np.arange(config.batch) + at * config.batch), log, first)
+        loop = Loop(program, task, folder, say, log, first)
         del first
         if is_made:
             task.examples.weights = lambda: program.permute(
@@ -102,7 +104,7 @@ def first_example(task: Task) -> dict[str, str]:
     """A fact about examples of which nothing else is recorded: a digest of the first one's row."""
     digest = hashlib.sha256()
     for name, rows in sorted(task.first_row.items()):
-        digest.update(name.encode() + np.ascontiguousarray(rows).tobytes())
+        digest.update(name.encode() + rows.tobytes())
     return {"first_example": hosts.process_allgather(digest.hexdigest())[0]}
 
 
@@ -115,7 +117,7 @@ def has_own_weights(program: Program) -> bool:
         network_of(config).weight_shapes(config.network))
 
 
-def open_folder(program: Program, facts: dict[str, Any], rates: dict[str, float], say: Reporter,
+def open_folder(program: Program, facts: Values, rates: dict[str, float], say: Reporter,
                 tokenizer: Tokenizer | None) -> RunFolder | None:
     """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
     recorded beside the configuration; when a run continues, they must be the same as before."""

@@ -40,14 +40,11 @@ def check(c: Any) -> None:
     if c.decay == "exponential" and not c.final_share:
         raise ConfigError("--final_share 0: an exponential decay never reaches 0; give a share "
                           "above 0, or --decay linear")
-    for name, decays in (("final_share", {*DECAYS} - {"constant"}), ("cooldown", {"wsd"}),
-                         ("decay_steps", {*DECAYS} - {"constant"})):
+    for name in ("final_share", "cooldown", "decay_steps"):
+        decays = {"wsd"} if name == "cooldown" else {*DECAYS} - {"constant"}
         if getattr(c, name) != getattr(type(c), name) and c.decay not in decays:
             raise ConfigError(f"--{name} {getattr(c, name)}: --decay {c.decay} has none; leave it "
                               f"out, or give another --decay ({', '.join(sorted(decays))})")
-    for name in ("beta1", "beta2"):
-        if not 0 <= (value := getattr(c, name)) < 1:
-            raise ConfigError(f"--{name} {value}: expected a number from 0 to below 1")
 
 
 def fill_in(c: Any) -> None:
@@ -57,9 +54,8 @@ def fill_in(c: Any) -> None:
     if c.decay == "wsd":
         derive(c, cooldown=0.2)
     if not c.epochs:
-        usual = max(1, c.steps // 20)
-        warmup = usual if c.warmup is None else updates(c.warmup, c.steps)
-        object.__setattr__(c, "warmup", warmup)
+        derive(c, warmup=max(1, c.steps // 20))
+        object.__setattr__(c, "warmup", updates(c.warmup, c.steps))
         if c.first_share is not None and c.warmup < 2:
             raise ConfigError(f"--first_share {c.first_share}: there is no first rate below the "
                               f"peak, because the warmup is {c.warmup} update long (--warmup)")
@@ -86,21 +82,18 @@ def decay(c: Any) -> Callable:
     last, length = c.lr * c.final_share, _length(c)
     if c.decay == "cosine":
         return optax.cosine_decay_schedule(c.lr, length, c.final_share)
-    if c.decay == "linear":
-        return _linear(c.lr, last, length)
     if c.decay == "exponential":
         return optax.exponential_decay(c.lr, length, c.final_share, end_value=last)
     if c.decay == "constant":
         return optax.constant_schedule(c.lr)
-    falls = min(updates(c.cooldown, _end(c)), length)
-    return optax.join_schedules(
-        [optax.constant_schedule(c.lr), _linear(c.lr, last, falls)], [length - falls])
+    # (A linear decay is a cooldown from the peak on.)
+    falls = length if c.decay == "linear" else min(updates(c.cooldown, _end(c)), length)
+    line = optax.linear_schedule(c.lr, last, falls)
 
+    def cooldown(step):     # (rounding brings the last rates below 0, to -7.5e-11 for example)
+        return line(step) if last else jnp.maximum(line(step), 0)
 
-def _linear(first, last, length):
-    falls = optax.linear_schedule(first, last, length)
-    # (Rounding brings the last rates below 0, to -7.5e-11 for example.)
-    return falls if last else lambda step: jnp.maximum(falls(step), 0)
+    return optax.join_schedules([optax.constant_schedule(c.lr), cooldown], [length - falls])
 
 
 def _end(c):

@@ -17,6 +17,7 @@ from zigzag.disk.lines import is_arrays
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, tokenizer_of
 from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import read_run_weights
+from zigzag.run.continuing import is_run
 
 
 def kind_of(config: Any) -> str:
@@ -40,7 +41,7 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
     """For a model that has weights already: a function that reads them for train.fit, its tokenizer
     (if it reads text), and facts about them for config.json. Else None, None and {}."""
     network, reads_text = network_of(config), kind_of(config) != "arrays"
-    source, own = config.init_from, Path(config.out)
+    source = config.init_from
     if not source:
         return None, None, {}
     if source == config.model:
@@ -54,7 +55,7 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
         raise ConfigError(f"--init_from {source}: a run of another task, without a tokenizer for "
                           f"text")
     # The other run may have continued since this one began.
-    begun = run_record(own, "--out") if (own / "config.json").exists() else {}
+    begun = run_record(config.out, "--out") if is_run(config.out) else {}
     step = begun.get("base_step")
     if step is None:
         step = run_steps(source, "--init_from")[0]

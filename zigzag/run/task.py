@@ -7,12 +7,13 @@ from typing import Any, Callable, NamedTuple, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.options import Values
 from zigzag.disk.batches import batch_arrays
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.parallel.network import network_of
+from zigzag.run.checks import Overrides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Task:
     # the weights, and where they are stored
     weights: Callable | None = None     # shapes (with shardings) -> the weights that a new run
                                         # begins with, instead of init's
-    overrides: Sequence[tuple[str, P]] = ()     # (path regex, PartitionSpec) pairs, in addition to
+    overrides: Overrides = ()           # (path regex, PartitionSpec) pairs, in addition to
                                         # --override; the last match wins
     # the batch
     timed: dict[str, bool] = dataclasses.field(default_factory=dict)    # {name of an array of your
@@ -50,7 +51,7 @@ class Task:
                                         # which seq and pipe ask
     # what the run's folder keeps
     tokenizer: Tokenizer | None = None  # so that sample.py can read and write text
-    record: dict[str, Any] | None = None    # saved in config.json; must be the same when the run
+    record: Values | None = None    # saved in config.json; must be the same when the run
                                         # continues
     flops: float | None = None          # the arithmetic of an update, for MFU
 
@@ -110,7 +111,7 @@ class Learned(NamedTuple):
     """The data of a run, opened: what a context manager of tasks/ yields."""
     config: Any                     # with the data's vocabulary, and the steps that --epochs take
     make_task: Callable[[], Task]   # makes the task, if there is anything left to train
-    record: dict[str, Any]          # what config.json notes, and a run that continues must have
+    record: Values          # what config.json notes, and a run that continues must have
     description: str                # what is printed
     prompt_flags: str = ""          # the flags of sample.py with a prompt like these data
 
