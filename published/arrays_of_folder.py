@@ -27,7 +27,6 @@ A Layout says which part of an array a weight is, as a view: a device reads its 
 view of the file, and writing assigns to the view of a new array.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -40,10 +39,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from published.record import Fields
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import check_others, read_json, write_json
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
+from zigzag.generate.rows import on_host
 from zigzag.parallel.table import layer_counts
 
 # {dtype of what is written: its name in a file}
@@ -126,7 +127,7 @@ def _listed(names):
     return ", ".join(first) + more
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> Fields:
     """The content of a folder's config.json."""
     config = read_json(Path(path) / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -196,19 +197,22 @@ def _mapped(path):
     return arrays
 
 
-def _numbers(folder, name, part):
-    """A part of an array of a folder as float32; its numbers must be finite."""
-    part = np.asarray(part, np.float32)
-    if not np.isfinite(part).all():
-        raise ConfigError(f"{folder.path}: {name} has numbers that are not finite")
-    return part
-
-
 # -------------------------------------------------------------------------------------------
 # The arrays of a family, and reading weights
 
 # An array that is read, a copy that must be equal, one that is ignored.
 SIGNS = ("->", "==", "~")
+
+
+class Change(NamedTuple):
+    """The difference of one of our weights from the published one: the order of its last axis, and
+    a number added to it."""
+    order: np.ndarray | None = None
+    offset: float = 0.0
+
+    def write(self, w: np.ndarray) -> np.ndarray:
+        w = w - np.float32(self.offset)
+        return w if self.order is None else w[..., np.argsort(self.order)]
 
 
 class Part(NamedTuple):
@@ -218,6 +222,7 @@ class Part(NamedTuple):
     expert: int | None
     layout: Layout
     sign: str               # one of SIGNS
+    change: Change
 
 
 def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
@@ -235,15 +240,11 @@ def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
 
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
-                     ) -> dict[str, list[Part]]:
-    """{name: its Parts} of every array that a model of this configuration has."""
-    return dict(_each_array(family, config, table, is_fused))
-
-
-def _each_array(family, config, table, is_fused) -> Iterator[tuple[str, list[Part]]]:
-    """(name, its Parts) of every array. In names {e} is the number of an expert, and any other
-    letter the number of a layer (see stacks_of). `is_fused`: one array has all experts."""
-    names, own = family.arrays, by_path(table)
+                     ) -> Iterator[tuple[str, list[Part]]]:
+    """(name, its Parts) of every array that a model of this configuration has. In names {e} is the
+    number of an expert, and any other letter the number of a layer (see stacks_of). `is_fused`: one
+    array has all experts."""
+    names, own, adjust = family.arrays, by_path(table), family.adjust(config)
     names = names(config) if callable(names) else names
     stacks = family.stacks(config) if family.stacks else stacks_of(table)
     if is_fused:
@@ -258,7 +259,8 @@ def _each_array(family, config, table, is_fused) -> Iterator[tuple[str, list[Par
                 for at, number in enumerate(numbers):
                     for e in experts:
                         name = f"{template}{end}".format(**{letter or "l": number, "e": e})
-                        yield name, [Part(path, at if stack else None, e, layout, sign)
+                        yield name, [Part(path, at if stack else None, e, layout, sign,
+                                          adjust.get(path.rsplit(".", 1)[-1], Change()))
                                      for path, layout in parts.items()]
 
 
@@ -315,13 +317,16 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
     """{name: its Parts} of the arrays of this folder. Refuses a folder in which an array is missing
     or unknown, or has another shape or a dtype that we do not read."""
-    spare = _ignored(folder, family, config)
-    there = folder.arrays.keys()
+    there, spare = folder.arrays.keys(), {}     # {array that may be no weight: why}
+    for pattern, why in family.ignored.items():
+        pattern = pattern.replace("{layers}", str(config.layers))
+        spare |= {name: why for name in there if re.fullmatch(pattern, name)}
     is_fused = bool(family.fused) and any(name.endswith(FUSED) for name in there)
     # (The folder of a bare model, without a head, has names without the prefix.)
-    bare = family.prefix and not any(name.startswith(family.prefix) for name in there - spare)
+    bare = family.prefix and not any(
+        name.startswith(family.prefix) for name in there - spare.keys())
     expected = {}
-    for name, parts in _each_array(family, config, table, is_fused):
+    for name, parts in published_arrays(family, config, table, is_fused):
         if len(expected) > 2 * len(there) + 99:     # (before a wrong number makes a long list)
             experts = f" with {config.experts} experts each" if config.experts else ""
             raise ConfigError(f"{folder.path} has {len(there)} arrays; its config.json says "
@@ -349,14 +354,6 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     return expected
 
 
-def _ignored(folder, family, config):
-    """{array: why} of the arrays of a folder that may not be weights."""
-    patterns = {p.replace("{layers}", str(config.layers)): why
-                for p, why in family.ignored.items()}
-    return {name: why for name in folder.arrays for p, why in patterns.items()
-            if re.fullmatch(p, name)}
-
-
 def _check_ignored(folder, config, name, why):
     """Refuse an ignored array if the reason does not hold: it must be the constant that follows
     from the configuration, or belong to other classes than `architectures` names."""
@@ -376,20 +373,19 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     expected = check_arrays(folder, family, config, table)
     if places is None:
         return None
-    pieces, axes, adjust = {}, by_path(table), family.adjust(config)
+    pieces, axes = {}, by_path(table)
     for name, parts in expected.items():        # {our path: its Parts, with the array of each}
         for part in parts:
             pieces.setdefault(part.path, []).append((name, part))
 
     def make(path, shape):
         path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
-        change = adjust.get(path.rsplit(".", 1)[-1], Change())
 
         @functools.cache
         def read(*bounds):
             ranges = [slice(*one) for one in bounds]
             ranges = ranges if number is None else [slice(number, number + 1), *ranges]
-            found = _read_part(folder, axes[path].axes, pieces.get(path, []), ranges, change)
+            found = _read_part(folder, axes[path].axes, pieces.get(path, []), ranges)
             return (found if number is None else found[0]).astype(shape.dtype, copy=False)
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: read(
@@ -406,7 +402,7 @@ def _of_stack(path, counts):
     return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
 
 
-def _read_part(folder, axes, pieces, ranges, change):
+def _read_part(folder, axes, pieces, ranges):
     """The part of one of our weights in these ranges; zeros where no array has it."""
     out, done = np.zeros([r.stop - r.start for r in ranges], np.float32), {}
     for name, part in sorted(pieces, key=lambda piece: SIGNS.index(piece[1].sign)):
@@ -418,26 +414,16 @@ def _read_part(folder, axes, pieces, ranges, change):
         first = done.setdefault(part[:3], name)
         if first != name and part.sign == "~":
             continue
-        found = part.layout.read(folder.arrays[name], ranges[stacked:], change.order)
-        found = _numbers(folder, name, found) + np.float32(change.offset)
+        found = part.layout.read(folder.arrays[name], ranges[stacked:], part.change.order)
+        found = np.asarray(found, np.float32) + np.float32(part.change.offset)
+        if not np.isfinite(found).all():
+            raise ConfigError(f"{folder.path}: {name} has numbers that are not finite")
         at = (*(number - r.start for number, r in places), *map(slice, found.shape))
         if first != name and (found != out[at]).any():
             raise ConfigError(f"{folder.path}: {first} and {name} differ; its config.json says "
                               f"that they are tied")
         out[at] = found
     return out
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """The difference of one of our weights from the published one: the order of its last axis, and
-    a number added to it."""
-    order: np.ndarray | None = None
-    offset: float = 0.0
-
-    def write(self, w: np.ndarray) -> np.ndarray:
-        w = w - np.float32(self.offset)
-        return w if self.order is None else w[..., np.argsort(self.order)]
 
 
 def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
@@ -454,7 +440,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
         raise ConfigError(refusal)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    expected, weights = published_arrays(family, config, table), by_path(params)
+    expected, weights = dict(published_arrays(family, config, table)), by_path(params)
     if lost := weights.keys() - {part.path for parts in expected.values() for part in parts}:
         raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
@@ -464,39 +450,34 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
             shape, begin = parts[0].layout.shape, end
             end += math.prod(shape) * jnp.dtype(dtype).itemsize
             header[name] = dict(dtype=DTYPES[dtype], shape=shape, data_offsets=(begin, end))
-    text, adjust = json.dumps(header).encode(), family.adjust(config)
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     if is_writer:
         path.mkdir(parents=True, exist_ok=True)
     with open(path / "model.safetensors" if is_writer else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in [*header][1:]:
-            file.write(published_array(name, expected[name], weights, adjust, dtype).tobytes())
+            file.write(published_array(name, expected[name], weights, dtype).tobytes())
     if is_writer:
         write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
                                           "torch_dtype": dtype})
 
 
-def published_array(name: str, parts: list[Part], weights: dict[str, Any],
-                    adjust: dict[str, Change], dtype: str = "float32") -> np.ndarray:
+def published_array(name: str, parts: list[Part], weights: Fields, dtype: str = "float32"
+                    ) -> np.ndarray:
     """A published array, made from all of our weights in it, which are given by their paths."""
     array = np.zeros(parts[0].layout.shape, np.float32)
     for part in parts:
         w, layout = weights[part.path], part.layout
         for number in (part.layer, part.expert):
             w = w if number is None else w[number]
-        w = whole(w).reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
+        w = np.asarray(on_host(w), np.float32).reshape(
+            [-1 if a == "V" else layout.sizes[a] for a in layout.own])
         w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # (without padding)
-        layout.write(array, adjust.get(part.path.rsplit(".", 1)[-1], Change()).write(w))
+        layout.write(array, part.change.write(w))
     with np.errstate(over="ignore"):
         array = array.astype(jnp.dtype(dtype))
     if not np.isfinite(array.astype(np.float32)).all():
         raise ConfigError(f"{name} has numbers that are not finite, or too large for {dtype}")
     return array
 
-
-def whole(x: Any) -> np.ndarray:
-    """An array of a mesh as numpy, with the parts of other processes."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
-    return np.asarray(x, np.float32)

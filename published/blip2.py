@@ -29,10 +29,10 @@ from jax import Array
 import shard
 from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
-from published.general import Config
+from published.general import Batch, Config, Shapes
 from published.record import Record, classed, count, pictures, refuse, wrong
 from zigzag.core.mesh import cast, vary_like
-from zigzag.parallel.network import Layer, Network, Params, with_hits
+from zigzag.parallel.network import Layer, Network, Params
 from zigzag.parallel.products import lookup, matmul
 from zigzag.parallel.table import Table
 
@@ -106,20 +106,19 @@ def qformer_config(c: Any) -> Any:
 # -------------------------------------------------------------------------------------------
 # Weights, and the arrays of published models
 
-def table(c: Any) -> dict[str, Any]:
+def table(c: Any) -> Params:
     v, q = vision_config(c), qformer_config(c)
     make = Table(L=q.layers // 2, Q=published(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
                  X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
-    half = tables.table(dataclasses.replace(q, layers=q.layers // 2))
-    own = half["layers"]
+    own = tables.layer_weights(dataclasses.replace(q, layers=q.layers // 2), q.layers // 2)
     cross = {f"cross_{name}": w for name, w in own.items() if name[:2] in ("wq", "wk", "wv", "wo")}
     cross |= {"cross_norm": own["attn_norm"], "cross_norm_bias": own["attn_norm_bias"],
               "cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
               "cross_wv": make("L/pipe X/fsdp K/tensor M", v.d_model**-0.5)}
     return {"vision": tables.table(v), "text": tables.table(c),
             "qformer": {"query": make("Q d/fsdp", 0.02), "norm": make("d"),
-                        "norm_bias": make("d", 0.0), "cross_layers": half["layers"] | cross,
-                        "layers": half["layers"]},
+                        "norm_bias": make("d", 0.0), "cross_layers": own | cross,
+                        "layers": own},
             "projection": make("d D/fsdp", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
 
 
@@ -174,13 +173,12 @@ FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 # -------------------------------------------------------------------------------------------
 # The network
 
-def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                   ) -> Array:
     """The Q-Former's vectors [B, Q, D], equal on every device, for the pictures in the batch's
     source [B, C, height, width]."""
     v, w, known = transformer.prepare_batch(
-        params["vision"], {name: batch[name] for name in ("source", "seeds") if name in batch},
-        vision_config(config))
+        params["vision"], transformer.only(batch, "source", "seeds"), vision_config(config))
     x = transformer.trunk(w, v, known, specs=specs and specs["vision"])
     seen = {"encoded": shard.time_of_block(transformer.norm(w, "norm", x, v)),        # [B, S, X]
             "source_document": known.get("document", jnp.zeros_like(known["slots"]))}
@@ -206,27 +204,20 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
     return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
 
 
-def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
-             ) -> tuple[Any, Params, dict[str, Array], Array]:
-    """(configuration, weights, batch) of the language model, and the input [B, T, D] of its first
-    layer. A batch has tokens [B, T], source and perhaps a mask, which decides what positions
-    count."""
-    vectors = image_vectors(params, batch, config, specs)
-    batch = {name: a for name, a in batch.items() if name != "source"}
-    if "mask" in batch:
-        mask = batch["mask"].astype(jnp.int32)
-        batch = {"positions": jnp.cumsum(mask, 1) * mask - 1, **batch}
-    c, w, batch = transformer.prepare_batch(params["text"], batch, config)
-    # (The n-th vector replaces the embedding of the row's n-th image token.)
-    number = jnp.cumsum(batch["tokens"] == published(config)["image_token_index"], 1) - 1
-    return c, w, batch, with_vectors(w, batch, vectors, number, config, c)
+def _embed_with(vectors):
+    """A function in place of transformer.embedding, for texts with these vectors [B, Q, D]: the
+    n-th replaces the embedding of the row's n-th image token."""
+    def embed(w, batch, c):
+        number = jnp.cumsum(batch["tokens"] == published(c)["image_token_index"], 1) - 1
+        return _with_vectors(w, batch, vectors, number, c)
+
+    return embed
 
 
-def with_vectors(w: Params, batch: dict[str, Array], vectors: Array, number: Array, config: Any,
-                 c: Any) -> Array:
+def _with_vectors(w, batch, vectors, number, c):
     """The input [B, T, D] of the language model's first layer: embeddings of the batch's tokens,
     but for image tokens the vectors [B, Q, D] of the picture, by their `number` [B, T] in it."""
-    r, x = published(config), transformer.embedding(w, batch, c)
+    r, x = published(c), transformer.embedding(w, batch, c)
     is_image = (batch["tokens"] == r["image_token_index"]) & (number < r["num_query_tokens"])
     number = jnp.clip(number, 0, vectors.shape[1] - 1)
     vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
@@ -238,22 +229,20 @@ def with_vectors(w: Params, batch: dict[str, Array], vectors: Array, number: Arr
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
-    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]."""
-    batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
-    c, w, batch, x = prepare_batch(params, batch, config)
-    x = transformer.stack(w, "layers", x, c, batch)
-    return transformer.head_logits(w, x, c)
+    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. A mask decides what
+    positions count."""
+    vectors = image_vectors(params, {"source": source}, config)
+    return transformer.forward(params["text"], tokens, config, mask=mask,
+                               embed=_embed_with(vectors))
 
 
-def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
-         ) -> tuple:
+def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
     """(sum, count): the weighted cross-entropy of the batch's targets, and the sum of weights."""
     check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
-    c, w, batch, x = prepare_batch(params, batch, config, specs)
-    x = transformer.stack(w, "layers", x, c, batch, specs and specs["text"])
-    x, head = transformer.loss_head(w, x, c)
-    total, hits = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size)
-    return with_hits(total, jnp.sum(batch["weights"]), hits, c)
+    vectors = image_vectors(params, batch, config, specs)
+    batch = {name: a for name, a in batch.items() if name != "source"}
+    return transformer.loss(params["text"], batch, config, specs and specs["text"],
+                            _embed_with(vectors))
 
 
 # -------------------------------------------------------------------------------------------
@@ -270,7 +259,7 @@ def source_ids(c: Any) -> tuple[int, ...]:
     return (r["image_token_index"],) * r["num_query_tokens"]
 
 
-def encode_source(params: Params, source: dict[str, Array], config: Any, specs: Any = None
+def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
     """What the cache of each layer holds of these pictures."""
     return [{"cross_vectors": image_vectors(params, source, config, specs)},
@@ -280,8 +269,8 @@ def encode_source(params: Params, source: dict[str, Array], config: Any, specs: 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
     """As model.extend, for rows that begin with source_ids."""
-    def embed(params, batch, c):
-        return with_vectors(params, batch, cache[0]["cross_vectors"], batch["positions"], config, c)
+    def embed(w, batch, c):
+        return _with_vectors(w, batch, cache[0]["cross_vectors"], batch["positions"], c)
 
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 
@@ -293,7 +282,7 @@ def cache_layer(config: Any, i: int) -> Layer:
 # -------------------------------------------------------------------------------------------
 # Functions of the Network (zigzag/parallel/network.py)
 
-def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Any, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
 

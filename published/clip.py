@@ -23,8 +23,9 @@ from jax import Array
 import shard
 from published import general, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
-from published.general import Config
+from published.general import Batch, Config, Shapes
 from published.record import Record, classed, count, named, pictures
+from published.transformer import only
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.parallel.network import Network, Params
@@ -83,7 +84,7 @@ def vision_config(c: Any) -> Any:
 # -------------------------------------------------------------------------------------------
 # Weights, and the arrays of published models
 
-def table(c: Any) -> dict[str, Any]:
+def table(c: Any) -> Params:
     r, v = published(c), vision_config(c)
     make = Table(D=c.d_model, d=v.d_model, I=r["projection_dim"])
     scale = dataclasses.replace(make(""), values=lambda: np.float32(r["logit_scale_init_value"]))
@@ -120,7 +121,7 @@ FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 # -------------------------------------------------------------------------------------------
 # The network
 
-def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
+def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -> Array:
     """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
     # A text's vector comes from its end: the token with the largest id, or the first eos.
     eos, tokens = _part(published(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
@@ -129,7 +130,7 @@ def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: An
         shard.whole_time(x), end[:, None, None], 1)[:, 0])
 
 
-def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+def picture_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                     ) -> Array:
     """The vectors [B, I] of pictures, normalized: of the batch's source [B, C, height, width]."""
     return _vectors(params, "vision", vision_config(config), batch, specs,
@@ -145,10 +146,6 @@ def _vectors(params, name, c, batch, specs, chosen):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def _of(batch, *names):
-    return {name: batch[name] for name in (*names, "seeds") if name in batch}
-
-
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
     """Logits [pictures, texts]: how well each text fits each picture."""
@@ -157,15 +154,15 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
     return jnp.exp(params["logit_scale"]) * pictures @ text_vectors(params, batch, config).T
 
 
-def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+def loss(params: Params, batch: Batch, config: Any, specs: Any = None
          ) -> tuple[Array, Array]:
     """(sum, count): for each row, the mean of two cross-entropies: of its text among all texts of
     the batch, given the picture, and of its picture among all pictures, given the text. The count
     is the number of rows. The loss of a row depends on the whole batch; on a mesh each device has
     its own rows' part."""
     check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
-    texts = text_vectors(params, _of(batch, "tokens", "mask"), config, specs)
-    pictures = picture_vectors(params, _of(batch, "source"), config, specs)
+    texts = text_vectors(params, only(batch, "tokens", "mask", "seeds"), config, specs)
+    pictures = picture_vectors(params, only(batch, "source", "seeds"), config, specs)
     scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
     every_text, first = shard.all_rows(texts, batch["tokens"])
     every_picture, _ = shard.all_rows(pictures, batch["tokens"])
@@ -181,7 +178,7 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 # -------------------------------------------------------------------------------------------
 # Functions of the Network (zigzag/parallel/network.py)
 
-def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Any, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     texts = tables.batch_shapes(config, rows)
     return {"tokens": texts["tokens"], "mask": texts["weights"],

@@ -17,9 +17,9 @@ from published.family import (
     is_range,
     keys,
     mlp,
-    pair_index,
     under,
 )
+from published.positions import patch_ids
 from published.record import (
     classed,
     count,
@@ -237,9 +237,8 @@ def _beit_arrays(c):
 def _is_index(c, array):
     """Whether the array is the table of indices: the row of the learned bias for each pair of
     patches, and for pairs with the class token."""
-    ids = np.pad(pair_index(c.image_size // c.patch_size), ((1, 0), (1, 0)))
-    ids[0], ids[:, 0], ids[0, 0] = ids.max() + 1, ids.max() + 2, ids.max() + 3
-    return np.array_equal(array, ids)
+    slots = np.arange(c.seq_len)
+    return np.array_equal(array, patch_ids(c, slots[:, None], slots))
 
 
 ENCODERS["beit"] = Family(

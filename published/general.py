@@ -9,6 +9,9 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+from jax import Array
+
 from published import record, stems
 from published.llama import PLAIN_OPTIONS
 from published.record import Fields, Record, as_config
@@ -22,6 +25,9 @@ from zigzag.parallel.network import (
     refuse_rows,
 )
 from zigzag.parallel.rotary import check_rotary, scaling_type
+
+Batch = dict[str, Array]
+Shapes = dict[str, jax.ShapeDtypeStruct]    # of a batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +257,7 @@ def _of_encoders(c):
          "an encoder has no --window, and no ALiBi")]
 
 
-def lacking(fields: dict[str, Any]) -> list[str]:
+def lacking(fields: Fields) -> list[str]:
     """The names of the fields of a Config that the plain decoder lacks and that differ
     from their defaults. (PLAIN_OPTIONS, not model.Config, says what it has: a fork's own option may
     have the name of another one here.)"""

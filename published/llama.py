@@ -37,8 +37,8 @@ from published.record import (
     decoder_head,
     factor,
     named,
+    of_layers,
     refuse,
-    refuse_other,
     rope,
     sizes,
     window,
@@ -165,7 +165,7 @@ def _modern(r, **of_rope):
     return {**sizes(r, d_ff="intermediate_size", norm_eps="rms_norm_eps", activation="hidden_act",
                     tied="tie_word_embeddings"), **decoder_head(r), **rope(r, **of_rope),
             "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
-            "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0}
+            "head_dim": r.of_class("head_dim") or 0}
 
 
 MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10000.0,
@@ -211,10 +211,7 @@ def _window_unless(r, is_full):
     does not say which."""
     layers, known = r["num_hidden_layers"], ("full_attention", "sliding_attention")
     kinds = r["layer_types"] or [known[not is_full(i)] for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - set(known):
-        raise wrong("layer_types", kinds, f": expected one of {', '.join(known)} for each of "
-                    f"{layers} layers")
-    return window(r, kinds)
+    return window(r, of_layers("layer_types", kinds, known, layers))
 
 
 FAMILIES["llama"] = _relative(
@@ -272,7 +269,7 @@ def _softcap(r, name):
 
 def _gemma2(r):
     if r["attn_logit_softcapping"] is not None:     # (by sdpa, transformers leaves it out)
-        refuse_other(r, "_attn_implementation", None, "flash_attention_2", "eager")
+        refuse(r, _attn_implementation=(None, "flash_attention_2", "eager"))
     return {**_gemma(r), **_window_unless(r, lambda i: i % 2)}
 
 
@@ -334,9 +331,7 @@ def _smollm3(r):
     turned = r["no_rope_layers"]
     if turned is None:
         turned = [int((i + 1) % every != 0) for i in range(fields["layers"])]
-    if len(turned) != fields["layers"] or set(turned) - {0, 1}:
-        raise wrong("no_rope_layers", turned, f": expected 0 or 1 for each of {fields['layers']} "
-                    f"layers")
+    of_layers("no_rope_layers", turned, (0, 1), fields["layers"])
     if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
         refuse(r, use_sliding_window=True)
     return {**fields, **_window_unless(r, lambda i: turned[i]),

@@ -111,7 +111,7 @@ def relative_rows(c: Any) -> int:
 def relative_ids(c: Any, query: Token, key: Token) -> Array:
     """The index [1, T, S] of the learned bias for each query and key, the same in all rows."""
     query, key = query.slot[:1], key.slot[:1]
-    return (_grid_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
+    return (patch_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
 
 
 def _bucket_ids(c, query, key):
@@ -130,15 +130,15 @@ def _bucket_ids(c, query, key):
     return ids if c.causal else ids + jnp.where(far > 0, half, 0)
 
 
-def _grid_ids(c, query, key):
-    """BEiT's indices: one for each distance in rows and columns of patches, and three more for the
-    class token (slot 0): from it, to it, and with itself."""
+def patch_ids(c: Any, query: Any, key: Any) -> Any:
+    """BEiT's indices of pairs of slots: one for each distance in rows and columns of patches, and
+    three more for the class token (slot 0): from it, to it, and with itself."""
     ids, last = grid_ids(query - 1, key - 1, c.image_size // c.patch_size), relative_rows(c) - 1
     ids = jnp.where(key == 0, last - 1, ids)
     return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
 
 
-def grid_ids(query: Array, key: Array, side: int) -> Array:
+def grid_ids(query: Any, key: Any, side: int) -> Any:
     """The index of the distance in rows and columns between two of side * side patches."""
     (i, j), (k, m) = (divmod(patch, side) for patch in (query, key))
     return (i - k + side - 1) * (2 * side - 1) + j - m + side - 1
@@ -160,7 +160,7 @@ def counted(flags: Array, slots: Array) -> Array:
 
 def sinusoids(rows: int, width: int) -> np.ndarray:
     """A table [rows, width] of sines (even columns) and cosines (odd ones) of each position."""
-    angle = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+    angle = np.arange(rows)[:, None] * plain_rates(width, 10000.0)
     table = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(rows, -1)
     return table[:, :width].astype(np.float32)
 

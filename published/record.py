@@ -14,12 +14,13 @@ from a file, it is refused.
 import json
 import math
 import re
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.options import fits, options
 
 Fields = dict[str, Any]
+Names = dict[str, str]
 
 # Limits above any model's, and low enough for a list of layers in memory.
 MOST, MOST_LAYERS = 10**8, 10_000
@@ -118,6 +119,10 @@ class Record:
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self.values else default
 
+    def of_class(self, name: str) -> Any:
+        """The value of a key that only some classes have; None: this one has not."""
+        return self.get(name) if name in self.shared else None
+
     def plain(self, name: str) -> Any:
         """The value as plain data, all of which counts as read; None: there is none."""
         self.has_read.add(name)
@@ -138,8 +143,8 @@ class Record:
         """Refuse keys that were not read and that may matter: neither `neutral`, by name or by
         path, nor turned off."""
         unknown = []
-        for path, owner in self.unread().items():
-            name = path.removeprefix(owner.at)
+        for owner, name in self.unread():
+            path = owner.at + name
             if {name, path} & {*NEUTRAL, *neutral}:
                 continue
             if name in OFF:
@@ -153,14 +158,14 @@ class Record:
                 f"{more}. This may change what the model computes; if its class in transformers "
                 f"ignores it, take it out of the file")
 
-    def unread(self) -> dict[str, "Record"]:
-        """{key: its Record} of the keys that were not read; keys of parts are named part.key."""
-        mine = {self.at + name: self for name in self.given if name not in self.has_read}
-        return mine | {path: owner for part in self.parts.values()
-                       for path, owner in part.unread().items()}
+    def unread(self) -> "Iterator[tuple[Record, str]]":
+        """(its Record, its name there) of each key that was not read."""
+        yield from ((self, name) for name in self.given if name not in self.has_read)
+        for part in self.parts.values():
+            yield from part.unread()
 
 
-def with_usual_names(record: Fields, aliases: dict[str, str]) -> Fields:
+def with_usual_names(record: Fields, aliases: Names) -> Fields:
     """A config.json with keys under their usual names; `aliases` is {other name: usual name}."""
     for name, usual in aliases.items():
         if name in record and record.get(usual, record[name]) != record[name]:
@@ -192,17 +197,13 @@ def as_config(cls: Any, path: Any, fields: Fields) -> Any:
 # Parts of a config.json
 
 def refuse(r: Any, **expected: Any) -> None:
-    """Refuse a model if one of these keys has another value than the one that we compute. (Null
-    counts as false and as 0.)"""
-    for name, value in expected.items():
-        if ((given := r.get(name, value)) or None) != (value or None):
+    """Refuse a model if one of these keys has another value than the one that we compute, or than
+    those in a tuple. (Null counts as false and as 0, but not in a tuple.)"""
+    for name, known in expected.items():
+        value = known[-1] if isinstance(known, tuple) else known
+        given = r.get(name, value)
+        if given not in known if value is not known else (given or None) != (value or None):
             raise unknown(r, name, given, json.dumps(value))
-
-
-def refuse_other(r: Record, name: str, *neutral: Any) -> None:
-    """Refuse a key whose value is not one of the `neutral` ones, which change nothing."""
-    if (given := r.get(name, neutral[-1])) not in neutral:
-        raise unknown(r, name, given, json.dumps(neutral[-1]))
 
 
 def unknown(r: Record, name: str, given: Any, known: str) -> ConfigError:
@@ -236,8 +237,7 @@ def labels(r: Record) -> Fields:
     names = r.plain("id2label")
     found = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
     count({"labels": found}, "labels")
-    refuse_other(r, "problem_type", None,
-                 "regression" if found == 1 else "single_label_classification")
+    refuse(r, problem_type=(None, "regression" if found == 1 else "single_label_classification"))
     return {"labels": found}
 
 
@@ -307,6 +307,14 @@ def pictures(r: Record) -> Fields:
                                                                      r["image_size"])}
 
 
+def of_layers(name: str, values: Any, known: Sequence[Any], layers: int) -> list[Any]:
+    """A list that has one of the known values for each layer."""
+    if not isinstance(values, list) or len(values) != layers or set(values) - set(known):
+        raise wrong(name, values, f": expected one of {', '.join(map(str, known))} for each of "
+                    f"{layers} layers")
+    return values
+
+
 def window(r: Record, kinds: list[str] | None = None, name: str = "sliding_window") -> Fields:
     """The fields of a window. `kinds` says of each layer whether it has it; None: all have."""
     is_used = r["use_sliding_window"] if "use_sliding_window" in r.shared else True
@@ -374,22 +382,17 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
 
 
 def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_factor",
-         names: dict[str, str] | None = None, known: Sequence[str] = tuple(SCALINGS),
+         names: Names | None = None, known: Sequence[str] = tuple(SCALINGS),
          width: int = 0) -> Fields:
     """The fields of rotary positions. `theta` and `share` are the names of the RoPE base and of the
     rotated share of a head, `names` older names of types of scaling, `known` the types that the
     class has, and `width` is that of a head."""
-    part = r.get("rope_scaling") or Record({})
-    if not isinstance(part, Record):
-        raise wrong("rope_scaling", part, ": a value is of a wrong kind")
-    base, turned = r.get(theta), r.get(share) if share in r.shared else None
+    part, base, turned = r.part("rope_scaling"), r.get(theta), r.of_class(share)
     if share not in r.shared:       # this class ignores it, or only some of its functions read it
-        refuse_other(r, "partial_rotary_factor", None, 1)
+        refuse(r, partial_rotary_factor=(None, 1))
     # (transformers 5 reads these in rope_scaling too.)
-    for name, value in (("rope_theta", base), ("partial_rotary_factor", turned or 1)):
-        refuse_other(part, name, None, value)
-    own = r.get("head_dim") if "head_dim" in r.shared else None
-    width = width or own or r["hidden_size"] // r["num_attention_heads"]
+    refuse(part, rope_theta=(None, base), partial_rotary_factor=(None, turned or 1))
+    width = width or r.of_class("head_dim") or r["hidden_size"] // r["num_attention_heads"]
     dim = int(width * (1.0 if turned is None else turned))
     if dim < 2:
         raise wrong(share, turned, f": expected a part of a head that has at least 2 of its "
@@ -423,7 +426,7 @@ def _scaling(r, part, known, names):
         scaling[TRAINED] = of_5
     if kind == "longrope":
         scaling["factor"] = longest / of_5
-        refuse_other(part, "factor", None, scaling["factor"])
+        refuse(part, factor=(None, scaling["factor"]))
     if kind == "dynamic":
         scaling[TRAINED] = longest
     part.get("finetuned")       # (a key of the first files with yarn)

@@ -31,14 +31,13 @@ from jax import Array, lax
 import shard
 from published import general, stems, transformer, windows
 from published.family import Family, biased, keys, mlp, under
-from published.general import Config
+from published.general import Batch, Config, Shapes
 from published.record import Record, classed, count, pictures, tower, wrong
 from published.tables import layer_weights, norms
 from published.transformer import norm
-from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.parallel import attention
-from zigzag.parallel.network import Network, Params
+from zigzag.parallel.network import Network, Params, refuse_rows
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
@@ -77,7 +76,7 @@ def runs(c: Config) -> list[Run]:
             for n, (size, numbers) in enumerate(groups)]
 
 
-def table(c: Config) -> dict[str, Any]:
+def table(c: Config) -> Params:
     """The table of all weights."""
     D, out = c.d_model, record(c)["output_channels"]
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
@@ -146,9 +145,7 @@ def _neck(params, x, c):
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
     """Pictures [B, C, height, width] -> [B, O, h, w]. They must have config's image_size."""
     c, size = config, (side(config),) * 2
-    if pictures.shape[1:] != (c.channels, c.image_size, c.image_size):
-        raise ConfigError(f"pictures [B, {', '.join(map(str, pictures.shape[1:]))}]: this model "
-                          f"reads [B, {c.channels}, {c.image_size}, {c.image_size}]")
+    stems.check_source(pictures, c)
     params, kept = cast(params, c.dtype), side(c) * c.patch_size
     x = windows.patches(params, pictures[:, :, :kept, :kept], c)
     x = x + params["positions"] if "positions" in params else x
@@ -163,7 +160,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     return _neck(params, x, config)
 
 
-def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the squared error of the output for pictures `source` against `targets`
     [B, O, h, w] (another encoder's output, say: an encoder has no labels), and the number of
@@ -173,17 +170,16 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     return jnp.sum(error**2), jnp.float32(error.size)
 
 
-def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Config, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
-    source = jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32)
+    shapes = transformer.batch_shapes(config, rows)
     there = rows, record(config)["output_channels"], side(config), side(config)
-    return {"source": source, "targets": source.update(shape=there)}
+    return shapes | {"targets": shapes["source"].update(shape=there)}
 
 
 def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
-    if c.dropout:
-        raise ConfigError(f"--dropout {c.dropout}: SAM has no dropout here; leave it out")
+    refuse_rows(c, [("dropout", c.dropout, "SAM has no dropout here; leave it out")])
     general.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
                             "need all of the time")
 

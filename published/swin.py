@@ -32,9 +32,9 @@ from jax import Array
 import shard
 from published import general, stems, transformer, windows
 from published.encoders import PATCHES
-from published.family import Family, biased, keys, mlp, pair_index, under
+from published.family import Family, biased, keys, mlp, under
 from published.family import attention as names_of_attention
-from published.general import Config
+from published.general import Batch, Config
 from published.positions import grid_ids, relative_bias
 from published.record import (
     MOST,
@@ -52,7 +52,7 @@ from published.transformer import class_loss, heads_of, norm
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import cast
-from zigzag.parallel.network import Network, Params
+from zigzag.parallel.network import Network, Params, refuse_rows
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
@@ -82,7 +82,7 @@ def stages(c: Config) -> list[Stage]:
             for i, (layers, heads) in enumerate(zip(known["depths"], known["num_heads"]))]
 
 
-def table(c: Config) -> dict[str, Any]:
+def table(c: Config) -> Params:
     """The table of all weights."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
@@ -170,7 +170,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     return matmul(x.mean(1), params["classifier"], 1, jnp.float32) + params["classifier_bias"]
 
 
-def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and their number."""
     out = forward(params, batch["source"], config, specs)
@@ -181,10 +181,10 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
 
 def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
-    if c.head == "none":
-        raise ConfigError("this Swin returns vectors, and has no loss of its own; give fit a loss")
-    if c.dropout:
-        raise ConfigError(f"--dropout {c.dropout}: Swin has no dropout here; leave it out")
+    refuse_rows(c, [
+        ("head", c.head == "none", "this Swin returns vectors, and has no loss of its own; give "
+                                   "fit a loss"),
+        ("dropout", c.dropout, "Swin has no dropout here; leave it out")])
     general.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
                             "the time")
 
@@ -260,7 +260,9 @@ NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "atte
 
 def _is_index(c, array):
     """The published array of indices: the row of the table for each pair of tokens in a window."""
-    return np.array_equal(array, pair_index(record(c)["window_size"]))
+    side = record(c)["window_size"]
+    patches = np.arange(side**2)
+    return np.array_equal(array, grid_ids(patches[:, None], patches, side))
 
 
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from published import stems
+from published.general import Shapes
 from published.positions import relative_rows
 from zigzag.core.flags import change
+from zigzag.parallel.network import Params
 from zigzag.parallel.table import Table, padded
 
 
-def table(c: Any) -> dict[str, Any]:
+def table(c: Any) -> Params:
     """The weights of a model, and of its encoder if it has one, as a tree of Weight."""
     D, W = c.d_model, c.embed_dim or c.d_model
     make = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows, d=D, A=c.labels, k=3,
@@ -74,7 +76,7 @@ def _head_weights(c, make):
     return weights
 
 
-def layer_weights(c: Any, L: int, experts: int = 0) -> dict[str, Any]:
+def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
     """The weights of a stack of L equal layers."""
     D, G = c.d_model, c.expert_d_ff or c.d_ff
     F = c.shared_experts * G if experts else c.d_ff
@@ -133,7 +135,7 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> dict[str, Any]:
     return weights | norms(c, make, "L/pipe D", names)
 
 
-def norms(c: Any, make: Any, axes: str, names: list[str]) -> dict[str, Any]:
+def norms(c: Any, make: Any, axes: str, names: list[str]) -> Params:
     """The scales of these norms, and their biases."""
     weights = {name: make(axes) for name in names}
     if c.norm == "layer":
@@ -159,7 +161,7 @@ def encoder_config(c: Any, length: int = 0) -> Any:
         position_rows=c.position_rows if enough else 0)
 
 
-def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Any, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     c, ids = config, jax.ShapeDtypeStruct((rows, config.seq_len), jnp.int32)
     weights = ids.update(dtype=jnp.float32)
