@@ -21,7 +21,7 @@ heads for each key head. Brackets ( ) merge axes into one. A | B is the concaten
 K [A | B] repeats the content of the brackets K times: for each key head, its query heads, its key
 and its value. A 1 is an axis of length 1, which our weight may lack. An array with == is not
 written, and may be missing; if it is there, it must have the same numbers. One with ~ is written,
-but read only if the other is missing.
+but read only if there is no other, and may be missing: then the weight is zeros.
 
 A Layout says which part of an array a weight is, as a view: a device reads its own range of that
 view of the file, and writing assigns to the view of a new array.
@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from published.record import Fields
+from published.record import Fields, listed
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import check_others, read_json, write_json
 from zigzag.core.hosts import process_allgather
@@ -122,18 +122,17 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
 
 def _listed(names):
     """The first ten of these names as text, shortened if they are long."""
-    first = [n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)[:10]]
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(first) + more
+    return listed([n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)],
+                  10)
 
 
 def read_config(path: str | Path) -> Fields:
     """The content of a folder's config.json."""
-    config = read_json(Path(path) / "config.json")
+    file = Path(path) / "config.json"
+    config = read_json(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
-                          f"config.json of a published model (a run is given as --run, or to "
-                          f"train.py as --init_from)")
+        raise ConfigError(f"{file}: no model_type in it; expected the config.json of a published "
+                          f"model (a run is given as --run, or to train.py as --init_from)")
     return config
 
 
@@ -200,7 +199,7 @@ def _mapped(path):
 # -------------------------------------------------------------------------------------------
 # The arrays of a family, and reading weights
 
-# An array that is read, a copy that must be equal, one that is ignored.
+# An array that is read, a copy that must be equal, one that is read if there is no other.
 SIGNS = ("->", "==", "~")
 
 
@@ -209,10 +208,6 @@ class Change(NamedTuple):
     a number added to it."""
     order: np.ndarray | None = None
     offset: float = 0.0
-
-    def write(self, w: np.ndarray) -> np.ndarray:
-        w = w - np.float32(self.offset)
-        return w if self.order is None else w[..., np.argsort(self.order)]
 
 
 class Part(NamedTuple):
@@ -250,7 +245,7 @@ def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = Fals
     if is_fused:
         names = {name: ours for name, ours in names.items() if "{e}" not in name} | family.fused
     for template, ours in names.items():
-        letter = next((x for x in re.findall(r"{(\w)}", template) if x != "e"), "")
+        letter = "".join(re.findall(r"{([^e])}", template))     # (one at most)
         experts = range(config.experts) if "{e}" in template else [None]
         for stack, numbers in stacks[letter] if letter else [("", [None])]:
             for end, pattern, sign, paths in _rows(ours, stack and f"{stack}.", own):
@@ -295,9 +290,8 @@ def _layout_there(rows, has_expert):
     before inputs; all axes of a vector merged into one; those of a table apart."""
     outputs, others = [], ""
     for w in rows:
-        letters = [x for x in w.axes if x not in ("L", "1")]
+        letters = [x for x in w.axes if x not in ("L1E" if w.is_of_experts else "L1")]
         experts = w.is_of_experts and not has_expert
-        letters = letters[1:] if w.is_of_experts else letters
         if w.is_table or not letters:
             return " ".join(letters)
         if "1" in w.axes or len(letters) == 1:      # a vector
@@ -321,7 +315,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     for pattern, why in family.ignored.items():
         pattern = pattern.replace("{layers}", str(config.layers))
         spare |= {name: why for name in there if re.fullmatch(pattern, name)}
-    is_fused = bool(family.fused) and any(name.endswith(FUSED) for name in there)
+    is_fused = any(name.endswith(FUSED) for name in there)
     # (The folder of a bare model, without a head, has names without the prefix.)
     bare = family.prefix and not any(
         name.startswith(family.prefix) for name in there - spare.keys())
@@ -338,7 +332,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     # If several arrays are copies, one is enough, under any of their names.
     found = {part[:3] for name in expected.keys() & there for part in expected[name]}
     lost = {name for name, parts in expected.items() if parts[0].sign == "->" and name not in there
-            and name not in family.optional and parts[0][:3] not in found}
+            and parts[0][:3] not in found}
     more = there - spare.keys() - expected.keys()
     for what, those in (("lacks", lost), ("has what is no part of its model:", more)):
         if those:
@@ -474,7 +468,8 @@ def published_array(name: str, parts: list[Part], weights: Fields, dtype: str = 
         w = np.asarray(on_host(w), np.float32).reshape(
             [-1 if a == "V" else layout.sizes[a] for a in layout.own])
         w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # (without padding)
-        layout.write(array, part.change.write(w))
+        w, order = w - np.float32(part.change.offset), part.change.order
+        layout.write(array, w if order is None else w[..., np.argsort(order)])
     with np.errstate(over="ignore"):
         array = array.astype(jnp.dtype(dtype))
     if not np.isfinite(array.astype(np.float32)).all():

@@ -18,7 +18,6 @@ Letters are transformer.py's; Q queries, X the width of the vision tower.
 """
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -30,7 +29,9 @@ import shard
 from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
-from published.record import Record, classed, count, pictures, refuse, wrong
+from published.llama import record_of
+from published.record import classed, count, pictures, refuse, wrong
+from published.transformer import only
 from zigzag.core.mesh import cast, vary_like
 from zigzag.parallel.network import Layer, Network, Params
 from zigzag.parallel.products import lookup, matmul
@@ -51,11 +52,6 @@ OPT = dict(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072
            **llama.FAMILIES["opt"].defaults)
 WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qformer_config=None,
              text_config=None)
-
-
-def published(c: Any) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), WHOLE)
 
 
 def _fields(r):
@@ -96,11 +92,11 @@ def _qformer(r):
 
 
 def vision_config(c: Any) -> Any:
-    return general.tower(c, "vision_config", _vision(published(c)))
+    return general.tower(c, "vision_config", _vision(record_of(c)))
 
 
 def qformer_config(c: Any) -> Any:
-    return general.tower(c, "qformer_config", _qformer(published(c)))
+    return general.tower(c, "qformer_config", _qformer(record_of(c)))
 
 
 # -------------------------------------------------------------------------------------------
@@ -108,12 +104,12 @@ def qformer_config(c: Any) -> Any:
 
 def table(c: Any) -> Params:
     v, q = vision_config(c), qformer_config(c)
-    make = Table(L=q.layers // 2, Q=published(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
+    make = Table(L=q.layers // 2, Q=record_of(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
                  X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
     own = tables.layer_weights(dataclasses.replace(q, layers=q.layers // 2), q.layers // 2)
-    cross = {f"cross_{name}": w for name, w in own.items() if name[:2] in ("wq", "wk", "wv", "wo")}
-    cross |= {"cross_norm": own["attn_norm"], "cross_norm_bias": own["attn_norm_bias"],
-              "cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
+    cross = {f"cross_{name.removeprefix('attn_')}": w for name, w in own.items()
+             if name.startswith(("wq", "wk", "wv", "wo", "attn_norm"))}
+    cross |= {"cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
               "cross_wv": make("L/pipe X/fsdp K/tensor M", v.d_model**-0.5)}
     return {"vision": tables.table(v), "text": tables.table(c),
             "qformer": {"query": make("Q d/fsdp", 0.02), "norm": make("d"),
@@ -178,10 +174,10 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
     """The Q-Former's vectors [B, Q, D], equal on every device, for the pictures in the batch's
     source [B, C, height, width]."""
     v, w, known = transformer.prepare_batch(
-        params["vision"], transformer.only(batch, "source", "seeds"), vision_config(config))
+        params["vision"], only(batch, "source", "seeds"), vision_config(config))
     x = transformer.trunk(w, v, known, specs=specs and specs["vision"])
     seen = {"encoded": shard.time_of_block(transformer.norm(w, "norm", x, v)),        # [B, S, X]
-            "source_document": known.get("document", jnp.zeros_like(known["slots"]))}
+            "source_document": known["document"]}
 
     c, w = qformer_config(config), cast(params["qformer"], config.dtype)
     B, Q = len(batch["source"]), len(w["query"])
@@ -198,33 +194,28 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
         return transformer.block(w["layers"], x, 2 * i + 1, c, known)[0], None
 
     both = ("cross_layers", "layers")
-    x, _ = shard.layers(pair, {name: w[name] for name in both}, x, jnp.arange(c.layers // 2),
-                        specs and {name: specs["qformer"][name] for name in both}, c)
-    w = cast({name: params[name] for name in ("projection", "projection_bias")}, c.dtype)
+    x, _ = shard.layers(pair, only(w, *both), x, jnp.arange(c.layers // 2),
+                        specs and only(specs["qformer"], *both), c)
+    w = cast(only(params, "projection", "projection_bias"), c.dtype)
     return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
 
 
-def _embed_with(vectors):
+def _embed_with(vectors, begins=False):
     """A function in place of transformer.embedding, for texts with these vectors [B, Q, D]: the
-    n-th replaces the embedding of the row's n-th image token."""
+    n-th replaces the embedding of the row's n-th image token. `begins`: every row begins with
+    these, and a batch is perhaps a later part of it."""
     def embed(w, batch, c):
-        number = jnp.cumsum(batch["tokens"] == published(c)["image_token_index"], 1) - 1
-        return _with_vectors(w, batch, vectors, number, c)
+        r, x = record_of(c), transformer.embedding(w, batch, c)
+        is_image = batch["tokens"] == r["image_token_index"]
+        number = batch["positions"] if begins else jnp.cumsum(is_image, 1) - 1
+        is_image = is_image & (number < r["num_query_tokens"])
+        number = jnp.clip(number, 0, vectors.shape[1] - 1)
+        own = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
+        is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
+        own = shard.residual_stream(own) + lookup(w["positions"], places + c.position_offset)
+        return jnp.where(is_image[..., None], own, x)
 
     return embed
-
-
-def _with_vectors(w, batch, vectors, number, c):
-    """The input [B, T, D] of the language model's first layer: embeddings of the batch's tokens,
-    but for image tokens the vectors [B, Q, D] of the picture, by their `number` [B, T] in it."""
-    r, x = published(c), transformer.embedding(w, batch, c)
-    is_image = (batch["tokens"] == r["image_token_index"]) & (number < r["num_query_tokens"])
-    number = jnp.clip(number, 0, vectors.shape[1] - 1)
-    vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
-    is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
-    vectors = shard.residual_stream(vectors)
-    vectors = vectors + lookup(w["positions"], places + c.position_offset)
-    return jnp.where(is_image[..., None], vectors, x)
 
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
@@ -240,7 +231,6 @@ def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
     """(sum, count): the weighted cross-entropy of the batch's targets, and the sum of weights."""
     check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
     vectors = image_vectors(params, batch, config, specs)
-    batch = {name: a for name, a in batch.items() if name != "source"}
     return transformer.loss(params["text"], batch, config, specs and specs["text"],
                             _embed_with(vectors))
 
@@ -255,7 +245,7 @@ def decoder_of(tree: Params) -> Params:
 
 
 def source_ids(c: Any) -> tuple[int, ...]:
-    r = published(c)
+    r = record_of(c)
     return (r["image_token_index"],) * r["num_query_tokens"]
 
 
@@ -269,9 +259,7 @@ def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
     """As model.extend, for rows that begin with source_ids."""
-    def embed(w, batch, c):
-        return _with_vectors(w, batch, cache[0]["cross_vectors"], batch["positions"], c)
-
+    embed = _embed_with(cache[0]["cross_vectors"], begins=True)
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 
 

@@ -11,8 +11,6 @@ a batch is compared with all texts, and each text with all pictures.
 Letters are transformer.py's, and I is the width of the vectors that are compared.
 """
 
-import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -24,7 +22,8 @@ import shard
 from published import general, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
-from published.record import Record, classed, count, named, pictures
+from published.llama import record_of
+from published.record import classed, count, named, pictures
 from published.transformer import only
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
@@ -43,11 +42,6 @@ VISION = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num
               layer_norm_eps=1e-5)
 WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None,
              vision_config=None)
-
-
-def published(c: Any) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), WHOLE)
 
 
 def _part(r, name, defaults):
@@ -78,16 +72,16 @@ def _vision(r):
 
 
 def vision_config(c: Any) -> Any:
-    return general.tower(c, "vision_config", _vision(published(c)))
+    return general.tower(c, "vision_config", _vision(record_of(c)))
 
 
 # -------------------------------------------------------------------------------------------
 # Weights, and the arrays of published models
 
 def table(c: Any) -> Params:
-    r, v = published(c), vision_config(c)
+    r, v = record_of(c), vision_config(c)
     make = Table(D=c.d_model, d=v.d_model, I=r["projection_dim"])
-    scale = dataclasses.replace(make(""), values=lambda: np.float32(r["logit_scale_init_value"]))
+    scale = make("", values=lambda: np.float32(r["logit_scale_init_value"]))
     return {"text": tables.table(c), "vision": tables.table(v), "logit_scale": scale,
             "text_projection": make("D/fsdp I", c.d_model**-0.5),
             "vision_projection": make("d/fsdp I", v.d_model**-0.5)}
@@ -124,7 +118,7 @@ FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -> Array:
     """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
     # A text's vector comes from its end: the token with the largest id, or the first eos.
-    eos, tokens = _part(published(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
+    eos, tokens = _part(record_of(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
     return _vectors(params, "text", config, batch, specs, lambda x: jnp.take_along_axis(
         shard.whole_time(x), end[:, None, None], 1)[:, 0])

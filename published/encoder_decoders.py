@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 
-from published.family import Family, attention, keys, mlp, under
+from published.family import Families, Family, attention, keys, mlp, under
 from published.record import (
     LANGUAGE_MODELS,
     MOST_LAYERS,
@@ -21,7 +21,7 @@ from published.record import (
     wrong,
 )
 
-PAIRS: dict[str, Family] = {}
+PAIRS: Families = {}
 
 # The seq_len of a model without a table of positions.
 LENGTH = 512
@@ -144,14 +144,14 @@ BART = CODERS | under("model.", {
     "shared": "embed", "encoder.embed_tokens.weight": "== embed",
     "decoder.embed_tokens.weight": "== embed", "decoder.layernorm_embedding": "embed_norm",
     "encoder.layernorm_embedding": "encoder.embed_norm"}) | {
-        "lm_head.weight": "== embed", "final_logits_bias": "1 V -> head_bias"}
+        "lm_head.weight": "== embed", "final_logits_bias": "1 V ~ head_bias"}
 CODER = dict(is_encoder_decoder=True, tie_word_embeddings=True, scale_embedding=False,
              activation_function="gelu")
 PAIRS["bart"] = Family(
     _bart, BART,
     {**CODER, "max_position_embeddings": 1024, "decoder_start_token_id": 2, "pad_token_id": 1,
      "eos_token_id": 2}, "model.",
-    {r"(.*\.)?version": lambda c, array: array.size == 1}, optional=("final_logits_bias",),
+    {r"(.*\.)?version": lambda c, array: array.size == 1},
     aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
              "num_hidden_layers": "encoder_layers"},
     neutral=keys("""classif_dropout extra_pos_embeddings force_bos_token_to_be_generated save_step

@@ -12,6 +12,7 @@ import json
 import numpy as np
 
 from published.family import (
+    Families,
     Family,
     attention,
     is_range,
@@ -31,7 +32,7 @@ from published.record import (
 )
 from zigzag.core.errors import ConfigError
 
-ENCODERS: dict[str, Family] = {}
+ENCODERS: Families = {}
 
 # Buffers, and weights of other heads, which BERT's own folders have too. (They are ignored only if
 # they are not a part of the model.)

@@ -33,7 +33,6 @@ class Family(NamedTuple):
     ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
     adjust: Callable[[Any], Changes] = lambda c: {}     # weights that differ from ours
     aliases: Names = {}                         # {other name: usual name}
-    optional: tuple[str, ...] = ()              # arrays that are zeros if they are missing
     stacks: Callable[[Any], Fields] | None = None   # a Config -> what letters in names
                                                 # number; None: published.stacks_of
     older: Names = {}                           # {part of a name: its name in older or newer
@@ -46,6 +45,9 @@ class Family(NamedTuple):
                                                 # only for classes that have them
     neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes,
                                                 # if `fields` does not read them
+
+
+Families = dict[str, Family]
 
 
 # Arrays that are not weights: constants that older versions of transformers saved.

@@ -188,12 +188,18 @@ def _of_values(c):
         ("window", c.window > 2**30, f"expected at most {2**30}")]
 
 
+# {option: another one, without which it would do nothing}
+NEEDS = {"shared_experts": "experts", "qk_norm_wide": "qk_norm", "local_theta": "window",
+         "q_rank": "kv_rank"}
+
+
 def _of_blocks(c):
     """Options of a block that cannot be combined."""
     return [
+        *((name, getattr(c, name) and not getattr(c, other), f"give --{other} too")
+          for name, other in NEEDS.items()),
         ("remat", c.parallel_block and "mlp" in c.remat,
          "with --parallel_block attention and MLP are one; give --remat attention or full"),
-        ("shared_experts", c.shared_experts and not c.experts, "give --experts too"),
         ("dense_layers", c.dense_layers >= c.layers or c.dense_layers and not c.experts,
          f"must be below --layers {c.layers}, of which the others have --experts"),
         ("expert_groups", c.experts % c.expert_groups or c.groups_per_token > c.expert_groups
@@ -209,10 +215,7 @@ def _of_blocks(c):
          "latent attention has rotary positions in a part of a head (--rotary_dim below "
          "--head_dim), as many --kv_heads as --heads, no --qk_norm, no biases of qkv, and no "
          "--parallel_block"),
-        ("qk_norm_wide", c.qk_norm_wide and not c.qk_norm, "give --qk_norm true too"),
         ("rotary_layers", c.rotary_layers and c.positions != "rotary", "is for --positions rotary"),
-        ("local_theta", c.local_theta and not c.window, "is for layers with a --window"),
-        ("q_rank", c.q_rank and not c.kv_rank, "give --kv_rank too"),
         ("v_head_dim", c.v_head_dim not in (0, c.head_dim) and not c.kv_rank,
          "another width than --head_dim is for latent attention (--kv_rank)")]
 

@@ -9,6 +9,7 @@ from published.family import (
     GROUPED,
     INV_FREQ,
     MASKS,
+    Families,
     Family,
     attention,
     biased,
@@ -28,7 +29,7 @@ from published.record import (
 )
 from zigzag.parallel.rotary import plain_rates
 
-GPT: dict[str, Family] = {}
+GPT: Families = {}
 
 
 def _old(r, norm_eps="layer_norm_epsilon", **names):

@@ -19,6 +19,7 @@ from published.encoder_decoders import PAIRS
 from published.encoders import ENCODERS
 from published.family import (
     INV_FREQ,
+    Families,
     Family,
     attention,
     biased,
@@ -46,13 +47,13 @@ from published.record import (
     wrong,
 )
 from zigzag.core.errors import ConfigError, did_you_mean, one_line
-from zigzag.parallel.network import Computed, Network
+from zigzag.parallel.network import Computed, Network, network_of
 from zigzag.parallel.rotary import parse_scaling
 
-FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
+FAMILIES: Families = {**GPT, **PAIRS, **ENCODERS}
 
 
-def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
+def family_of(record: Fields, families: Families = FAMILIES,
               others: Iterable[str] = ()) -> Family:
     """The family of a published config.json. (`others` are model_types of other networks.)"""
     kind = record["model_type"]
@@ -63,7 +64,7 @@ def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
     return families[kind]
 
 
-def fields_of(record: Fields, families: Mapping[str, Family] = FAMILIES, at: str = "") -> Fields:
+def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fields:
     """Fields of published.transformer.Config, from a published config.json or from its part `at`.
     Keys that are not read and may matter are refused."""
     family, kind = family_of(record, families), record["model_type"]
@@ -87,6 +88,12 @@ def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, R
     record = as_older(with_usual_names(record, family.aliases), family.shared)
     r = Record(record, family.defaults, family.shared, at)
     return family.fields(r), r
+
+
+def record_of(c: Any) -> Record:
+    """The config.json that a configuration is of, with defaults for missing entries."""
+    record = json.loads(c.published)
+    return Record(record, family_of(record, families_of(network_of(c))).defaults)
 
 
 def token_id(c: Any, name: str) -> int | None:
@@ -508,7 +515,7 @@ PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
          for kind in ("llama", "mistral", "mixtral")}
 
 
-def families_of(network: Network) -> Mapping[str, Family]:
+def families_of(network: Network) -> Families:
     """{model_type: Family} of the published models that a network computes. (model.py knows nothing
     of published models, so this says what its decoder is.)"""
     return PLAIN if network.name == "decoder" else network.families

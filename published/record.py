@@ -80,6 +80,12 @@ OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
            quantization_config=None, quantization=None, quantization_bit=None)
 
 
+def listed(items: Sequence[str], most: int) -> str:
+    """The first items as text, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
 def wrong(name: str, value: Any, what: str) -> ConfigError:
     """The error about the value of a key, and what is wrong with it."""
     value = value.given if isinstance(value, Record) else value
@@ -152,11 +158,10 @@ class Record:
             else:
                 unknown.append(f"{path!r:.80} {json.dumps(owner.given[name])[:80]}")
         if unknown:
-            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             raise ConfigError(
-                f"config.json: not known for model_type {self.kind}: {', '.join(unknown[:5])}"
-                f"{more}. This may change what the model computes; if its class in transformers "
-                f"ignores it, take it out of the file")
+                f"config.json: not known for model_type {self.kind}: {listed(unknown, 5)}. This "
+                f"may change what the model computes; if its class in transformers ignores it, "
+                f"take it out of the file")
 
     def unread(self) -> "Iterator[tuple[Record, str]]":
         """(its Record, its name there) of each key that was not read."""
@@ -340,7 +345,6 @@ SCALINGS = {"default": (), "linear": ("factor",), "dynamic": ("factor",),
             "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
                      "mscale_all_dim", "truncate"),
             "longrope": ("short_factor", "long_factor", "attention_factor")}
-NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 TRAINED = "original_max_position_embeddings"
 
 
@@ -354,22 +358,20 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
     if not isinstance(new, dict) or r.get("rope_scaling"):
         raise wrong("rope_parameters", new, " is of a wrong kind, or beside a rope_scaling: "
                     "transformers 4 and 5 read different ones")
+    scaling = dict(new)
     if model_type == "gemma3_text":
-        new = dict(new)
-        local = dict(new.pop("sliding_attention"))
+        local = dict(scaling.pop("sliding_attention"))
         moved["rope_local_base_freq"] = local.pop("rope_theta")
         if local.pop("rope_type", "default") != "default" or local:
             raise wrong("rope_parameters", local, ": of sliding_attention only the rope_type "
                         "'default' is supported")
-        new |= new.pop("full_attention")        # (what else is there is refused by its name)
-    scaling = dict(new)
+        scaling |= scaling.pop("full_attention")    # (what else is there is refused by its name)
     theta, share = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else (
         "rope_theta", "partial_rotary_factor")
     moved[theta] = scaling.pop("rope_theta", None)
     if share in shared:
         moved[share] = scaling.pop("partial_rotary_factor", None)
-    kind = scaling.pop("type", "default")
-    kind = scaling.pop("rope_type", kind)
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     if kind == "longrope" and (model_type != "phi3" or TRAINED in r):   # (its class has a default)
         moved[TRAINED] = scaling.pop(TRAINED, None)
     for name, value in moved.items():
@@ -412,8 +414,8 @@ def _scaling(r, part, known, names):
     if kinds[-1] != kind or kind not in known:
         raise wrong(part.at + "rope_type", kind, f" is not known, or not the same as `type`; "
                     f"expected one of {', '.join(known)}")
-    scaling = {name: part.get(name) for name in SCALINGS[kind]}
-    scaling = {name: value for name, value in scaling.items() if value is not None}
+    # (zigzag/parallel/rotary.py refuses a scaling that lacks one of its numbers.)
+    scaling = {name: value for name in SCALINGS[kind] if (value := part.get(name)) is not None}
     own, top = part.get(TRAINED), r.get(TRAINED)
     if kind in ("llama3", "yarn", "longrope"):
         # (If there is one at the file's top level, transformers 5 takes that, and 4 only for
@@ -430,7 +432,4 @@ def _scaling(r, part, known, names):
     if kind == "dynamic":
         scaling[TRAINED] = longest
     part.get("finetuned")       # (a key of the first files with yarn)
-    if missing := [name for name in SCALINGS[kind] if name in NEEDED and name not in scaling]:
-        raise ConfigError(f"config.json: {part.at}{missing[0]} is missing, for the rope_type "
-                          f"{kind}")
     return {**scaling, "rope_type": kind}

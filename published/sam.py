@@ -32,7 +32,8 @@ import shard
 from published import general, stems, transformer, windows
 from published.family import Family, biased, keys, mlp, under
 from published.general import Batch, Config, Shapes
-from published.record import Record, classed, count, pictures, tower, wrong
+from published.llama import record_of
+from published.record import classed, count, pictures, tower, wrong
 from published.tables import layer_weights, norms
 from published.transformer import norm
 from zigzag.core.mesh import cast
@@ -55,18 +56,13 @@ class Run(NamedTuple):
     window: int     # tokens on a side of a window; the picture's side if all tokens see all
 
 
-def record(c: Config) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), DEFAULTS)
-
-
 def side(c: Config) -> int:
     """The number of tokens on a side of a picture."""
     return c.image_size // c.patch_size
 
 
 def runs(c: Config) -> list[Run]:
-    known = record(c)
+    known = record_of(c)
 
     def window(i):
         return 0 if i in known["global_attn_indexes"] else known["window_size"]
@@ -78,10 +74,10 @@ def runs(c: Config) -> list[Run]:
 
 def table(c: Config) -> Params:
     """The table of all weights."""
-    D, out = c.d_model, record(c)["output_channels"]
+    D, out = c.d_model, record_of(c)["output_channels"]
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
     weights = stems.patch_weights(c, make)
-    if record(c)["use_abs_pos"]:
+    if record_of(c)["use_abs_pos"]:
         weights["positions"] = make("1 P p D/fsdp", 0.02)
     weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
     one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
@@ -92,7 +88,7 @@ def table(c: Config) -> Params:
 
 def _layer_weights(c, run):
     weights = layer_weights(c, len(run.numbers))
-    if record(c)["use_rel_pos"]:
+    if record_of(c)["use_rel_pos"]:
         make = Table(L=len(run.numbers), J=2 * run.window - 1, N=c.head_dim)
         weights |= {name: make("L/pipe J N/fsdp", 0.02) for name in ("down", "right")}
     return weights
@@ -173,7 +169,7 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
 def batch_shapes(config: Config, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     shapes = transformer.batch_shapes(config, rows)
-    there = rows, record(config)["output_channels"], side(config), side(config)
+    there = rows, record_of(config)["output_channels"], side(config), side(config)
     return shapes | {"targets": shapes["source"].update(shape=there)}
 
 

@@ -22,7 +22,6 @@ C channels, y and x the sides of a patch.
 """
 
 import functools
-import json
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,11 +34,11 @@ from published.encoders import PATCHES
 from published.family import Family, biased, keys, mlp, under
 from published.family import attention as names_of_attention
 from published.general import Batch, Config
+from published.llama import record_of
 from published.positions import grid_ids, relative_bias
 from published.record import (
     MOST,
     MOST_LAYERS,
-    Record,
     classed,
     count,
     named,
@@ -47,7 +46,7 @@ from published.record import (
     refuse,
     wrong,
 )
-from published.tables import batch_shapes, layer_weights, norms
+from published.tables import batch_shapes, head_weights, layer_weights, norms
 from published.transformer import class_loss, heads_of, norm
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
@@ -71,13 +70,8 @@ class Stage(NamedTuple):
     heads: int
 
 
-def record(c: Config) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), DEFAULTS)
-
-
 def stages(c: Config) -> list[Stage]:
-    known = record(c)
+    known = record_of(c)
     return [Stage(f"stage{i}", layers, c.d_model * 2**i, heads)
             for i, (layers, heads) in enumerate(zip(known["depths"], known["num_heads"]))]
 
@@ -93,14 +87,11 @@ def table(c: Config) -> Params:
         make = Table(m=4 * stage.width, d=2 * stage.width)
         weights[stage.name] |= {"merge": make("m/fsdp d", (4 * stage.width) ** -0.5),
                                 **norms(c, make, "m", ["merge_norm"])}
-    make = Table(D=last, A=c.labels)
-    if c.head == "classes":
-        weights |= {"classifier": make("D/fsdp A", last**-0.5), "classifier_bias": make("A", 0.0)}
-    return weights | norms(c, make, "D", ["norm"])
+    return weights | head_weights(change(c, d_model=last), Table(D=last, A=c.labels))
 
 
 def _layer_weights(c, stage):
-    known, D, H = record(c), stage.width, stage.heads
+    known, D, H = record_of(c), stage.width, stage.heads
     own = change(c, d_model=D, heads=H, kv_heads=H, head_dim=D // H,
                  d_ff=int(known["mlp_ratio"] * D))
     make = Table(L=stage.layers, H=H, J=(2 * known["window_size"] - 1) ** 2)
@@ -136,7 +127,7 @@ def _merge(w, x, size, c):
 
 def _trunk(params, pictures, c, specs=None):
     """The last norm's output [B, T, D], with all of the time."""
-    x, window = windows.patches(params, pictures, c), record(c)["window_size"]
+    x, window = windows.patches(params, pictures, c), record_of(c)["window_size"]
     size = x.shape[1:3]
     x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
     x = norm(params, "embed_norm", x, c, eps=EPS)
@@ -173,10 +164,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and their number."""
-    out = forward(params, batch["source"], config, specs)
-    if config.head == "none":       # (from which the rule finds where weights lie)
-        return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
-    return class_loss(out, batch["labels"], config)
+    return class_loss(forward(params, batch["source"], config, specs), batch, config)
 
 
 def check(c: Config, mesh: Any) -> None:
@@ -260,7 +248,7 @@ NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "atte
 
 def _is_index(c, array):
     """The published array of indices: the row of the table for each pair of tokens in a window."""
-    side = record(c)["window_size"]
+    side = record_of(c)["window_size"]
     patches = np.arange(side**2)
     return np.array_equal(array, grid_ids(patches[:, None], patches, side))
 

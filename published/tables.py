@@ -6,7 +6,6 @@ J rows of learned biases by distance, Z token types, A classes, C channels (of a
 frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -34,7 +33,7 @@ def table(c: Any) -> Params:
         weights["encoder"].pop("embed", None)       # (the decoder's is used)
     if c.relative and c.relative_shared:
         weights["relative"] = make("J/fsdp H/tensor", 0.1)
-    return weights | _embed_weights(c, make) | _head_weights(c, make)
+    return weights | _embed_weights(c, make) | head_weights(c, make)
 
 
 def _embed_weights(c, make):
@@ -44,10 +43,8 @@ def _embed_weights(c, make):
     else:
         weights = stems.weights(c, make)
     if c.positions in ("learned", "fixed"):
-        weights["positions"] = make(f"P {inner}/fsdp", 0.02)
-    if c.positions == "fixed":
-        weights["positions"] = dataclasses.replace(weights["positions"],
-                                                   values=stems.sound_positions)
+        weights["positions"] = make(f"P {inner}/fsdp", 0.02,
+                                    stems.sound_positions if c.positions == "fixed" else None)
     if c.token_types:
         weights["token_types"] = make(f"Z {inner}/fsdp", 0.02)
     if W != c.d_model:
@@ -57,7 +54,8 @@ def _embed_weights(c, make):
     return weights | norms(c, make, inner, ["embed_norm"] * c.embed_norm)
 
 
-def _head_weights(c, make):
+def head_weights(c: Any, make: Any) -> Params:
+    """The weights from the last norm on."""
     D, W = c.d_model, c.embed_dim or c.d_model
     weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":

@@ -41,6 +41,7 @@ from published.positions import (
     relative_ids,
     sinusoids,
 )
+from published.record import listed
 from published.tables import batch_shapes, encoder_config, table
 from zigzag.core.errors import ConfigError, check_length
 from zigzag.core.flags import change, is_derived
@@ -70,7 +71,7 @@ def norm(w, name, x, c, kind="", eps=0.0):
     x32 = x.astype(jnp.float32)
     if (kind or c.norm) == "layer":
         x32 = x32 - jnp.mean(x32, -1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
     # (If tensor splits x's time, the scale's gradient is summed.)
     return _plus_bias(w, x32.astype(x.dtype) * w[name], name)
 
@@ -250,7 +251,7 @@ def _experts(w, h, c, i, batch, beside):
     balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
     added = c.balance * balance + c.router_z * z
     load = jnp.zeros((c.layers - c.dense_layers, c.experts)).at[i - c.dense_layers].set(busy)
-    return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
+    return out, (added, lax.stop_gradient({"router_loss": added, "expert_load": load}))
 
 
 def _choose(scores, bias, c):
@@ -289,7 +290,7 @@ def embedding(params, batch, c):
         x = matmul(x, params["project_in"])
     if c.positions in ("learned", "fixed", "sinusoidal"):
         table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
-        table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
+        table = lax.stop_gradient(table) if c.positions == "fixed" else table
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
         x = x + lookup(table, places).astype(x.dtype)
     if c.token_types:
@@ -361,10 +362,12 @@ def with_positions(batch, c):
     """The batch with arrays [B, T] about its tokens: their slots in the row, their positions in the
     document, and, if a row is not one document, the number of the document. (A token that the mask
     excludes is in document -1.)"""
-    if c.own_stem != "tokens" and "slots" not in batch:
+    if "slots" in batch:
+        slots = batch["slots"]
+    elif c.own_stem != "tokens":
         return _source(batch, c)
-    slots = batch["slots"] if "slots" in batch else jnp.broadcast_to(
-        shard.slots_of(batch["tokens"]), batch["tokens"].shape)
+    else:
+        slots = jnp.broadcast_to(shard.slots_of(batch["tokens"]), batch["tokens"].shape)
     known = {"slots": slots, "positions": slots}
     if "segments" in batch or "mask" in batch:
         known["document"] = batch.get("segments", jnp.zeros_like(slots))
@@ -422,7 +425,7 @@ def trunk(params, c, batch, specs=None, embed=embedding):
         lambda w, x, i, batch: _layer(w, x, i, c, batch), stacked, x,
         only(batch, "slots", "positions", "document", "seeds"), specs,
         options_of(c)._replace(schedule="gpipe"))
-    return jax.lax.psum(x, "pipe")
+    return lax.psum(x, "pipe")
 
 
 def head_logits(params, x, c):
@@ -443,9 +446,8 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     c = config
     if c.own_stem != "tokens" and source is None:
         tokens, source = None, tokens
-    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
-        raise ConfigError("this model has no encoder to give a source to" if source is not None else
-                          "this model has an encoder: give it a source")
+    if source is None and (c.encoder_layers or c.own_stem != "tokens"):
+        raise ConfigError("this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
                  source_mask=source_mask, token_types=token_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}
@@ -486,10 +488,9 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
         return _layer(w, x, c.dense_layers + i, c, batch)
 
     def head(params, x, batch):
-        if c.head == "classes":
-            return class_loss(_class_logits(params, x, c, batch), batch["labels"], c)
-        if c.head == "none":        # (traced by the rule, which needs some loss)
-            return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
+        if c.head in ("classes", "none"):
+            x = x if c.head == "none" else _class_logits(params, x, c, batch)
+            return class_loss(x, batch, c)
         x, table = loss_head(params, x, c)
         total, hits = shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
                                        softcap=c.logit_softcap)
@@ -527,7 +528,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
     config = change(config, seq_len=length)
     query = kv_cache.query_tokens(slot, start, tokens.shape[1])
     batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}
-    shared = {name: params[name] for name in ("relative",) if name in params}
+    shared = only(params, "relative")
     x, new_cache = embed(params, batch, config), []
     one_block = jax.jit(functools.partial(block, c=config))     # traced once for all equal layers
     for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
@@ -567,7 +568,7 @@ def own_time(tree):
     does not split), cut to this device's part of the time, in plain order."""
     def part(a):
         parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
-        return jax.lax.dynamic_index_in_dim(parts, jax.lax.axis_index("seq"), 1, keepdims=False)
+        return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
 
     return jax.tree.map(part, tree) if axis_size("seq") > 1 else tree
 
@@ -627,15 +628,18 @@ def _class_logits(params, x, c, batch):
     return _plus_bias(params, logits, "classifier")
 
 
-def class_loss(logits, labels, c):
+def class_loss(logits, batch, c):
     """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. Of
     one label (a regression), the squared error."""
-    if logits.shape[1] == 1:
-        return jnp.sum((logits[:, 0] - labels) ** 2), jnp.float32(len(logits))
-    chosen = jax.nn.one_hot(labels, logits.shape[1])
+    rows = jnp.float32(len(logits))
+    if c.head == "none":        # (traced by the rule, which needs some loss to find what is split)
+        return jnp.sum(logits.astype(jnp.float32) ** 2), rows
+    labels, classes = batch["labels"], logits.shape[1]
+    if classes == 1:
+        return jnp.sum((logits[:, 0] - labels) ** 2), rows
+    chosen = jax.nn.one_hot(labels, classes)
     hits = jnp.sum(jnp.argmax(logits, 1) == labels, dtype=jnp.float32)
-    return with_hits(-jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits)), hits,
-                     c)
+    return with_hits(-jnp.sum(jax.nn.log_softmax(logits) * chosen), rows, hits, c)
 
 
 def _repeat(w, x, group, c, batch):
@@ -647,7 +651,7 @@ def _repeat(w, x, group, c, batch):
 
     how = remat.remat_of(c.remat)       # (with full:0.5, half of the groups are computed again)
     layer = layer if how.policy == "none" and not how.share else jax.checkpoint(layer)
-    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
+    return lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 
 # -------------------------------------------------------------------------------------------
@@ -724,9 +728,7 @@ def why(config: Config) -> str:
     names = lacking(dataclasses.asdict(config))
     names = [name for name in names if not is_derived(config, name)] or names
     options = [f"{name}={getattr(config, name)}" for name in names]
-    more = f" and {len(options) - 4} more" if len(options) > 4 else ""
-    return f"the plain decoder has no {', '.join(options[:4])}{more}" if options else (
-        "--model transformer")
+    return f"the plain decoder has no {listed(options, 4)}" if options else "--model transformer"
 
 
 NETWORK = Network(
@@ -736,4 +738,3 @@ NETWORK = Network(
     limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
     block_traffic=block_traffic, flops=flops,
     why=why)
-init, weight_shapes = NETWORK.init, NETWORK.weight_shapes
