@@ -30,7 +30,7 @@ from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import classed, count, pictures, refuse, wrong
+from published.record import an_id, classed, count, pictures, refuse, wrong
 from published.transformer import only
 from zigzag.core.mesh import cast, vary_like
 from zigzag.parallel.network import Layer, Network, Params
@@ -64,10 +64,8 @@ def _fields(r):
     if text["embed_dim"] != text["d_model"]:
         raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
                     f" is not supported, only hidden_size {text['d_model']}")
-    image, queries = r["image_token_index"], count(r, "num_query_tokens")
-    if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
-        raise wrong("image_token_index", image, f": expected the id that occurs {queries} times "
-                    f"in a text with a picture, below vocab_size {text['vocab_size']}")
+    count(r, "num_query_tokens")    # (in a text with a picture this id occurs so many times)
+    an_id("image_token_index", r["image_token_index"], text["vocab_size"])
     general.tower(None, "vision_config", _vision(r))
     general.tower(None, "qformer_config", _qformer(r))
     text.pop("published")

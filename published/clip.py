@@ -23,9 +23,8 @@ from published import general, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import classed, count, named, pictures
+from published.record import an_id, classed, count, named, pictures
 from published.transformer import only
-from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.parallel.network import Network, Params
 from zigzag.parallel.products import matmul
@@ -58,9 +57,7 @@ def _fields(r):
     general.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
     float(r["logit_scale_init_value"])      # (fails here if the table of weights could not read it)
-    if not isinstance(text["eos_token_id"], int):
-        raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
-                          f"expected a whole number")
+    an_id("text_config.eos_token_id", text["eos_token_id"])
     return {**general.tower_sizes(text), "positions": "learned", **named(
         text, vocab_size="vocab_size", seq_len="max_position_embeddings",
         position_rows="max_position_embeddings")}

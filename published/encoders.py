@@ -22,13 +22,13 @@ from published.family import (
 )
 from published.positions import patch_ids
 from published.record import (
+    an_id,
     classed,
     count,
     pictures,
     refuse,
     sizes,
     tower,
-    wrong,
 )
 from zigzag.core.errors import ConfigError
 
@@ -121,10 +121,8 @@ def _roberta(r):
     fields = _text(r, "Roberta")
     if fields["head"] == "masked" and fields["activation"] != "gelu":
         refuse(r, hidden_act="gelu")    # (its head uses gelu, whatever the layers use)
-    rows, padding = r["max_position_embeddings"], r["pad_token_id"]
-    if not isinstance(padding, int) or not 0 <= padding < min(rows - 1, r["vocab_size"]):
-        raise wrong("pad_token_id", padding, f": expected an id, below the max_position_embeddings "
-                    f"{rows} less 1")
+    rows = r["max_position_embeddings"]     # (one of which is for padding, and one after it)
+    padding = an_id("pad_token_id", r["pad_token_id"], min(rows - 1, r["vocab_size"]))
     return {**fields, "pad_id": padding, "position_offset": padding + 1,
             "seq_len": rows - padding - 1}
 

@@ -247,10 +247,9 @@ def _of_encoders(c):
                                              or c.dense_layers),
          f"must divide --layers {c.layers}, of an encoder (--causal false)"),
         # (An encoder itself has causal=False.)
-        ("stem", c.own_stem == "frames" and c.causal,
-         "give --encoder_layers; text follows from sound"),
         ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
-         "pictures and sound have --causal false, and --head classes or none"),
+         "give --encoder_layers, from which text follows, or --causal false and --head classes or "
+         "none"),
         ("patch_size", c.stem == "patches" and c.patch_size > c.image_size,
          f"expected at most --image_size {c.image_size}"),
         ("head", classes and (c.experts or c.pool == "mean" and c.stem != "patches"),

@@ -31,8 +31,10 @@ from published.family import (
 from published.gpt import GPT
 from published.positions import mscale
 from published.record import (
+    MOST,
     Fields,
     Record,
+    an_id,
     as_older,
     count,
     decoder_head,
@@ -110,10 +112,7 @@ def start_id(c: Any) -> int:
     """The id with which an encoder-decoder begins a text: in T5, its padding."""
     start = token_id(c, "decoder_start_token_id")
     start = start if start is not None else token_id(c, "pad_token_id") or 0
-    if c.vocab_size and not 0 <= start < c.vocab_size:
-        raise wrong("decoder_start_token_id", start, f": expected an id below the vocab_size "
-                    f"{c.vocab_size}")
-    return start
+    return an_id("decoder_start_token_id", start, c.vocab_size or MOST)
 
 
 def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:

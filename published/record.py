@@ -262,6 +262,13 @@ def count(r: Any, name: str, most: int = MOST) -> int:
     return value
 
 
+def an_id(name: str, value: Any, below: int = MOST) -> int:
+    """An id, which numbers tokens from 0 to below a bound."""
+    if not _is(int, value) or not 0 <= value < below:
+        raise wrong(name, value, f": expected an id, at least 0 and below {below}")
+    return value
+
+
 def factor(r: Record, name: str) -> float:
     """A factor or a bound: a number above 0. (In a Config, 0 means none or derived.)"""
     if not _is(float, r[name]) or not r[name] > 0:
