@@ -134,6 +134,11 @@ class Config(Computed):
         check(self)
 
     @property
+    def side(self) -> int:
+        """The number of patches on a side of a picture."""
+        return self.image_size // self.patch_size
+
+    @property
     def own_stem(self) -> str:
         """The input of the main stack of layers: tokens, if there is an encoder (which has `stem`).
         """

@@ -104,7 +104,7 @@ def _to_bfloat16(x):
 def relative_rows(c: Any) -> int:
     """J, the number of learned biases of a head, one for each kind of distance."""
     if c.relative == "grid":
-        return (2 * (c.image_size // c.patch_size) - 1) ** 2 + 3
+        return (2 * c.side - 1) ** 2 + 3
     return c.relative_buckets
 
 
@@ -133,7 +133,7 @@ def _bucket_ids(c, query, key):
 def patch_ids(c: Any, query: Any, key: Any) -> Any:
     """BEiT's indices of pairs of slots: one for each distance in rows and columns of patches, and
     three more for the class token (slot 0): from it, to it, and with itself."""
-    ids, last = grid_ids(query - 1, key - 1, c.image_size // c.patch_size), relative_rows(c) - 1
+    ids, last = grid_ids(query - 1, key - 1, c.side), relative_rows(c) - 1
     ids = jnp.where(key == 0, last - 1, ids)
     return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
 

@@ -118,9 +118,8 @@ class Record:
         return bool(self.given)
 
     def __getitem__(self, name: str) -> Any:
-        self.has_read.add(name)
         value = self.values[name]
-        return self.part(name) if isinstance(value, dict) else value
+        return self.part(name) if isinstance(value, dict) else self.plain(name)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self.values else default

@@ -56,11 +56,6 @@ class Run(NamedTuple):
     window: int     # tokens on a side of a window; the picture's side if all tokens see all
 
 
-def side(c: Config) -> int:
-    """The number of tokens on a side of a picture."""
-    return c.image_size // c.patch_size
-
-
 def runs(c: Config) -> list[Run]:
     known = record_of(c)
 
@@ -68,14 +63,14 @@ def runs(c: Config) -> list[Run]:
         return 0 if i in known["global_attn_indexes"] else known["window_size"]
 
     groups = itertools.groupby(range(c.layers), window)
-    return [Run(f"run{n}", list(numbers), size or side(c))
+    return [Run(f"run{n}", list(numbers), size or c.side)
             for n, (size, numbers) in enumerate(groups)]
 
 
 def table(c: Config) -> Params:
     """The table of all weights."""
     D, out = c.d_model, record_of(c)["output_channels"]
-    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
+    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=c.side, p=c.side, O=out)
     weights = stems.patch_weights(c, make)
     if record_of(c)["use_abs_pos"]:
         weights["positions"] = make("1 P p D/fsdp", 0.02)
@@ -132,7 +127,7 @@ def _score_bias(known):
 def _neck(params, x, c):
     """x [B, T, D] -> [B, O, h, w]. The first convolution is 1 x 1, a product for each token."""
     x = norm(params, "neck_norm", matmul(x, params["neck"][0, 0]), c, eps=EPS)
-    x = shard.whole_time(x).reshape(len(x), side(c), side(c), -1)
+    x = shard.whole_time(x).reshape(len(x), c.side, c.side, -1)
     x = lax.conv_general_dilated(x, params["neck_out"], (1, 1), [(1, 1), (1, 1)],
                                  dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return norm(params, "norm", x, c, eps=EPS).transpose(0, 3, 1, 2)
@@ -140,9 +135,9 @@ def _neck(params, x, c):
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
     """Pictures [B, C, height, width] -> [B, O, h, w]. They must have config's image_size."""
-    c, size = config, (side(config),) * 2
+    c, size = config, (config.side,) * 2
     stems.check_source(pictures, c)
-    params, kept = cast(params, c.dtype), side(c) * c.patch_size
+    params, kept = cast(params, c.dtype), c.side * c.patch_size
     x = windows.patches(params, pictures[:, :, :kept, :kept], c)
     x = x + params["positions"] if "positions" in params else x
     x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
@@ -169,7 +164,7 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
 def batch_shapes(config: Config, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     shapes = transformer.batch_shapes(config, rows)
-    there = rows, record_of(config)["output_channels"], side(config), side(config)
+    there = rows, record_of(config)["output_channels"], config.side, config.side
     return shapes | {"targets": shapes["source"].update(shape=there)}
 
 

@@ -21,7 +21,7 @@ from zigzag.parallel.network import Params
 def length(c: Any) -> int:
     """T, the number of vectors that a stem makes."""
     if c.stem == "patches":
-        return (c.image_size // c.patch_size) ** 2 + 1
+        return c.side ** 2 + 1
     return c.source_len
 
 
@@ -59,7 +59,7 @@ def stream(params: Params, source: Array, c: Any) -> Array:
 
 def _patches(params, pictures, c):
     """Pictures [B, C, height, width] -> [B, 1 + patches, D]."""
-    B, size, side = len(pictures), c.patch_size, c.image_size // c.patch_size
+    B, size, side = len(pictures), c.patch_size, c.side
     w = params["patch"]
     x = pictures[:, :, :side * size, :side * size].astype(w.dtype)
     x = x.reshape(B, c.channels, side, size, side, size)
