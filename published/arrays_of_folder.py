@@ -220,40 +220,38 @@ class Part(NamedTuple):
     change: Change
 
 
-def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
-    """What a letter in a name numbers: stacks of layers, and the numbers of their layers there.
-
-    {l} any layer, {d} one of dense_layers, {m} one of the others, {s} one of the encoder (of the
-    source)."""
-    counts = layer_counts(table)
+def stacks_of(own: Fields) -> dict[str, list[tuple[str, range]]]:
+    """What the word in braces in a name numbers: stacks of layers, and the numbers of their layers
+    there. A word is the path of a stack, {encoder.layers} for example; {l} is any layer, of
+    dense_layers or of those that follow them."""
+    counts = {path.rpartition(".")[0]: w.shape[0] for path, w in own.items() if "L" in w.axes}
+    found = {stack: [(stack, range(count))] for stack, count in counts.items()}
     dense = counts.get("dense_layers", 0)
-    first = ("dense_layers", range(dense))
-    others = ("layers", range(dense, dense + counts.get("layers", 0)))
-    encoder = layer_counts(table.get("encoder", {})).get("layers", 0)
-    return {"l": [first, others], "d": [first], "m": [others],
-            "s": [("encoder.layers", range(encoder))]}
+    found["layers"] = [("layers", range(dense, dense + counts.get("layers", 0)))]
+    return found | {"l": [*found.get("dense_layers", []), *found["layers"]]}
 
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
                      ) -> Iterator[tuple[str, list[Part]]]:
     """(name, its Parts) of every array that a model of this configuration has. In names {e} is the
-    number of an expert, and any other letter the number of a layer (see stacks_of). `is_fused`: one
+    number of an expert, and any other word the number of a layer (see stacks_of). `is_fused`: one
     array has all experts."""
     names, own, adjust = family.arrays, by_path(table), family.adjust(config)
     names = names(config) if callable(names) else names
-    stacks = family.stacks(config) if family.stacks else stacks_of(table)
+    stacks = stacks_of(own) | family.stacks(config)
     if is_fused:
         names = {name: ours for name, ours in names.items() if "{e}" not in name} | family.fused
     for template, ours in names.items():
-        letter = "".join(re.findall(r"{([^e])}", template))     # (one at most)
+        word = "".join(re.findall(r"{(?!e})(.*?)}", template))      # (one at most)
         experts = range(config.experts) if "{e}" in template else [None]
-        for stack, numbers in stacks[letter] if letter else [("", [None])]:
+        for stack, numbers in stacks.get(word, []) if word else [("", [None])]:
             for end, pattern, sign, paths in _rows(ours, stack and f"{stack}.", own):
                 weights = {path: own[path] for path in paths}
                 parts = _layouts_of(pattern, weights, config, "{e}" in template)
                 for at, number in enumerate(numbers):
                     for e in experts:
-                        name = f"{template}{end}".format(**{letter or "l": number, "e": e})
+                        name = template.replace(f"{{{word}}}", str(number)) + end
+                        name = name.replace("{e}", str(e))
                         yield name, [Part(path, at if stack else None, e, layout, sign,
                                           adjust.get(path.rsplit(".", 1)[-1], Change()))
                                      for path, layout in parts.items()]
@@ -317,8 +315,8 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
         spare |= {name: why for name in there if re.fullmatch(pattern, name)}
     is_fused = any(name.endswith(FUSED) for name in there)
     # (The folder of a bare model, without a head, has names without the prefix.)
-    bare = family.prefix and not any(
-        name.startswith(family.prefix) for name in there - spare.keys())
+    named = there - spare.keys()
+    bare = family.prefix and not any(name.startswith(family.prefix) for name in named)
     expected = {}
     for name, parts in published_arrays(family, config, table, is_fused):
         if len(expected) > 2 * len(there) + 99:     # (before a wrong number makes a long list)
@@ -333,8 +331,8 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     found = {part[:3] for name in expected.keys() & there for part in expected[name]}
     lost = {name for name, parts in expected.items() if parts[0].sign == "->" and name not in there
             and parts[0][:3] not in found}
-    more = there - spare.keys() - expected.keys()
-    for what, those in (("lacks", lost), ("has what is no part of its model:", more)):
+    for what, those in (("lacks", lost),
+                        ("has what is no part of its model:", named - expected.keys())):
         if those:
             raise ConfigError(f"{folder.path} {what} {_listed(those)}")
     for name in spare.keys() - expected.keys():

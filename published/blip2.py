@@ -132,7 +132,7 @@ VISION_ARRAYS = {
     "embeddings.patch_embedding": "vision.patch",
     "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
     "embeddings.position_embedding": "1 P D -> vision.positions", "post_layernorm": "vision.norm",
-    **under("encoder.layers.{v}.", mlp("mlp.fc1", "mlp.fc2"), {
+    **under("encoder.layers.{vision.layers}.", mlp("mlp.fc1", "mlp.fc2"), {
         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
         "self_attn.projection": "wo"})}
 ARRAYS = under("vision_model.", VISION_ARRAYS) | {
@@ -143,16 +143,14 @@ ARRAYS = under("vision_model.", VISION_ARRAYS) | {
     {"output_query.LayerNorm": "mlp_norm"}) | under(
     "qformer.encoder.layer.{x}.",
     _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
-        # (OPT's layers are numbered by the letter t here.)
-        name.replace("{l}", "{t}"): ours if "{l}" in name else _of_text(ours)
+        name.replace("{l}", "{text.layers}"): ours if "{l}" in name else _of_text(ours)
         for name, ours in llama.FAMILIES["opt"].arrays.items()})
 
 
 def _stacks(c):
-    v, q = vision_config(c).layers, qformer_config(c).layers
+    q = qformer_config(c).layers
     crossed = ("qformer.cross_layers", range(0, q, 2))
-    return {"v": [("vision.layers", range(v))], "t": [("text.layers", range(c.layers))],
-            "q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
+    return {"q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
 
 
 FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,

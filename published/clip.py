@@ -89,21 +89,16 @@ LAYER = {**attention("self_attn.{}_proj", "q k v out"), **mlp("mlp.fc1", "mlp.fc
 ARRAYS = {"logit_scale": "-> logit_scale", "text_projection": "text_projection",
           "visual_projection": "vision_projection"} | under("text_model.", {
     "embeddings.token_embedding": "text.embed", "embeddings.position_embedding": "text.positions",
-    "final_layer_norm": "text.norm"}, under("encoder.layers.{t}.", LAYER)) | under(
+    "final_layer_norm": "text.norm"}, under("encoder.layers.{text.layers}.", LAYER)) | under(
     "vision_model.", {
         "embeddings.class_embedding": "-> vision.class_token",
         "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
         "embeddings.position_embedding": "vision.positions",
         "pre_layrnorm": "vision.embed_norm", "post_layernorm": "vision.norm"},
-    under("encoder.layers.{v}.", LAYER))
+    under("encoder.layers.{vision.layers}.", LAYER))
 
 
-def _stacks(c):
-    return {"t": [("text.layers", range(c.layers))],
-            "v": [("vision.layers", range(vision_config(c).layers))]}
-
-
-FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
+FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE,
                            ignored={r".*embeddings\.position_ids": is_range},
                            neutral=keys("text_config.projection_dim vision_config.projection_dim "
                                         "tie_word_embeddings"))}

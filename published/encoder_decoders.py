@@ -1,7 +1,6 @@
 """Published encoder-decoders: T5, BART and Whisper.
 
-In names {s} numbers the encoder's layers (s for source), {m} the decoder's. family.py explains
-`Family`.
+family.py explains `Family`.
 """
 
 import json
@@ -86,8 +85,8 @@ def _t5_arrays(c):
             "encoder.embed_tokens.weight": "== embed", "decoder.embed_tokens.weight": "== embed",
             f"encoder.{relative}": "encoder.relative", f"decoder.{relative}": "relative",
             "encoder.final_layer_norm": "encoder.norm", "decoder.final_layer_norm": "norm",
-            **under("encoder.block.{s}.layer.", under("0.", own), under("1.", others)),
-            **under("decoder.block.{m}.layer.", under("0.", own), under("1.", cross),
+            **under("encoder.block.{encoder.layers}.layer.", under("0.", own), under("1.", others)),
+            **under("decoder.block.{layers}.layer.", under("0.", own), under("1.", cross),
                     under("2.", others))}
 
 
@@ -126,8 +125,8 @@ OTHERS = mlp("fc1", "fc2") | {"final_layer_norm": "mlp_norm"}
 CODERS = under("model.", {
     "decoder.embed_positions": "positions", "encoder.embed_positions": "encoder.positions",
     "encoder.layer_norm": "encoder.norm", "decoder.layer_norm": "norm"}) | under(
-        "model.encoder.layers.{s}.", OWN, OTHERS) | under(
-        "model.decoder.layers.{m}.", OWN, CROSS, OTHERS)
+        "model.encoder.layers.{encoder.layers}.", OWN, OTHERS) | under(
+        "model.decoder.layers.{layers}.", OWN, CROSS, OTHERS)
 
 
 def _bart(r):

@@ -33,8 +33,8 @@ class Family(NamedTuple):
     ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
     adjust: Callable[[Any], Changes] = lambda c: {}     # weights that differ from ours
     aliases: Names = {}                         # {other name: usual name}
-    stacks: Callable[[Any], Fields] | None = None   # a Config -> what letters in names
-                                                # number; None: published.stacks_of
+    stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> what words in names number,
+                                                # beside those of arrays_of_folder.stacks_of
     older: Names = {}                           # {part of a name: its name in older or newer
                                                 # versions}
     fused: Names = {}                           # arrays that have all experts, instead of one array

@@ -426,7 +426,8 @@ def _deepseek_v3_arrays(c):
     shared = {name.replace("mlp.", "mlp.shared_experts."): ours for name, ours in MLP.items()}
     return (ENDS | under(LAYER, NORMS, under("self_attn.", latent, queries if c.q_rank else
                                              {"q_proj": "wq"}))
-            | under("model.layers.{d}.", MLP) | under("model.layers.{m}.", routed, shared))
+            | under("model.layers.{dense_layers}.", MLP)
+            | under("model.layers.{layers}.", routed, shared))
 
 
 def _deepseek_v3_order(c):

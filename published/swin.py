@@ -183,8 +183,6 @@ def check(c: Config, mesh: Any) -> None:
 DEFAULTS = dict(image_size=224, patch_size=4, num_channels=3, embed_dim=96, depths=[2, 2, 6, 2],
                 num_heads=[3, 6, 12, 24], window_size=7, mlp_ratio=4.0, qkv_bias=True,
                 hidden_act="gelu", use_absolute_embeddings=False, layer_norm_eps=1e-5)
-# The letter that numbers each stage's layers in patterns of published names. (e is for experts.)
-LETTERS = "abcdfghi"
 
 
 def _fields(r):
@@ -205,9 +203,9 @@ def _check_stages(r):
     size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
-            1 <= len(depths) == len(heads) <= len(LETTERS)):
+            1 <= len(depths) == len(heads)):
         raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of "
-                    f"equally many numbers, at most {len(LETTERS)}")
+                    f"equally many numbers")
     for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
         if width % count({"num_heads": own}, "num_heads"):
@@ -223,20 +221,16 @@ def _check_stages(r):
 
 def _arrays(c):
     found = PATCHES | {"embeddings.norm": "embed_norm", "layernorm": "norm"}
-    for i, (stage, letter) in enumerate(zip(stages(c), LETTERS)):
+    for i, stage in enumerate(stages(c)):
         found |= under(f"encoder.layers.{i}.", {"downsample.reduction": f"{stage.name}.merge",
                                                 "downsample.norm": f"{stage.name}.merge_norm"})
         found |= under(
-            f"encoder.layers.{i}.blocks.{{{letter}}}.", mlp("intermediate.dense", "output.dense"),
+            f"encoder.layers.{i}.blocks.{{{stage.name}.layers}}.",
+            mlp("intermediate.dense", "output.dense"),
             names_of_attention("attention.{}", "self.query self.key self.value output.dense"),
             {"layernorm_before": "attn_norm", "layernorm_after": "mlp_norm",
              "attention.self.relative_position_bias_table": "-> relative"})
     return under("swin.", found) | {"classifier": "classifier"}
-
-
-def _stacks(c):
-    return {letter: [(f"{stage.name}.layers", range(stage.layers))]
-            for stage, letter in zip(stages(c), LETTERS)}
 
 
 # The names that transformers 5 uses if it is asked not to save in the original format.
@@ -254,7 +248,7 @@ def _is_index(c, array):
 
 
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
-              stacks=_stacks, older=NEWER, aliases={"num_attention_heads": "num_heads"},
+              older=NEWER, aliases={"num_attention_heads": "num_heads"},
               neutral=keys("""drop_path_rate encoder_stride hidden_size num_layers out_features
                               out_indices path_norm stage_names tie_word_embeddings"""))
 
