@@ -204,18 +204,15 @@ def mscale(factor: float, by: float) -> float:
     return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _of_yarn(known):
+def _sharpens(known):
+    """The factor on sine and cosine of yarn and longrope."""
     factor, by, by_all = known.get("factor", 1), known.get("mscale"), known.get("mscale_all_dim")
     if (given := known.get("attention_factor")) is not None:
         return given
+    if known["rope_type"] == "longrope":
+        trained = known["original_max_position_embeddings"]
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     return mscale(factor, by) / mscale(factor, by_all) if by and by_all else mscale(factor, 1.0)
-
-
-def _of_longrope(known):
-    factor, trained = known.get("factor", 1), known["original_max_position_embeddings"]
-    if (given := known.get("attention_factor")) is not None:
-        return given
-    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
 
 def _longer(known, length):
@@ -223,4 +220,4 @@ def _longer(known, length):
 
 
 SCALINGS.update({"dynamic": Scaling(_dynamic, positions=_longer),
-                 "yarn": Scaling(_yarn, _of_yarn), "longrope": Scaling(_longrope, _of_longrope)})
+                 "yarn": Scaling(_yarn, _sharpens), "longrope": Scaling(_longrope, _sharpens)})
