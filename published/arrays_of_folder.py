@@ -21,13 +21,12 @@ heads for each key head. Brackets ( ) merge axes into one. A | B is the concaten
 K [A | B] repeats the content of the brackets K times: for each key head, its query heads, its key
 and its value. A 1 is an axis of length 1, which our weight may lack. An array with == is not
 written, and may be missing; if it is there, it must have the same numbers. One with ~ is written,
-but read only if the other is missing.
+but read only if there is no other, and may be missing: then the weight is zeros.
 
 A Layout says which part of an array a weight is, as a view: a device reads its own range of that
 view of the file, and writing assigns to the view of a new array.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -40,10 +39,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from published.record import Fields, listed
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import check_others, read_json, write_json
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
+from zigzag.generate.rows import on_host
 from zigzag.parallel.table import layer_counts
 
 # {dtype of what is written: its name in a file}
@@ -121,18 +122,17 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
 
 def _listed(names):
     """The first ten of these names as text, shortened if they are long."""
-    first = [n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)[:10]]
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(first) + more
+    return listed([n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)],
+                  10)
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> Fields:
     """The content of a folder's config.json."""
-    config = read_json(Path(path) / "config.json")
+    file = Path(path) / "config.json"
+    config = read_json(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ConfigError(f"{Path(path) / 'config.json'}: no model_type in it; expected the "
-                          f"config.json of a published model (a run is given as --run, or to "
-                          f"train.py as --init_from)")
+        raise ConfigError(f"{file}: no model_type in it; expected the config.json of a published "
+                          f"model (a run is given as --run, or to train.py as --init_from)")
     return config
 
 
@@ -196,19 +196,18 @@ def _mapped(path):
     return arrays
 
 
-def _numbers(folder, name, part):
-    """A part of an array of a folder as float32; its numbers must be finite."""
-    part = np.asarray(part, np.float32)
-    if not np.isfinite(part).all():
-        raise ConfigError(f"{folder.path}: {name} has numbers that are not finite")
-    return part
-
-
 # -------------------------------------------------------------------------------------------
 # The arrays of a family, and reading weights
 
-# An array that is read, a copy that must be equal, one that is ignored.
+# An array that is read, a copy that must be equal, one that is read if there is no other.
 SIGNS = ("->", "==", "~")
+
+
+class Change(NamedTuple):
+    """The difference of one of our weights from the published one: the order of its last axis, and
+    a number added to it."""
+    order: np.ndarray | None = None
+    offset: float = 0.0
 
 
 class Part(NamedTuple):
@@ -218,47 +217,43 @@ class Part(NamedTuple):
     expert: int | None
     layout: Layout
     sign: str               # one of SIGNS
+    change: Change
 
 
-def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
-    """What a letter in a name numbers: stacks of layers, and the numbers of their layers there.
-
-    {l} any layer, {d} one of dense_layers, {m} one of the others, {s} one of the encoder (of the
-    source)."""
-    counts = layer_counts(table)
+def stacks_of(own: Fields) -> dict[str, list[tuple[str, range]]]:
+    """What the word in braces in a name numbers: stacks of layers, and the numbers of their layers
+    there. A word is the path of a stack, {encoder.layers} for example; {l} is any layer, of
+    dense_layers or of those that follow them."""
+    counts = {path.rpartition(".")[0]: w.shape[0] for path, w in own.items() if "L" in w.axes}
+    found = {stack: [(stack, range(count))] for stack, count in counts.items()}
     dense = counts.get("dense_layers", 0)
-    first = ("dense_layers", range(dense))
-    others = ("layers", range(dense, dense + counts.get("layers", 0)))
-    encoder = layer_counts(table.get("encoder", {})).get("layers", 0)
-    return {"l": [first, others], "d": [first], "m": [others],
-            "s": [("encoder.layers", range(encoder))]}
+    found["layers"] = [("layers", range(dense, dense + counts.get("layers", 0)))]
+    return found | {"l": [*found.get("dense_layers", []), *found["layers"]]}
 
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
-                     ) -> dict[str, list[Part]]:
-    """{name: its Parts} of every array that a model of this configuration has."""
-    return dict(_each_array(family, config, table, is_fused))
-
-
-def _each_array(family, config, table, is_fused) -> Iterator[tuple[str, list[Part]]]:
-    """(name, its Parts) of every array. In names {e} is the number of an expert, and any other
-    letter the number of a layer (see stacks_of). `is_fused`: one array has all experts."""
-    names, own = family.arrays, by_path(table)
+                     ) -> Iterator[tuple[str, list[Part]]]:
+    """(name, its Parts) of every array that a model of this configuration has. In names {e} is the
+    number of an expert, and any other word the number of a layer (see stacks_of). `is_fused`: one
+    array has all experts."""
+    names, own, adjust = family.arrays, by_path(table), family.adjust(config)
     names = names(config) if callable(names) else names
-    stacks = family.stacks(config) if family.stacks else stacks_of(table)
+    stacks = stacks_of(own) | family.stacks(config)
     if is_fused:
         names = {name: ours for name, ours in names.items() if "{e}" not in name} | family.fused
     for template, ours in names.items():
-        letter = next((x for x in re.findall(r"{(\w)}", template) if x != "e"), "")
+        word = "".join(re.findall(r"{(?!e})(.*?)}", template))      # (one at most)
         experts = range(config.experts) if "{e}" in template else [None]
-        for stack, numbers in stacks[letter] if letter else [("", [None])]:
+        for stack, numbers in stacks.get(word, []) if word else [("", [None])]:
             for end, pattern, sign, paths in _rows(ours, stack and f"{stack}.", own):
                 weights = {path: own[path] for path in paths}
                 parts = _layouts_of(pattern, weights, config, "{e}" in template)
                 for at, number in enumerate(numbers):
                     for e in experts:
-                        name = f"{template}{end}".format(**{letter or "l": number, "e": e})
-                        yield name, [Part(path, at if stack else None, e, layout, sign)
+                        name = template.replace(f"{{{word}}}", str(number)) + end
+                        name = name.replace("{e}", str(e))
+                        yield name, [Part(path, at if stack else None, e, layout, sign,
+                                          adjust.get(path.rsplit(".", 1)[-1], Change()))
                                      for path, layout in parts.items()]
 
 
@@ -293,9 +288,8 @@ def _layout_there(rows, has_expert):
     before inputs; all axes of a vector merged into one; those of a table apart."""
     outputs, others = [], ""
     for w in rows:
-        letters = [x for x in w.axes if x not in ("L", "1")]
+        letters = [x for x in w.axes if x not in ("L1E" if w.is_of_experts else "L1")]
         experts = w.is_of_experts and not has_expert
-        letters = letters[1:] if w.is_of_experts else letters
         if w.is_table or not letters:
             return " ".join(letters)
         if "1" in w.axes or len(letters) == 1:      # a vector
@@ -315,13 +309,16 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
     """{name: its Parts} of the arrays of this folder. Refuses a folder in which an array is missing
     or unknown, or has another shape or a dtype that we do not read."""
-    spare = _ignored(folder, family, config)
-    there = folder.arrays.keys()
-    is_fused = bool(family.fused) and any(name.endswith(FUSED) for name in there)
+    there, spare = folder.arrays.keys(), {}     # {array that may be no weight: why}
+    for pattern, why in family.ignored.items():
+        pattern = pattern.replace("{layers}", str(config.layers))
+        spare |= {name: why for name in there if re.fullmatch(pattern, name)}
+    is_fused = any(name.endswith(FUSED) for name in there)
     # (The folder of a bare model, without a head, has names without the prefix.)
-    bare = family.prefix and not any(name.startswith(family.prefix) for name in there - spare)
+    named = there - spare.keys()
+    bare = family.prefix and not any(name.startswith(family.prefix) for name in named)
     expected = {}
-    for name, parts in _each_array(family, config, table, is_fused):
+    for name, parts in published_arrays(family, config, table, is_fused):
         if len(expected) > 2 * len(there) + 99:     # (before a wrong number makes a long list)
             experts = f" with {config.experts} experts each" if config.experts else ""
             raise ConfigError(f"{folder.path} has {len(there)} arrays; its config.json says "
@@ -333,9 +330,9 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     # If several arrays are copies, one is enough, under any of their names.
     found = {part[:3] for name in expected.keys() & there for part in expected[name]}
     lost = {name for name, parts in expected.items() if parts[0].sign == "->" and name not in there
-            and name not in family.optional and parts[0][:3] not in found}
-    more = there - spare.keys() - expected.keys()
-    for what, those in (("lacks", lost), ("has what is no part of its model:", more)):
+            and parts[0][:3] not in found}
+    for what, those in (("lacks", lost),
+                        ("has what is no part of its model:", named - expected.keys())):
         if those:
             raise ConfigError(f"{folder.path} {what} {_listed(those)}")
     for name in spare.keys() - expected.keys():
@@ -347,14 +344,6 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
             raise ConfigError(f"{folder.path}: {name} ({array.dtype}) has the shape "
                               f"{list(array.shape)}; its config.json says {list(shape)}, of floats")
     return expected
-
-
-def _ignored(folder, family, config):
-    """{array: why} of the arrays of a folder that may not be weights."""
-    patterns = {p.replace("{layers}", str(config.layers)): why
-                for p, why in family.ignored.items()}
-    return {name: why for name in folder.arrays for p, why in patterns.items()
-            if re.fullmatch(p, name)}
 
 
 def _check_ignored(folder, config, name, why):
@@ -376,20 +365,19 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     expected = check_arrays(folder, family, config, table)
     if places is None:
         return None
-    pieces, axes, adjust = {}, by_path(table), family.adjust(config)
+    pieces, axes = {}, by_path(table)
     for name, parts in expected.items():        # {our path: its Parts, with the array of each}
         for part in parts:
             pieces.setdefault(part.path, []).append((name, part))
 
     def make(path, shape):
         path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
-        change = adjust.get(path.rsplit(".", 1)[-1], Change())
 
         @functools.cache
         def read(*bounds):
             ranges = [slice(*one) for one in bounds]
             ranges = ranges if number is None else [slice(number, number + 1), *ranges]
-            found = _read_part(folder, axes[path].axes, pieces.get(path, []), ranges, change)
+            found = _read_part(folder, axes[path].axes, pieces.get(path, []), ranges)
             return (found if number is None else found[0]).astype(shape.dtype, copy=False)
 
         return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: read(
@@ -406,7 +394,7 @@ def _of_stack(path, counts):
     return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
 
 
-def _read_part(folder, axes, pieces, ranges, change):
+def _read_part(folder, axes, pieces, ranges):
     """The part of one of our weights in these ranges; zeros where no array has it."""
     out, done = np.zeros([r.stop - r.start for r in ranges], np.float32), {}
     for name, part in sorted(pieces, key=lambda piece: SIGNS.index(piece[1].sign)):
@@ -418,26 +406,16 @@ def _read_part(folder, axes, pieces, ranges, change):
         first = done.setdefault(part[:3], name)
         if first != name and part.sign == "~":
             continue
-        found = part.layout.read(folder.arrays[name], ranges[stacked:], change.order)
-        found = _numbers(folder, name, found) + np.float32(change.offset)
+        found = part.layout.read(folder.arrays[name], ranges[stacked:], part.change.order)
+        found = np.asarray(found, np.float32) + np.float32(part.change.offset)
+        if not np.isfinite(found).all():
+            raise ConfigError(f"{folder.path}: {name} has numbers that are not finite")
         at = (*(number - r.start for number, r in places), *map(slice, found.shape))
         if first != name and (found != out[at]).any():
             raise ConfigError(f"{folder.path}: {first} and {name} differ; its config.json says "
                               f"that they are tied")
         out[at] = found
     return out
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """The difference of one of our weights from the published one: the order of its last axis, and
-    a number added to it."""
-    order: np.ndarray | None = None
-    offset: float = 0.0
-
-    def write(self, w: np.ndarray) -> np.ndarray:
-        w = w - np.float32(self.offset)
-        return w if self.order is None else w[..., np.argsort(self.order)]
 
 
 def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
@@ -454,7 +432,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
         raise ConfigError(refusal)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    expected, weights = published_arrays(family, config, table), by_path(params)
+    expected, weights = dict(published_arrays(family, config, table)), by_path(params)
     if lost := weights.keys() - {part.path for parts in expected.values() for part in parts}:
         raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
@@ -464,39 +442,35 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
             shape, begin = parts[0].layout.shape, end
             end += math.prod(shape) * jnp.dtype(dtype).itemsize
             header[name] = dict(dtype=DTYPES[dtype], shape=shape, data_offsets=(begin, end))
-    text, adjust = json.dumps(header).encode(), family.adjust(config)
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     if is_writer:
         path.mkdir(parents=True, exist_ok=True)
     with open(path / "model.safetensors" if is_writer else os.devnull, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in [*header][1:]:
-            file.write(published_array(name, expected[name], weights, adjust, dtype).tobytes())
+            file.write(published_array(name, expected[name], weights, dtype).tobytes())
     if is_writer:
         write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
                                           "torch_dtype": dtype})
 
 
-def published_array(name: str, parts: list[Part], weights: dict[str, Any],
-                    adjust: dict[str, Change], dtype: str = "float32") -> np.ndarray:
+def published_array(name: str, parts: list[Part], weights: Fields, dtype: str = "float32"
+                    ) -> np.ndarray:
     """A published array, made from all of our weights in it, which are given by their paths."""
     array = np.zeros(parts[0].layout.shape, np.float32)
     for part in parts:
         w, layout = weights[part.path], part.layout
         for number in (part.layer, part.expert):
             w = w if number is None else w[number]
-        w = whole(w).reshape([-1 if a == "V" else layout.sizes[a] for a in layout.own])
+        w = np.asarray(on_host(w), np.float32).reshape(
+            [-1 if a == "V" else layout.sizes[a] for a in layout.own])
         w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # (without padding)
-        layout.write(array, adjust.get(part.path.rsplit(".", 1)[-1], Change()).write(w))
+        w, order = w - np.float32(part.change.offset), part.change.order
+        layout.write(array, w if order is None else w[..., np.argsort(order)])
     with np.errstate(over="ignore"):
         array = array.astype(jnp.dtype(dtype))
     if not np.isfinite(array.astype(np.float32)).all():
         raise ConfigError(f"{name} has numbers that are not finite, or too large for {dtype}")
     return array
 
-
-def whole(x: Any) -> np.ndarray:
-    """An array of a mesh as numpy, with the parts of other processes."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(x.sharding.mesh, jax.P()))(x)
-    return np.asarray(x, np.float32)

@@ -18,7 +18,6 @@ Letters are transformer.py's; Q queries, X the width of the vision tower.
 """
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -29,10 +28,12 @@ from jax import Array
 import shard
 from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
-from published.general import Config
-from published.record import Record, classed, count, pictures, refuse, wrong
+from published.general import Batch, Config, Shapes
+from published.llama import record_of
+from published.record import an_id, classed, count, pictures, refuse, wrong
+from published.transformer import only
 from zigzag.core.mesh import cast, vary_like
-from zigzag.parallel.network import Layer, Network, Params, with_hits
+from zigzag.parallel.network import Layer, Network, Params
 from zigzag.parallel.products import lookup, matmul
 from zigzag.parallel.table import Table
 
@@ -53,11 +54,6 @@ WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qf
              text_config=None)
 
 
-def published(c: Any) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), WHOLE)
-
-
 def _fields(r):
     classed(r, {"": {}, "Blip2ForConditionalGeneration": {}, "Blip2Model": {}})
     refuse(r, use_decoder_only_language_model=True)
@@ -68,10 +64,8 @@ def _fields(r):
     if text["embed_dim"] != text["d_model"]:
         raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
                     f" is not supported, only hidden_size {text['d_model']}")
-    image, queries = r["image_token_index"], count(r, "num_query_tokens")
-    if not isinstance(image, int) or not 0 <= image < text["vocab_size"]:
-        raise wrong("image_token_index", image, f": expected the id that occurs {queries} times "
-                    f"in a text with a picture, below vocab_size {text['vocab_size']}")
+    count(r, "num_query_tokens")    # (in a text with a picture this id occurs so many times)
+    an_id("image_token_index", r["image_token_index"], text["vocab_size"])
     general.tower(None, "vision_config", _vision(r))
     general.tower(None, "qformer_config", _qformer(r))
     text.pop("published")
@@ -96,30 +90,29 @@ def _qformer(r):
 
 
 def vision_config(c: Any) -> Any:
-    return general.tower(c, "vision_config", _vision(published(c)))
+    return general.tower(c, "vision_config", _vision(record_of(c)))
 
 
 def qformer_config(c: Any) -> Any:
-    return general.tower(c, "qformer_config", _qformer(published(c)))
+    return general.tower(c, "qformer_config", _qformer(record_of(c)))
 
 
 # -------------------------------------------------------------------------------------------
 # Weights, and the arrays of published models
 
-def table(c: Any) -> dict[str, Any]:
+def table(c: Any) -> Params:
     v, q = vision_config(c), qformer_config(c)
-    make = Table(L=q.layers // 2, Q=published(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
+    make = Table(L=q.layers // 2, Q=record_of(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
                  X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
-    half = tables.table(dataclasses.replace(q, layers=q.layers // 2))
-    own = half["layers"]
-    cross = {f"cross_{name}": w for name, w in own.items() if name[:2] in ("wq", "wk", "wv", "wo")}
-    cross |= {"cross_norm": own["attn_norm"], "cross_norm_bias": own["attn_norm_bias"],
-              "cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
+    own = tables.layer_weights(dataclasses.replace(q, layers=q.layers // 2), q.layers // 2)
+    cross = {f"cross_{name.removeprefix('attn_')}": w for name, w in own.items()
+             if name.startswith(("wq", "wk", "wv", "wo", "attn_norm"))}
+    cross |= {"cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
               "cross_wv": make("L/pipe X/fsdp K/tensor M", v.d_model**-0.5)}
     return {"vision": tables.table(v), "text": tables.table(c),
             "qformer": {"query": make("Q d/fsdp", 0.02), "norm": make("d"),
-                        "norm_bias": make("d", 0.0), "cross_layers": half["layers"] | cross,
-                        "layers": half["layers"]},
+                        "norm_bias": make("d", 0.0), "cross_layers": own | cross,
+                        "layers": own},
             "projection": make("d D/fsdp", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
 
 
@@ -139,7 +132,7 @@ VISION_ARRAYS = {
     "embeddings.patch_embedding": "vision.patch",
     "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
     "embeddings.position_embedding": "1 P D -> vision.positions", "post_layernorm": "vision.norm",
-    **under("encoder.layers.{v}.", mlp("mlp.fc1", "mlp.fc2"), {
+    **under("encoder.layers.{vision.layers}.", mlp("mlp.fc1", "mlp.fc2"), {
         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
         "self_attn.projection": "wo"})}
 ARRAYS = under("vision_model.", VISION_ARRAYS) | {
@@ -150,16 +143,14 @@ ARRAYS = under("vision_model.", VISION_ARRAYS) | {
     {"output_query.LayerNorm": "mlp_norm"}) | under(
     "qformer.encoder.layer.{x}.",
     _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
-        # (OPT's layers are numbered by the letter t here.)
-        name.replace("{l}", "{t}"): ours if "{l}" in name else _of_text(ours)
+        name.replace("{l}", "{text.layers}"): ours if "{l}" in name else _of_text(ours)
         for name, ours in llama.FAMILIES["opt"].arrays.items()})
 
 
 def _stacks(c):
-    v, q = vision_config(c).layers, qformer_config(c).layers
+    q = qformer_config(c).layers
     crossed = ("qformer.cross_layers", range(0, q, 2))
-    return {"v": [("vision.layers", range(v))], "t": [("text.layers", range(c.layers))],
-            "q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
+    return {"q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
 
 
 FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
@@ -174,16 +165,15 @@ FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 # -------------------------------------------------------------------------------------------
 # The network
 
-def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                   ) -> Array:
     """The Q-Former's vectors [B, Q, D], equal on every device, for the pictures in the batch's
     source [B, C, height, width]."""
     v, w, known = transformer.prepare_batch(
-        params["vision"], {name: batch[name] for name in ("source", "seeds") if name in batch},
-        vision_config(config))
+        params["vision"], only(batch, "source", "seeds"), vision_config(config))
     x = transformer.trunk(w, v, known, specs=specs and specs["vision"])
     seen = {"encoded": shard.time_of_block(transformer.norm(w, "norm", x, v)),        # [B, S, X]
-            "source_document": known.get("document", jnp.zeros_like(known["slots"]))}
+            "source_document": known["document"]}
 
     c, w = qformer_config(config), cast(params["qformer"], config.dtype)
     B, Q = len(batch["source"]), len(w["query"])
@@ -200,60 +190,45 @@ def image_vectors(params: Params, batch: dict[str, Array], config: Any, specs: A
         return transformer.block(w["layers"], x, 2 * i + 1, c, known)[0], None
 
     both = ("cross_layers", "layers")
-    x, _ = shard.layers(pair, {name: w[name] for name in both}, x, jnp.arange(c.layers // 2),
-                        specs and {name: specs["qformer"][name] for name in both}, c)
-    w = cast({name: params[name] for name in ("projection", "projection_bias")}, c.dtype)
+    x, _ = shard.layers(pair, only(w, *both), x, jnp.arange(c.layers // 2),
+                        specs and only(specs["qformer"], *both), c)
+    w = cast(only(params, "projection", "projection_bias"), c.dtype)
     return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
 
 
-def prepare_batch(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
-             ) -> tuple[Any, Params, dict[str, Array], Array]:
-    """(configuration, weights, batch) of the language model, and the input [B, T, D] of its first
-    layer. A batch has tokens [B, T], source and perhaps a mask, which decides what positions
-    count."""
-    vectors = image_vectors(params, batch, config, specs)
-    batch = {name: a for name, a in batch.items() if name != "source"}
-    if "mask" in batch:
-        mask = batch["mask"].astype(jnp.int32)
-        batch = {"positions": jnp.cumsum(mask, 1) * mask - 1, **batch}
-    c, w, batch = transformer.prepare_batch(params["text"], batch, config)
-    # (The n-th vector replaces the embedding of the row's n-th image token.)
-    number = jnp.cumsum(batch["tokens"] == published(config)["image_token_index"], 1) - 1
-    return c, w, batch, with_vectors(w, batch, vectors, number, config, c)
+def _embed_with(vectors, begins=False):
+    """A function in place of transformer.embedding, for texts with these vectors [B, Q, D]: the
+    n-th replaces the embedding of the row's n-th image token. `begins`: every row begins with
+    these, and a batch is perhaps a later part of it."""
+    def embed(w, batch, c):
+        r, x = record_of(c), transformer.embedding(w, batch, c)
+        is_image = batch["tokens"] == r["image_token_index"]
+        number = batch["positions"] if begins else jnp.cumsum(is_image, 1) - 1
+        is_image = is_image & (number < r["num_query_tokens"])
+        number = jnp.clip(number, 0, vectors.shape[1] - 1)
+        own = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
+        is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
+        own = shard.residual_stream(own) + lookup(w["positions"], places + c.position_offset)
+        return jnp.where(is_image[..., None], own, x)
 
-
-def with_vectors(w: Params, batch: dict[str, Array], vectors: Array, number: Array, config: Any,
-                 c: Any) -> Array:
-    """The input [B, T, D] of the language model's first layer: embeddings of the batch's tokens,
-    but for image tokens the vectors [B, Q, D] of the picture, by their `number` [B, T] in it."""
-    r, x = published(config), transformer.embedding(w, batch, c)
-    is_image = (batch["tokens"] == r["image_token_index"]) & (number < r["num_query_tokens"])
-    number = jnp.clip(number, 0, vectors.shape[1] - 1)
-    vectors = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
-    is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
-    vectors = shard.residual_stream(vectors)
-    vectors = vectors + lookup(w["positions"], places + c.position_offset)
-    return jnp.where(is_image[..., None], vectors, x)
+    return embed
 
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
-    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]."""
-    batch = {"tokens": tokens, "source": source} | ({} if mask is None else {"mask": mask})
-    c, w, batch, x = prepare_batch(params, batch, config)
-    x = transformer.stack(w, "layers", x, c, batch)
-    return transformer.head_logits(w, x, c)
+    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. A mask decides what
+    positions count."""
+    vectors = image_vectors(params, {"source": source}, config)
+    return transformer.forward(params["text"], tokens, config, mask=mask,
+                               embed=_embed_with(vectors))
 
 
-def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
-         ) -> tuple:
+def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
     """(sum, count): the weighted cross-entropy of the batch's targets, and the sum of weights."""
     check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
-    c, w, batch, x = prepare_batch(params, batch, config, specs)
-    x = transformer.stack(w, "layers", x, c, batch, specs and specs["text"])
-    x, head = transformer.loss_head(w, x, c)
-    total, hits = shard.token_loss(x, head, batch["targets"], batch["weights"], c.vocab_size)
-    return with_hits(total, jnp.sum(batch["weights"]), hits, c)
+    vectors = image_vectors(params, batch, config, specs)
+    return transformer.loss(params["text"], batch, config, specs and specs["text"],
+                            _embed_with(vectors))
 
 
 # -------------------------------------------------------------------------------------------
@@ -266,11 +241,11 @@ def decoder_of(tree: Params) -> Params:
 
 
 def source_ids(c: Any) -> tuple[int, ...]:
-    r = published(c)
+    r = record_of(c)
     return (r["image_token_index"],) * r["num_query_tokens"]
 
 
-def encode_source(params: Params, source: dict[str, Array], config: Any, specs: Any = None
+def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
     """What the cache of each layer holds of these pictures."""
     return [{"cross_vectors": image_vectors(params, source, config, specs)},
@@ -280,9 +255,7 @@ def encode_source(params: Params, source: dict[str, Array], config: Any, specs: 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
     """As model.extend, for rows that begin with source_ids."""
-    def embed(params, batch, c):
-        return with_vectors(params, batch, cache[0]["cross_vectors"], batch["positions"], config, c)
-
+    embed = _embed_with(cache[0]["cross_vectors"], begins=True)
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 
 
@@ -293,7 +266,7 @@ def cache_layer(config: Any, i: int) -> Layer:
 # -------------------------------------------------------------------------------------------
 # Functions of the Network (zigzag/parallel/network.py)
 
-def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Any, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
 

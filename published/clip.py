@@ -11,8 +11,6 @@ a batch is compared with all texts, and each text with all pictures.
 Letters are transformer.py's, and I is the width of the vectors that are compared.
 """
 
-import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -23,9 +21,10 @@ from jax import Array
 import shard
 from published import general, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
-from published.general import Config
-from published.record import Record, classed, count, named, pictures
-from zigzag.core.errors import ConfigError
+from published.general import Batch, Config, Shapes
+from published.llama import record_of
+from published.record import an_id, classed, count, named, pictures
+from published.transformer import only
 from zigzag.core.mesh import cast
 from zigzag.parallel.network import Network, Params
 from zigzag.parallel.products import matmul
@@ -44,11 +43,6 @@ WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None
              vision_config=None)
 
 
-def published(c: Any) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), WHOLE)
-
-
 def _part(r, name, defaults):
     given = r.plain(name)
     own = r.plain(f"{name}_dict")
@@ -63,9 +57,7 @@ def _fields(r):
     general.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
     float(r["logit_scale_init_value"])      # (fails here if the table of weights could not read it)
-    if not isinstance(text["eos_token_id"], int):
-        raise ConfigError(f"config.json, text_config: eos_token_id {text['eos_token_id']!r:.80}: "
-                          f"expected a whole number")
+    an_id("text_config.eos_token_id", text["eos_token_id"])
     return {**general.tower_sizes(text), "positions": "learned", **named(
         text, vocab_size="vocab_size", seq_len="max_position_embeddings",
         position_rows="max_position_embeddings")}
@@ -77,16 +69,16 @@ def _vision(r):
 
 
 def vision_config(c: Any) -> Any:
-    return general.tower(c, "vision_config", _vision(published(c)))
+    return general.tower(c, "vision_config", _vision(record_of(c)))
 
 
 # -------------------------------------------------------------------------------------------
 # Weights, and the arrays of published models
 
-def table(c: Any) -> dict[str, Any]:
-    r, v = published(c), vision_config(c)
+def table(c: Any) -> Params:
+    r, v = record_of(c), vision_config(c)
     make = Table(D=c.d_model, d=v.d_model, I=r["projection_dim"])
-    scale = dataclasses.replace(make(""), values=lambda: np.float32(r["logit_scale_init_value"]))
+    scale = make("", values=lambda: np.float32(r["logit_scale_init_value"]))
     return {"text": tables.table(c), "vision": tables.table(v), "logit_scale": scale,
             "text_projection": make("D/fsdp I", c.d_model**-0.5),
             "vision_projection": make("d/fsdp I", v.d_model**-0.5)}
@@ -97,21 +89,16 @@ LAYER = {**attention("self_attn.{}_proj", "q k v out"), **mlp("mlp.fc1", "mlp.fc
 ARRAYS = {"logit_scale": "-> logit_scale", "text_projection": "text_projection",
           "visual_projection": "vision_projection"} | under("text_model.", {
     "embeddings.token_embedding": "text.embed", "embeddings.position_embedding": "text.positions",
-    "final_layer_norm": "text.norm"}, under("encoder.layers.{t}.", LAYER)) | under(
+    "final_layer_norm": "text.norm"}, under("encoder.layers.{text.layers}.", LAYER)) | under(
     "vision_model.", {
         "embeddings.class_embedding": "-> vision.class_token",
         "embeddings.patch_embedding.weight": "D C y x -> vision.patch",
         "embeddings.position_embedding": "vision.positions",
         "pre_layrnorm": "vision.embed_norm", "post_layernorm": "vision.norm"},
-    under("encoder.layers.{v}.", LAYER))
+    under("encoder.layers.{vision.layers}.", LAYER))
 
 
-def _stacks(c):
-    return {"t": [("text.layers", range(c.layers))],
-            "v": [("vision.layers", range(vision_config(c).layers))]}
-
-
-FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
+FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE,
                            ignored={r".*embeddings\.position_ids": is_range},
                            neutral=keys("text_config.projection_dim vision_config.projection_dim "
                                         "tie_word_embeddings"))}
@@ -120,16 +107,16 @@ FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 # -------------------------------------------------------------------------------------------
 # The network
 
-def text_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None) -> Array:
+def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -> Array:
     """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
     # A text's vector comes from its end: the token with the largest id, or the first eos.
-    eos, tokens = _part(published(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
+    eos, tokens = _part(record_of(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
     return _vectors(params, "text", config, batch, specs, lambda x: jnp.take_along_axis(
         shard.whole_time(x), end[:, None, None], 1)[:, 0])
 
 
-def picture_vectors(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+def picture_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                     ) -> Array:
     """The vectors [B, I] of pictures, normalized: of the batch's source [B, C, height, width]."""
     return _vectors(params, "vision", vision_config(config), batch, specs,
@@ -145,10 +132,6 @@ def _vectors(params, name, c, batch, specs, chosen):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def _of(batch, *names):
-    return {name: batch[name] for name in (*names, "seeds") if name in batch}
-
-
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
     """Logits [pictures, texts]: how well each text fits each picture."""
@@ -157,15 +140,15 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
     return jnp.exp(params["logit_scale"]) * pictures @ text_vectors(params, batch, config).T
 
 
-def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
+def loss(params: Params, batch: Batch, config: Any, specs: Any = None
          ) -> tuple[Array, Array]:
     """(sum, count): for each row, the mean of two cross-entropies: of its text among all texts of
     the batch, given the picture, and of its picture among all pictures, given the text. The count
     is the number of rows. The loss of a row depends on the whole batch; on a mesh each device has
     its own rows' part."""
     check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
-    texts = text_vectors(params, _of(batch, "tokens", "mask"), config, specs)
-    pictures = picture_vectors(params, _of(batch, "source"), config, specs)
+    texts = text_vectors(params, only(batch, "tokens", "mask", "seeds"), config, specs)
+    pictures = picture_vectors(params, only(batch, "source", "seeds"), config, specs)
     scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
     every_text, first = shard.all_rows(texts, batch["tokens"])
     every_picture, _ = shard.all_rows(pictures, batch["tokens"])
@@ -181,7 +164,7 @@ def loss(params: Params, batch: dict[str, Array], config: Any, specs: Any = None
 # -------------------------------------------------------------------------------------------
 # Functions of the Network (zigzag/parallel/network.py)
 
-def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Any, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     texts = tables.batch_shapes(config, rows)
     return {"tokens": texts["tokens"], "mask": texts["weights"],

@@ -1,14 +1,13 @@
 """Published encoder-decoders: T5, BART and Whisper.
 
-In names {s} numbers the encoder's layers (s for source), {m} the decoder's. family.py explains
-`Family`.
+family.py explains `Family`.
 """
 
 import json
 
 import numpy as np
 
-from published.family import Family, attention, keys, mlp, under
+from published.family import Families, Family, attention, keys, mlp, under
 from published.record import (
     LANGUAGE_MODELS,
     MOST_LAYERS,
@@ -21,7 +20,7 @@ from published.record import (
     wrong,
 )
 
-PAIRS: dict[str, Family] = {}
+PAIRS: Families = {}
 
 # The seq_len of a model without a table of positions.
 LENGTH = 512
@@ -86,8 +85,8 @@ def _t5_arrays(c):
             "encoder.embed_tokens.weight": "== embed", "decoder.embed_tokens.weight": "== embed",
             f"encoder.{relative}": "encoder.relative", f"decoder.{relative}": "relative",
             "encoder.final_layer_norm": "encoder.norm", "decoder.final_layer_norm": "norm",
-            **under("encoder.block.{s}.layer.", under("0.", own), under("1.", others)),
-            **under("decoder.block.{m}.layer.", under("0.", own), under("1.", cross),
+            **under("encoder.block.{encoder.layers}.layer.", under("0.", own), under("1.", others)),
+            **under("decoder.block.{layers}.layer.", under("0.", own), under("1.", cross),
                     under("2.", others))}
 
 
@@ -126,8 +125,8 @@ OTHERS = mlp("fc1", "fc2") | {"final_layer_norm": "mlp_norm"}
 CODERS = under("model.", {
     "decoder.embed_positions": "positions", "encoder.embed_positions": "encoder.positions",
     "encoder.layer_norm": "encoder.norm", "decoder.layer_norm": "norm"}) | under(
-        "model.encoder.layers.{s}.", OWN, OTHERS) | under(
-        "model.decoder.layers.{m}.", OWN, CROSS, OTHERS)
+        "model.encoder.layers.{encoder.layers}.", OWN, OTHERS) | under(
+        "model.decoder.layers.{layers}.", OWN, CROSS, OTHERS)
 
 
 def _bart(r):
@@ -144,14 +143,14 @@ BART = CODERS | under("model.", {
     "shared": "embed", "encoder.embed_tokens.weight": "== embed",
     "decoder.embed_tokens.weight": "== embed", "decoder.layernorm_embedding": "embed_norm",
     "encoder.layernorm_embedding": "encoder.embed_norm"}) | {
-        "lm_head.weight": "== embed", "final_logits_bias": "1 V -> head_bias"}
+        "lm_head.weight": "== embed", "final_logits_bias": "1 V ~ head_bias"}
 CODER = dict(is_encoder_decoder=True, tie_word_embeddings=True, scale_embedding=False,
              activation_function="gelu")
 PAIRS["bart"] = Family(
     _bart, BART,
     {**CODER, "max_position_embeddings": 1024, "decoder_start_token_id": 2, "pad_token_id": 1,
      "eos_token_id": 2}, "model.",
-    {r"(.*\.)?version": lambda c, array: array.size == 1}, optional=("final_logits_bias",),
+    {r"(.*\.)?version": lambda c, array: array.size == 1},
     aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
              "num_hidden_layers": "encoder_layers"},
     neutral=keys("""classif_dropout extra_pos_embeddings force_bos_token_to_be_generated save_step

@@ -12,26 +12,27 @@ import json
 import numpy as np
 
 from published.family import (
+    Families,
     Family,
     attention,
     is_range,
     keys,
     mlp,
-    pair_index,
     under,
 )
+from published.positions import patch_ids
 from published.record import (
+    an_id,
     classed,
     count,
     pictures,
     refuse,
     sizes,
     tower,
-    wrong,
 )
 from zigzag.core.errors import ConfigError
 
-ENCODERS: dict[str, Family] = {}
+ENCODERS: Families = {}
 
 # Buffers, and weights of other heads, which BERT's own folders have too. (They are ignored only if
 # they are not a part of the model.)
@@ -120,10 +121,8 @@ def _roberta(r):
     fields = _text(r, "Roberta")
     if fields["head"] == "masked" and fields["activation"] != "gelu":
         refuse(r, hidden_act="gelu")    # (its head uses gelu, whatever the layers use)
-    rows, padding = r["max_position_embeddings"], r["pad_token_id"]
-    if not isinstance(padding, int) or not 0 <= padding < min(rows - 1, r["vocab_size"]):
-        raise wrong("pad_token_id", padding, f": expected an id, below the max_position_embeddings "
-                    f"{rows} less 1")
+    rows = r["max_position_embeddings"]     # (one of which is for padding, and one after it)
+    padding = an_id("pad_token_id", r["pad_token_id"], min(rows - 1, r["vocab_size"]))
     return {**fields, "pad_id": padding, "position_offset": padding + 1,
             "seq_len": rows - padding - 1}
 
@@ -237,9 +236,8 @@ def _beit_arrays(c):
 def _is_index(c, array):
     """Whether the array is the table of indices: the row of the learned bias for each pair of
     patches, and for pairs with the class token."""
-    ids = np.pad(pair_index(c.image_size // c.patch_size), ((1, 0), (1, 0)))
-    ids[0], ids[:, 0], ids[0, 0] = ids.max() + 1, ids.max() + 2, ids.max() + 3
-    return np.array_equal(array, ids)
+    slots = np.arange(c.seq_len)
+    return np.array_equal(array, patch_ids(c, slots[:, None], slots))
 
 
 ENCODERS["beit"] = Family(

@@ -8,7 +8,8 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from published.arrays_of_folder import Change
-from published.record import Fields, Record
+from published.record import Fields, Names, Record
+from zigzag.parallel.rotary import plain_rates
 
 
 def keys(names: str) -> tuple[str, ...]:
@@ -19,22 +20,22 @@ def keys(names: str) -> tuple[str, ...]:
 # Why an array of a folder is not a weight: a function (Config, array) -> whether it is the constant
 # that follows from the configuration, or a regex of the classes that do not have the array.
 Ignored = Callable[[Any, np.ndarray], bool] | str
-Names = dict[str, str]      # {published module or array: our weights in it}
+Changes = dict[str, Change]     # {name of a weight: how it differs}
 
 
 class Family(NamedTuple):
     """A family of published models."""
     fields: Callable[[Record], Fields]          # config.json -> fields of a Config
-    arrays: Names | Callable[[Any], Names]      # all arrays; perhaps as a function of a Config
+    arrays: Names | Callable[[Any], Names]      # {published module or array: our weights in it}, of
+                                                # all; perhaps as a function of a Config
     defaults: Fields                            # the class's defaults for missing keys
     prefix: str = ""                            # of names; a folder of the bare model lacks it
     ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
-    adjust: Callable[[Any], dict[str, Change]] = lambda c: {}   # weights that differ from ours
-    aliases: dict[str, str] = {}                # {other name: usual name}
-    optional: tuple[str, ...] = ()              # arrays that are zeros if they are missing
-    stacks: Callable[[Any], dict[str, Any]] | None = None   # a Config -> what letters in names
-                                                # number; None: published.stacks_of
-    older: dict[str, str] = {}                  # {part of a name: its name in older or newer
+    adjust: Callable[[Any], Changes] = lambda c: {}     # weights that differ from ours
+    aliases: Names = {}                         # {other name: usual name}
+    stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> what words in names number,
+                                                # beside those of arrays_of_folder.stacks_of
+    older: Names = {}                           # {part of a name: its name in older or newer
                                                 # versions}
     fused: Names = {}                           # arrays that have all experts, instead of one array
                                                 # for each
@@ -46,11 +47,13 @@ class Family(NamedTuple):
                                                 # if `fields` does not read them
 
 
+Families = dict[str, Family]
+
+
 # Arrays that are not weights: constants that older versions of transformers saved.
 def _is_rates(c, array):
-    dim = getattr(c, "rotary_dim", 0) or c.head_dim
-    return array.shape == (dim // 2,) and np.allclose(
-        array, c.rope_theta ** (-np.arange(0, dim, 2) / dim), rtol=0.05)    # (half precision)
+    rates = plain_rates(getattr(c, "rotary_dim", 0) or c.head_dim, c.rope_theta)
+    return array.shape == rates.shape and np.allclose(array, rates, rtol=0.05)  # (half precision)
 
 
 def _is_causal(c, array):
@@ -64,13 +67,6 @@ def _is_causal(c, array):
 
 def is_range(c: Any, array: np.ndarray) -> bool:
     return np.array_equal(array.ravel(), np.arange(array.size))
-
-
-def pair_index(side: int) -> np.ndarray:
-    """The index of the relative position for each pair of side * side patches."""
-    rows, columns = np.divmod(np.arange(side * side), side)
-    down, right = (a[:, None] - a + side - 1 for a in (rows, columns))
-    return down * (2 * side - 1) + right
 
 
 INV_FREQ = {r".*rotary_(pos_)?emb\.inv_freq": _is_rates}
@@ -111,6 +107,6 @@ def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
     return np.concatenate([turned[::2], turned[1::2], rest])
 
 
-def neighbours_apart(c: Any) -> dict[str, Change]:
+def neighbours_apart(c: Any) -> Changes:
     change = Change(neighbours(c.rotary_dim or c.head_dim, c.head_dim))
     return dict.fromkeys(("wq", "wk", "wq_bias", "wk_bias"), change)

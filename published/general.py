@@ -9,6 +9,9 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+from jax import Array
+
 from published import record, stems
 from published.llama import PLAIN_OPTIONS
 from published.record import Fields, Record, as_config
@@ -22,6 +25,9 @@ from zigzag.parallel.network import (
     refuse_rows,
 )
 from zigzag.parallel.rotary import check_rotary, scaling_type
+
+Batch = dict[str, Array]
+Shapes = dict[str, jax.ShapeDtypeStruct]    # of a batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +134,11 @@ class Config(Computed):
         check(self)
 
     @property
+    def side(self) -> int:
+        """The number of patches on a side of a picture."""
+        return self.image_size // self.patch_size
+
+    @property
     def own_stem(self) -> str:
         """The input of the main stack of layers: tokens, if there is an encoder (which has `stem`).
         """
@@ -182,12 +193,18 @@ def _of_values(c):
         ("window", c.window > 2**30, f"expected at most {2**30}")]
 
 
+# {option: another one, without which it would do nothing}
+NEEDS = {"shared_experts": "experts", "qk_norm_wide": "qk_norm", "local_theta": "window",
+         "q_rank": "kv_rank"}
+
+
 def _of_blocks(c):
     """Options of a block that cannot be combined."""
     return [
+        *((name, getattr(c, name) and not getattr(c, other), f"give --{other} too")
+          for name, other in NEEDS.items()),
         ("remat", c.parallel_block and "mlp" in c.remat,
          "with --parallel_block attention and MLP are one; give --remat attention or full"),
-        ("shared_experts", c.shared_experts and not c.experts, "give --experts too"),
         ("dense_layers", c.dense_layers >= c.layers or c.dense_layers and not c.experts,
          f"must be below --layers {c.layers}, of which the others have --experts"),
         ("expert_groups", c.experts % c.expert_groups or c.groups_per_token > c.expert_groups
@@ -203,10 +220,7 @@ def _of_blocks(c):
          "latent attention has rotary positions in a part of a head (--rotary_dim below "
          "--head_dim), as many --kv_heads as --heads, no --qk_norm, no biases of qkv, and no "
          "--parallel_block"),
-        ("qk_norm_wide", c.qk_norm_wide and not c.qk_norm, "give --qk_norm true too"),
         ("rotary_layers", c.rotary_layers and c.positions != "rotary", "is for --positions rotary"),
-        ("local_theta", c.local_theta and not c.window, "is for layers with a --window"),
-        ("q_rank", c.q_rank and not c.kv_rank, "give --kv_rank too"),
         ("v_head_dim", c.v_head_dim not in (0, c.head_dim) and not c.kv_rank,
          "another width than --head_dim is for latent attention (--kv_rank)")]
 
@@ -238,10 +252,9 @@ def _of_encoders(c):
                                              or c.dense_layers),
          f"must divide --layers {c.layers}, of an encoder (--causal false)"),
         # (An encoder itself has causal=False.)
-        ("stem", c.own_stem == "frames" and c.causal,
-         "give --encoder_layers; text follows from sound"),
         ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
-         "pictures and sound have --causal false, and --head classes or none"),
+         "give --encoder_layers, from which text follows, or --causal false and --head classes or "
+         "none"),
         ("patch_size", c.stem == "patches" and c.patch_size > c.image_size,
          f"expected at most --image_size {c.image_size}"),
         ("head", classes and (c.experts or c.pool == "mean" and c.stem != "patches"),
@@ -251,7 +264,7 @@ def _of_encoders(c):
          "an encoder has no --window, and no ALiBi")]
 
 
-def lacking(fields: dict[str, Any]) -> list[str]:
+def lacking(fields: Fields) -> list[str]:
     """The names of the fields of a Config that the plain decoder lacks and that differ
     from their defaults. (PLAIN_OPTIONS, not model.Config, says what it has: a fork's own option may
     have the name of another one here.)"""

@@ -9,6 +9,7 @@ from published.family import (
     GROUPED,
     INV_FREQ,
     MASKS,
+    Families,
     Family,
     attention,
     biased,
@@ -19,15 +20,16 @@ from published.family import (
 )
 from published.record import (
     decoder_head,
+    of_layers,
     refuse,
-    refuse_other,
     rope,
     sizes,
     window,
     wrong,
 )
+from zigzag.parallel.rotary import plain_rates
 
-GPT: dict[str, Family] = {}
+GPT: Families = {}
 
 
 def _old(r, norm_eps="layer_norm_epsilon", **names):
@@ -77,8 +79,7 @@ GPT["gpt2"] = Family(_gpt2, ENDS | under(
 def _is_sinusoids(c, array):
     """Whether the array is the sines and cosines of each position, which GPT-J's first folders
     have."""
-    dim = c.rotary_dim or c.head_dim
-    angle = np.arange(len(array))[:, None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
+    angle = np.arange(len(array))[:, None] * plain_rates(c.rotary_dim or c.head_dim, 10000.0)
     return np.allclose(array, np.concatenate([np.sin(angle), np.cos(angle)], 1), atol=0.01)
 
 
@@ -96,9 +97,7 @@ def _gpt_neo(r):
         raise wrong("attention_types", types, f" are not for num_layers {r['num_layers']!r:.80}")
     kinds = [kind for kinds, times in types for _ in range(times) for kind in kinds]
     kinds = r.get("attention_layers", kinds)        # (this key wins if they differ)
-    if not isinstance(kinds, list) or len(kinds) != r["num_layers"] or set(kinds) - names.keys():
-        raise wrong("attention_layers", kinds, f": expected local or global for each of num_layers "
-                    f"{r['num_layers']}")
+    of_layers("attention_layers", kinds, [*names], r["num_layers"])
     return {**_old(r, layers="num_layers", heads="num_heads", activation="activation_function",
                    position_rows="max_position_embeddings"), "attn_scale": 1.0,
             **window(r, [names[kind] for kind in kinds], "window_size"), "positions": "learned",
@@ -208,8 +207,7 @@ def _falcon(r):
     if not r["alibi"]:
         return {**fields, **rope(r)}
     # (With the others, transformers 4 adds ALiBi twice.)
-    refuse_other(r, "_attn_implementation", None, "sdpa")
-    refuse_other(r, "output_attentions", None, False)
+    refuse(r, _attn_implementation=(None, "sdpa"), output_attentions=(None, False))
     return {**fields, "positions": "alibi16"}
 
 

@@ -19,6 +19,7 @@ from published.encoder_decoders import PAIRS
 from published.encoders import ENCODERS
 from published.family import (
     INV_FREQ,
+    Families,
     Family,
     attention,
     biased,
@@ -30,15 +31,17 @@ from published.family import (
 from published.gpt import GPT
 from published.positions import mscale
 from published.record import (
+    MOST,
     Fields,
     Record,
+    an_id,
     as_older,
     count,
     decoder_head,
     factor,
     named,
+    of_layers,
     refuse,
-    refuse_other,
     rope,
     sizes,
     window,
@@ -49,10 +52,10 @@ from zigzag.core.errors import ConfigError, did_you_mean, one_line
 from zigzag.parallel.network import Computed, Network, network_of
 from zigzag.parallel.rotary import parse_scaling
 
-FAMILIES: dict[str, Family] = {**GPT, **PAIRS, **ENCODERS}
+FAMILIES: Families = {**GPT, **PAIRS, **ENCODERS}
 
 
-def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
+def family_of(record: Fields, families: Families = FAMILIES,
               others: Iterable[str] = ()) -> Family:
     """The family of a published config.json. (`others` are model_types of other networks.)"""
     kind = record["model_type"]
@@ -63,7 +66,7 @@ def family_of(record: Fields, families: Mapping[str, Family] = FAMILIES,
     return families[kind]
 
 
-def fields_of(record: Fields, families: Mapping[str, Family] = FAMILIES, at: str = "") -> Fields:
+def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fields:
     """Fields of published.transformer.Config, from a published config.json or from its part `at`.
     Keys that are not read and may matter are refused."""
     family, kind = family_of(record, families), record["model_type"]
@@ -89,6 +92,12 @@ def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, R
     return family.fields(r), r
 
 
+def record_of(c: Any) -> Record:
+    """The config.json that a configuration is of, with defaults for missing entries."""
+    record = json.loads(c.published)
+    return Record(record, family_of(record, families_of(network_of(c))).defaults)
+
+
 def token_id(c: Any, name: str) -> int | None:
     """A special id of a published model, eos_token_id for example; None if there is none."""
     record = json.loads(c.published or "{}")
@@ -103,10 +112,7 @@ def start_id(c: Any) -> int:
     """The id with which an encoder-decoder begins a text: in T5, its padding."""
     start = token_id(c, "decoder_start_token_id")
     start = start if start is not None else token_id(c, "pad_token_id") or 0
-    if c.vocab_size and not 0 <= start < c.vocab_size:
-        raise wrong("decoder_start_token_id", start, f": expected an id below the vocab_size "
-                    f"{c.vocab_size}")
-    return start
+    return an_id("decoder_start_token_id", start, c.vocab_size or MOST)
 
 
 def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
@@ -165,7 +171,7 @@ def _modern(r, **of_rope):
     return {**sizes(r, d_ff="intermediate_size", norm_eps="rms_norm_eps", activation="hidden_act",
                     tied="tie_word_embeddings"), **decoder_head(r), **rope(r, **of_rope),
             "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
-            "head_dim": (r.get("head_dim") or 0) if "head_dim" in r.shared else 0}
+            "head_dim": r.of_class("head_dim") or 0}
 
 
 MODERN = dict(num_key_value_heads=None, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=10000.0,
@@ -211,10 +217,7 @@ def _window_unless(r, is_full):
     does not say which."""
     layers, known = r["num_hidden_layers"], ("full_attention", "sliding_attention")
     kinds = r["layer_types"] or [known[not is_full(i)] for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - set(known):
-        raise wrong("layer_types", kinds, f": expected one of {', '.join(known)} for each of "
-                    f"{layers} layers")
-    return window(r, kinds)
+    return window(r, of_layers("layer_types", kinds, known, layers))
 
 
 FAMILIES["llama"] = _relative(
@@ -272,7 +275,7 @@ def _softcap(r, name):
 
 def _gemma2(r):
     if r["attn_logit_softcapping"] is not None:     # (by sdpa, transformers leaves it out)
-        refuse_other(r, "_attn_implementation", None, "flash_attention_2", "eager")
+        refuse(r, _attn_implementation=(None, "flash_attention_2", "eager"))
     return {**_gemma(r), **_window_unless(r, lambda i: i % 2)}
 
 
@@ -334,9 +337,7 @@ def _smollm3(r):
     turned = r["no_rope_layers"]
     if turned is None:
         turned = [int((i + 1) % every != 0) for i in range(fields["layers"])]
-    if len(turned) != fields["layers"] or set(turned) - {0, 1}:
-        raise wrong("no_rope_layers", turned, f": expected 0 or 1 for each of {fields['layers']} "
-                    f"layers")
+    of_layers("no_rope_layers", turned, (0, 1), fields["layers"])
     if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
         refuse(r, use_sliding_window=True)
     return {**fields, **_window_unless(r, lambda i: turned[i]),
@@ -425,7 +426,8 @@ def _deepseek_v3_arrays(c):
     shared = {name.replace("mlp.", "mlp.shared_experts."): ours for name, ours in MLP.items()}
     return (ENDS | under(LAYER, NORMS, under("self_attn.", latent, queries if c.q_rank else
                                              {"q_proj": "wq"}))
-            | under("model.layers.{d}.", MLP) | under("model.layers.{m}.", routed, shared))
+            | under("model.layers.{dense_layers}.", MLP)
+            | under("model.layers.{layers}.", routed, shared))
 
 
 def _deepseek_v3_order(c):
@@ -513,7 +515,7 @@ PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
          for kind in ("llama", "mistral", "mixtral")}
 
 
-def families_of(network: Network) -> Mapping[str, Family]:
+def families_of(network: Network) -> Families:
     """{model_type: Family} of the published models that a network computes. (model.py knows nothing
     of published models, so this says what its decoder is.)"""
     return PLAIN if network.name == "decoder" else network.families

@@ -104,14 +104,14 @@ def _to_bfloat16(x):
 def relative_rows(c: Any) -> int:
     """J, the number of learned biases of a head, one for each kind of distance."""
     if c.relative == "grid":
-        return (2 * (c.image_size // c.patch_size) - 1) ** 2 + 3
+        return (2 * c.side - 1) ** 2 + 3
     return c.relative_buckets
 
 
 def relative_ids(c: Any, query: Token, key: Token) -> Array:
     """The index [1, T, S] of the learned bias for each query and key, the same in all rows."""
     query, key = query.slot[:1], key.slot[:1]
-    return (_grid_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
+    return (patch_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
 
 
 def _bucket_ids(c, query, key):
@@ -130,15 +130,15 @@ def _bucket_ids(c, query, key):
     return ids if c.causal else ids + jnp.where(far > 0, half, 0)
 
 
-def _grid_ids(c, query, key):
-    """BEiT's indices: one for each distance in rows and columns of patches, and three more for the
-    class token (slot 0): from it, to it, and with itself."""
-    ids, last = grid_ids(query - 1, key - 1, c.image_size // c.patch_size), relative_rows(c) - 1
+def patch_ids(c: Any, query: Any, key: Any) -> Any:
+    """BEiT's indices of pairs of slots: one for each distance in rows and columns of patches, and
+    three more for the class token (slot 0): from it, to it, and with itself."""
+    ids, last = grid_ids(query - 1, key - 1, c.side), relative_rows(c) - 1
     ids = jnp.where(key == 0, last - 1, ids)
     return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
 
 
-def grid_ids(query: Array, key: Array, side: int) -> Array:
+def grid_ids(query: Any, key: Any, side: int) -> Any:
     """The index of the distance in rows and columns between two of side * side patches."""
     (i, j), (k, m) = (divmod(patch, side) for patch in (query, key))
     return (i - k + side - 1) * (2 * side - 1) + j - m + side - 1
@@ -160,7 +160,7 @@ def counted(flags: Array, slots: Array) -> Array:
 
 def sinusoids(rows: int, width: int) -> np.ndarray:
     """A table [rows, width] of sines (even columns) and cosines (odd ones) of each position."""
-    angle = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+    angle = np.arange(rows)[:, None] * plain_rates(width, 10000.0)
     table = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(rows, -1)
     return table[:, :width].astype(np.float32)
 
@@ -204,18 +204,15 @@ def mscale(factor: float, by: float) -> float:
     return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _of_yarn(known):
+def _sharpens(known):
+    """The factor on sine and cosine of yarn and longrope."""
     factor, by, by_all = known.get("factor", 1), known.get("mscale"), known.get("mscale_all_dim")
     if (given := known.get("attention_factor")) is not None:
         return given
+    if known["rope_type"] == "longrope":
+        trained = known["original_max_position_embeddings"]
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     return mscale(factor, by) / mscale(factor, by_all) if by and by_all else mscale(factor, 1.0)
-
-
-def _of_longrope(known):
-    factor, trained = known.get("factor", 1), known["original_max_position_embeddings"]
-    if (given := known.get("attention_factor")) is not None:
-        return given
-    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
 
 def _longer(known, length):
@@ -223,4 +220,4 @@ def _longer(known, length):
 
 
 SCALINGS.update({"dynamic": Scaling(_dynamic, positions=_longer),
-                 "yarn": Scaling(_yarn, _of_yarn), "longrope": Scaling(_longrope, _of_longrope)})
+                 "yarn": Scaling(_yarn, _sharpens), "longrope": Scaling(_longrope, _sharpens)})

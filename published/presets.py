@@ -7,6 +7,7 @@
 import difflib
 from typing import Any
 
+from published.record import Fields
 from zigzag.core.errors import ConfigError
 from zigzag.parallel.network import PRESETS as OF_DECODER
 from zigzag.parallel.network import resized
@@ -50,20 +51,19 @@ WHISPER = dict(vocab_size=51865, seq_len=448, source_len=1500, stem="frames", ch
                activation="gelu", gated=False, biases="qv,out,mlp", tied=True)
 
 
-def _shape(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
-           **others: Any) -> dict[str, Any]:
+def _shape(family: Fields, layers: int, d_model: int, heads: int, d_ff: int = 0,
+           **others: Any) -> Fields:
     return {**family, "layers": layers, "d_model": d_model, "heads": heads,
             "d_ff": d_ff or 4 * d_model, **others}
 
 
-def _pair(family: dict[str, Any], layers: int, d_model: int, heads: int, d_ff: int = 0,
-          **others: Any) -> dict[str, Any]:
+def _pair(family: Fields, layers: int, d_model: int, *sizes: int, **others: Any) -> Fields:
     """An encoder-decoder with `layers` layers in each of the two."""
     scale = {"head_scale": d_model**-0.5} if family is T5_1 else {}
-    return _shape(family, layers, d_model, heads, d_ff, encoder_layers=layers, **scale, **others)
+    return _shape(family, layers, d_model, *sizes, encoder_layers=layers, **scale, **others)
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, Fields] = {
     **OF_DECODER,
     "transformer": {},      # the general network, for options given as flags
     # The model of the UvA notebook on 3D parallelism, which learns random tokens. (The notebook's
@@ -125,7 +125,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def fields_of_preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def fields_of_preset(name: str, given: Fields) -> Fields:
     """The fields of a preset, except fields that depend on a given width."""
     if name not in PRESETS:
         nearest = difflib.get_close_matches(name, PRESETS, 5, 0)

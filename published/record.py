@@ -14,12 +14,13 @@ from a file, it is refused.
 import json
 import math
 import re
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.options import fits, options
 
 Fields = dict[str, Any]
+Names = dict[str, str]
 
 # Limits above any model's, and low enough for a list of layers in memory.
 MOST, MOST_LAYERS = 10**8, 10_000
@@ -79,6 +80,12 @@ OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
            quantization_config=None, quantization=None, quantization_bit=None)
 
 
+def listed(items: Sequence[str], most: int) -> str:
+    """The first items as text, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
 def wrong(name: str, value: Any, what: str) -> ConfigError:
     """The error about the value of a key, and what is wrong with it."""
     value = value.given if isinstance(value, Record) else value
@@ -111,12 +118,15 @@ class Record:
         return bool(self.given)
 
     def __getitem__(self, name: str) -> Any:
-        self.has_read.add(name)
         value = self.values[name]
-        return self.part(name) if isinstance(value, dict) else value
+        return self.part(name) if isinstance(value, dict) else self.plain(name)
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self.values else default
+
+    def of_class(self, name: str) -> Any:
+        """The value of a key that only some classes have; None: this one has not."""
+        return self.get(name) if name in self.shared else None
 
     def plain(self, name: str) -> Any:
         """The value as plain data, all of which counts as read; None: there is none."""
@@ -138,8 +148,8 @@ class Record:
         """Refuse keys that were not read and that may matter: neither `neutral`, by name or by
         path, nor turned off."""
         unknown = []
-        for path, owner in self.unread().items():
-            name = path.removeprefix(owner.at)
+        for owner, name in self.unread():
+            path = owner.at + name
             if {name, path} & {*NEUTRAL, *neutral}:
                 continue
             if name in OFF:
@@ -147,20 +157,19 @@ class Record:
             else:
                 unknown.append(f"{path!r:.80} {json.dumps(owner.given[name])[:80]}")
         if unknown:
-            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             raise ConfigError(
-                f"config.json: not known for model_type {self.kind}: {', '.join(unknown[:5])}"
-                f"{more}. This may change what the model computes; if its class in transformers "
-                f"ignores it, take it out of the file")
+                f"config.json: not known for model_type {self.kind}: {listed(unknown, 5)}. This "
+                f"may change what the model computes; if its class in transformers ignores it, "
+                f"take it out of the file")
 
-    def unread(self) -> dict[str, "Record"]:
-        """{key: its Record} of the keys that were not read; keys of parts are named part.key."""
-        mine = {self.at + name: self for name in self.given if name not in self.has_read}
-        return mine | {path: owner for part in self.parts.values()
-                       for path, owner in part.unread().items()}
+    def unread(self) -> "Iterator[tuple[Record, str]]":
+        """(its Record, its name there) of each key that was not read."""
+        yield from ((self, name) for name in self.given if name not in self.has_read)
+        for part in self.parts.values():
+            yield from part.unread()
 
 
-def with_usual_names(record: Fields, aliases: dict[str, str]) -> Fields:
+def with_usual_names(record: Fields, aliases: Names) -> Fields:
     """A config.json with keys under their usual names; `aliases` is {other name: usual name}."""
     for name, usual in aliases.items():
         if name in record and record.get(usual, record[name]) != record[name]:
@@ -192,17 +201,13 @@ def as_config(cls: Any, path: Any, fields: Fields) -> Any:
 # Parts of a config.json
 
 def refuse(r: Any, **expected: Any) -> None:
-    """Refuse a model if one of these keys has another value than the one that we compute. (Null
-    counts as false and as 0.)"""
-    for name, value in expected.items():
-        if ((given := r.get(name, value)) or None) != (value or None):
+    """Refuse a model if one of these keys has another value than the one that we compute, or than
+    those in a tuple. (Null counts as false and as 0, but not in a tuple.)"""
+    for name, known in expected.items():
+        value = known[-1] if isinstance(known, tuple) else known
+        given = r.get(name, value)
+        if given not in known if value is not known else (given or None) != (value or None):
             raise unknown(r, name, given, json.dumps(value))
-
-
-def refuse_other(r: Record, name: str, *neutral: Any) -> None:
-    """Refuse a key whose value is not one of the `neutral` ones, which change nothing."""
-    if (given := r.get(name, neutral[-1])) not in neutral:
-        raise unknown(r, name, given, json.dumps(neutral[-1]))
 
 
 def unknown(r: Record, name: str, given: Any, known: str) -> ConfigError:
@@ -236,8 +241,7 @@ def labels(r: Record) -> Fields:
     names = r.plain("id2label")
     found = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
     count({"labels": found}, "labels")
-    refuse_other(r, "problem_type", None,
-                 "regression" if found == 1 else "single_label_classification")
+    refuse(r, problem_type=(None, "regression" if found == 1 else "single_label_classification"))
     return {"labels": found}
 
 
@@ -254,6 +258,13 @@ def count(r: Any, name: str, most: int = MOST) -> int:
     if not _is(int, value) or not 1 <= value <= most:
         raise wrong(getattr(r, "at", "") + name, value, f": expected a whole number from 1 to "
                     f"{most}")
+    return value
+
+
+def an_id(name: str, value: Any, below: int = MOST) -> int:
+    """An id, which numbers tokens from 0 to below a bound."""
+    if not _is(int, value) or not 0 <= value < below:
+        raise wrong(name, value, f": expected an id, at least 0 and below {below}")
     return value
 
 
@@ -307,6 +318,14 @@ def pictures(r: Record) -> Fields:
                                                                      r["image_size"])}
 
 
+def of_layers(name: str, values: Any, known: Sequence[Any], layers: int) -> list[Any]:
+    """A list that has one of the known values for each layer."""
+    if not isinstance(values, list) or len(values) != layers or set(values) - set(known):
+        raise wrong(name, values, f": expected one of {', '.join(map(str, known))} for each of "
+                    f"{layers} layers")
+    return values
+
+
 def window(r: Record, kinds: list[str] | None = None, name: str = "sliding_window") -> Fields:
     """The fields of a window. `kinds` says of each layer whether it has it; None: all have."""
     is_used = r["use_sliding_window"] if "use_sliding_window" in r.shared else True
@@ -332,7 +351,6 @@ SCALINGS = {"default": (), "linear": ("factor",), "dynamic": ("factor",),
             "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
                      "mscale_all_dim", "truncate"),
             "longrope": ("short_factor", "long_factor", "attention_factor")}
-NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 TRAINED = "original_max_position_embeddings"
 
 
@@ -346,22 +364,20 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
     if not isinstance(new, dict) or r.get("rope_scaling"):
         raise wrong("rope_parameters", new, " is of a wrong kind, or beside a rope_scaling: "
                     "transformers 4 and 5 read different ones")
+    scaling = dict(new)
     if model_type == "gemma3_text":
-        new = dict(new)
-        local = dict(new.pop("sliding_attention"))
+        local = dict(scaling.pop("sliding_attention"))
         moved["rope_local_base_freq"] = local.pop("rope_theta")
         if local.pop("rope_type", "default") != "default" or local:
             raise wrong("rope_parameters", local, ": of sliding_attention only the rope_type "
                         "'default' is supported")
-        new |= new.pop("full_attention")        # (what else is there is refused by its name)
-    scaling = dict(new)
+        scaling |= scaling.pop("full_attention")    # (what else is there is refused by its name)
     theta, share = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else (
         "rope_theta", "partial_rotary_factor")
     moved[theta] = scaling.pop("rope_theta", None)
     if share in shared:
         moved[share] = scaling.pop("partial_rotary_factor", None)
-    kind = scaling.pop("type", "default")
-    kind = scaling.pop("rope_type", kind)
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     if kind == "longrope" and (model_type != "phi3" or TRAINED in r):   # (its class has a default)
         moved[TRAINED] = scaling.pop(TRAINED, None)
     for name, value in moved.items():
@@ -374,22 +390,17 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
 
 
 def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_factor",
-         names: dict[str, str] | None = None, known: Sequence[str] = tuple(SCALINGS),
+         names: Names | None = None, known: Sequence[str] = tuple(SCALINGS),
          width: int = 0) -> Fields:
     """The fields of rotary positions. `theta` and `share` are the names of the RoPE base and of the
     rotated share of a head, `names` older names of types of scaling, `known` the types that the
     class has, and `width` is that of a head."""
-    part = r.get("rope_scaling") or Record({})
-    if not isinstance(part, Record):
-        raise wrong("rope_scaling", part, ": a value is of a wrong kind")
-    base, turned = r.get(theta), r.get(share) if share in r.shared else None
+    part, base, turned = r.part("rope_scaling"), r.get(theta), r.of_class(share)
     if share not in r.shared:       # this class ignores it, or only some of its functions read it
-        refuse_other(r, "partial_rotary_factor", None, 1)
+        refuse(r, partial_rotary_factor=(None, 1))
     # (transformers 5 reads these in rope_scaling too.)
-    for name, value in (("rope_theta", base), ("partial_rotary_factor", turned or 1)):
-        refuse_other(part, name, None, value)
-    own = r.get("head_dim") if "head_dim" in r.shared else None
-    width = width or own or r["hidden_size"] // r["num_attention_heads"]
+    refuse(part, rope_theta=(None, base), partial_rotary_factor=(None, turned or 1))
+    width = width or r.of_class("head_dim") or r["hidden_size"] // r["num_attention_heads"]
     dim = int(width * (1.0 if turned is None else turned))
     if dim < 2:
         raise wrong(share, turned, f": expected a part of a head that has at least 2 of its "
@@ -409,8 +420,8 @@ def _scaling(r, part, known, names):
     if kinds[-1] != kind or kind not in known:
         raise wrong(part.at + "rope_type", kind, f" is not known, or not the same as `type`; "
                     f"expected one of {', '.join(known)}")
-    scaling = {name: part.get(name) for name in SCALINGS[kind]}
-    scaling = {name: value for name, value in scaling.items() if value is not None}
+    # (zigzag/parallel/rotary.py refuses a scaling that lacks one of its numbers.)
+    scaling = {name: value for name in SCALINGS[kind] if (value := part.get(name)) is not None}
     own, top = part.get(TRAINED), r.get(TRAINED)
     if kind in ("llama3", "yarn", "longrope"):
         # (If there is one at the file's top level, transformers 5 takes that, and 4 only for
@@ -423,11 +434,8 @@ def _scaling(r, part, known, names):
         scaling[TRAINED] = of_5
     if kind == "longrope":
         scaling["factor"] = longest / of_5
-        refuse_other(part, "factor", None, scaling["factor"])
+        refuse(part, factor=(None, scaling["factor"]))
     if kind == "dynamic":
         scaling[TRAINED] = longest
     part.get("finetuned")       # (a key of the first files with yarn)
-    if missing := [name for name in SCALINGS[kind] if name in NEEDED and name not in scaling]:
-        raise ConfigError(f"config.json: {part.at}{missing[0]} is missing, for the rope_type "
-                          f"{kind}")
     return {**scaling, "rope_type": kind}

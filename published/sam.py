@@ -31,14 +31,14 @@ from jax import Array, lax
 import shard
 from published import general, stems, transformer, windows
 from published.family import Family, biased, keys, mlp, under
-from published.general import Config
-from published.record import Record, classed, count, pictures, tower, wrong
+from published.general import Batch, Config, Shapes
+from published.llama import record_of
+from published.record import classed, count, pictures, tower, wrong
 from published.tables import layer_weights, norms
 from published.transformer import norm
-from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.parallel import attention
-from zigzag.parallel.network import Network, Params
+from zigzag.parallel.network import Network, Params, refuse_rows
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
@@ -56,33 +56,23 @@ class Run(NamedTuple):
     window: int     # tokens on a side of a window; the picture's side if all tokens see all
 
 
-def record(c: Config) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), DEFAULTS)
-
-
-def side(c: Config) -> int:
-    """The number of tokens on a side of a picture."""
-    return c.image_size // c.patch_size
-
-
 def runs(c: Config) -> list[Run]:
-    known = record(c)
+    known = record_of(c)
 
     def window(i):
         return 0 if i in known["global_attn_indexes"] else known["window_size"]
 
     groups = itertools.groupby(range(c.layers), window)
-    return [Run(f"run{n}", list(numbers), size or side(c))
+    return [Run(f"run{n}", list(numbers), size or c.side)
             for n, (size, numbers) in enumerate(groups)]
 
 
-def table(c: Config) -> dict[str, Any]:
+def table(c: Config) -> Params:
     """The table of all weights."""
-    D, out = c.d_model, record(c)["output_channels"]
-    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=side(c), p=side(c), O=out)
+    D, out = c.d_model, record_of(c)["output_channels"]
+    make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=c.side, p=c.side, O=out)
     weights = stems.patch_weights(c, make)
-    if record(c)["use_abs_pos"]:
+    if record_of(c)["use_abs_pos"]:
         weights["positions"] = make("1 P p D/fsdp", 0.02)
     weights |= {run.name: _layer_weights(c, run) for run in runs(c)}
     one, three = Table(k=1, z=1, D=D, O=out), Table(k=3, z=3, o=out, O=out)
@@ -93,7 +83,7 @@ def table(c: Config) -> dict[str, Any]:
 
 def _layer_weights(c, run):
     weights = layer_weights(c, len(run.numbers))
-    if record(c)["use_rel_pos"]:
+    if record_of(c)["use_rel_pos"]:
         make = Table(L=len(run.numbers), J=2 * run.window - 1, N=c.head_dim)
         weights |= {name: make("L/pipe J N/fsdp", 0.02) for name in ("down", "right")}
     return weights
@@ -137,7 +127,7 @@ def _score_bias(known):
 def _neck(params, x, c):
     """x [B, T, D] -> [B, O, h, w]. The first convolution is 1 x 1, a product for each token."""
     x = norm(params, "neck_norm", matmul(x, params["neck"][0, 0]), c, eps=EPS)
-    x = shard.whole_time(x).reshape(len(x), side(c), side(c), -1)
+    x = shard.whole_time(x).reshape(len(x), c.side, c.side, -1)
     x = lax.conv_general_dilated(x, params["neck_out"], (1, 1), [(1, 1), (1, 1)],
                                  dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return norm(params, "norm", x, c, eps=EPS).transpose(0, 3, 1, 2)
@@ -145,11 +135,9 @@ def _neck(params, x, c):
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
     """Pictures [B, C, height, width] -> [B, O, h, w]. They must have config's image_size."""
-    c, size = config, (side(config),) * 2
-    if pictures.shape[1:] != (c.channels, c.image_size, c.image_size):
-        raise ConfigError(f"pictures [B, {', '.join(map(str, pictures.shape[1:]))}]: this model "
-                          f"reads [B, {c.channels}, {c.image_size}, {c.image_size}]")
-    params, kept = cast(params, c.dtype), side(c) * c.patch_size
+    c, size = config, (config.side,) * 2
+    stems.check_source(pictures, c)
+    params, kept = cast(params, c.dtype), c.side * c.patch_size
     x = windows.patches(params, pictures[:, :, :kept, :kept], c)
     x = x + params["positions"] if "positions" in params else x
     x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
@@ -163,7 +151,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     return _neck(params, x, config)
 
 
-def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the squared error of the output for pictures `source` against `targets`
     [B, O, h, w] (another encoder's output, say: an encoder has no labels), and the number of
@@ -173,17 +161,16 @@ def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params 
     return jnp.sum(error**2), jnp.float32(error.size)
 
 
-def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Config, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
-    source = jax.ShapeDtypeStruct(stems.source_shape(config, rows), jnp.float32)
-    there = rows, record(config)["output_channels"], side(config), side(config)
-    return {"source": source, "targets": source.update(shape=there)}
+    shapes = transformer.batch_shapes(config, rows)
+    there = rows, record_of(config)["output_channels"], config.side, config.side
+    return shapes | {"targets": shapes["source"].update(shape=there)}
 
 
 def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
-    if c.dropout:
-        raise ConfigError(f"--dropout {c.dropout}: SAM has no dropout here; leave it out")
+    refuse_rows(c, [("dropout", c.dropout, "SAM has no dropout here; leave it out")])
     general.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
                             "need all of the time")
 

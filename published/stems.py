@@ -15,12 +15,13 @@ import numpy as np
 from jax import Array
 
 from zigzag.core.errors import ConfigError
+from zigzag.parallel.network import Params
 
 
 def length(c: Any) -> int:
     """T, the number of vectors that a stem makes."""
     if c.stem == "patches":
-        return (c.image_size // c.patch_size) ** 2 + 1
+        return c.side ** 2 + 1
     return c.source_len
 
 
@@ -31,7 +32,7 @@ def source_shape(c: Any, rows: int) -> tuple[int, ...]:
     return rows, c.channels, 2 * c.source_len
 
 
-def weights(c: Any, table: Any) -> dict[str, Any]:
+def weights(c: Any, table: Any) -> Params:
     """The table of a stem's weights, with the letters of transformer.py's table."""
     if c.stem == "patches":
         return patch_weights(c, table) | {"class_token": table("D", 0.02)}
@@ -39,21 +40,26 @@ def weights(c: Any, table: Any) -> dict[str, Any]:
             "conv2": table("k d/fsdp D", (3 * c.d_model) ** -0.5), "conv2_bias": table("D", 0.0)}
 
 
-def patch_weights(c: Any, table: Any) -> dict[str, Any]:
+def patch_weights(c: Any, table: Any) -> Params:
     bias = {"patch_bias": table("D", 0.0)} if "embed" in c.biases.split(",") else {}
     return {"patch": table("C y x D/fsdp", (c.channels * c.patch_size**2) ** -0.5), **bias}
 
 
-def _check(source, c):
+def check_source(source: Array, c: Any) -> None:
     if source.shape != (shape := source_shape(c, len(source))):
         raise ConfigError(f"a source has the shape {list(source.shape)}; this model reads "
                           f"{list(shape)}")
 
 
-def patches(params: Any, pictures: Array, c: Any) -> Array:
+def stream(params: Params, source: Array, c: Any) -> Array:
+    """The vectors [B, T, D] of pictures or of sound."""
+    check_source(source, c)
+    return (_patches if c.stem == "patches" else _frames)(params, source, c)
+
+
+def _patches(params, pictures, c):
     """Pictures [B, C, height, width] -> [B, 1 + patches, D]."""
-    _check(pictures, c)
-    B, size, side = len(pictures), c.patch_size, c.image_size // c.patch_size
+    B, size, side = len(pictures), c.patch_size, c.side
     w = params["patch"]
     x = pictures[:, :, :side * size, :side * size].astype(w.dtype)
     x = x.reshape(B, c.channels, side, size, side, size)
@@ -63,18 +69,14 @@ def patches(params: Any, pictures: Array, c: Any) -> Array:
     return jnp.concatenate([first.astype(x.dtype), x], 1)
 
 
-def frames(params: Any, sound: Array, c: Any) -> Array:
+def _frames(params, sound, c):
     """Sound [B, C, 2 T] -> [B, T, D]."""
-    _check(sound, c)
     x = sound.swapaxes(1, 2).astype(params["conv1"].dtype)
     for name, stride in (("conv1", 1), ("conv2", 2)):
         x = jax.lax.conv_general_dilated(x, params[name], (stride,), [(1, 1)],
                                          dimension_numbers=("NWC", "WIO", "NWC"))
         x = jax.nn.gelu(x + params[f"{name}_bias"], approximate=False)
     return x
-
-
-STEMS = {"patches": patches, "frames": frames}
 
 
 def sound_positions(rows: int, width: int) -> np.ndarray:

@@ -22,7 +22,6 @@ C channels, y and x the sides of a patch.
 """
 
 import functools
-import json
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,14 +31,14 @@ from jax import Array
 import shard
 from published import general, stems, transformer, windows
 from published.encoders import PATCHES
-from published.family import Family, biased, keys, mlp, pair_index, under
+from published.family import Family, biased, keys, mlp, under
 from published.family import attention as names_of_attention
-from published.general import Config
+from published.general import Batch, Config
+from published.llama import record_of
 from published.positions import grid_ids, relative_bias
 from published.record import (
     MOST,
     MOST_LAYERS,
-    Record,
     classed,
     count,
     named,
@@ -47,12 +46,12 @@ from published.record import (
     refuse,
     wrong,
 )
-from published.tables import batch_shapes, layer_weights, norms
+from published.tables import batch_shapes, head_weights, layer_weights, norms
 from published.transformer import class_loss, heads_of, norm
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import cast
-from zigzag.parallel.network import Network, Params
+from zigzag.parallel.network import Network, Params, refuse_rows
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
@@ -71,18 +70,13 @@ class Stage(NamedTuple):
     heads: int
 
 
-def record(c: Config) -> Record:
-    """The content of config.json, with defaults for missing entries."""
-    return Record(json.loads(c.published), DEFAULTS)
-
-
 def stages(c: Config) -> list[Stage]:
-    known = record(c)
+    known = record_of(c)
     return [Stage(f"stage{i}", layers, c.d_model * 2**i, heads)
             for i, (layers, heads) in enumerate(zip(known["depths"], known["num_heads"]))]
 
 
-def table(c: Config) -> dict[str, Any]:
+def table(c: Config) -> Params:
     """The table of all weights."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
@@ -93,14 +87,11 @@ def table(c: Config) -> dict[str, Any]:
         make = Table(m=4 * stage.width, d=2 * stage.width)
         weights[stage.name] |= {"merge": make("m/fsdp d", (4 * stage.width) ** -0.5),
                                 **norms(c, make, "m", ["merge_norm"])}
-    make = Table(D=last, A=c.labels)
-    if c.head == "classes":
-        weights |= {"classifier": make("D/fsdp A", last**-0.5), "classifier_bias": make("A", 0.0)}
-    return weights | norms(c, make, "D", ["norm"])
+    return weights | head_weights(change(c, d_model=last), Table(D=last, A=c.labels))
 
 
 def _layer_weights(c, stage):
-    known, D, H = record(c), stage.width, stage.heads
+    known, D, H = record_of(c), stage.width, stage.heads
     own = change(c, d_model=D, heads=H, kv_heads=H, head_dim=D // H,
                  d_ff=int(known["mlp_ratio"] * D))
     make = Table(L=stage.layers, H=H, J=(2 * known["window_size"] - 1) ** 2)
@@ -136,7 +127,7 @@ def _merge(w, x, size, c):
 
 def _trunk(params, pictures, c, specs=None):
     """The last norm's output [B, T, D], with all of the time."""
-    x, window = windows.patches(params, pictures, c), record(c)["window_size"]
+    x, window = windows.patches(params, pictures, c), record_of(c)["window_size"]
     size = x.shape[1:3]
     x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
     x = norm(params, "embed_norm", x, c, eps=EPS)
@@ -170,21 +161,18 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     return matmul(x.mean(1), params["classifier"], 1, jnp.float32) + params["classifier_bias"]
 
 
-def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
+def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and their number."""
-    out = forward(params, batch["source"], config, specs)
-    if config.head == "none":       # (from which the rule finds where weights lie)
-        return jnp.sum(out.astype(jnp.float32) ** 2), jnp.float32(len(out))
-    return class_loss(out, batch["labels"], config)
+    return class_loss(forward(params, batch["source"], config, specs), batch, config)
 
 
 def check(c: Config, mesh: Any) -> None:
     """Refuse options and meshes that this model does not support."""
-    if c.head == "none":
-        raise ConfigError("this Swin returns vectors, and has no loss of its own; give fit a loss")
-    if c.dropout:
-        raise ConfigError(f"--dropout {c.dropout}: Swin has no dropout here; leave it out")
+    refuse_rows(c, [
+        ("head", c.head == "none", "this Swin returns vectors, and has no loss of its own; give "
+                                   "fit a loss"),
+        ("dropout", c.dropout, "Swin has no dropout here; leave it out")])
     general.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
                             "the time")
 
@@ -195,8 +183,6 @@ def check(c: Config, mesh: Any) -> None:
 DEFAULTS = dict(image_size=224, patch_size=4, num_channels=3, embed_dim=96, depths=[2, 2, 6, 2],
                 num_heads=[3, 6, 12, 24], window_size=7, mlp_ratio=4.0, qkv_bias=True,
                 hidden_act="gelu", use_absolute_embeddings=False, layer_norm_eps=1e-5)
-# The letter that numbers each stage's layers in patterns of published names. (e is for experts.)
-LETTERS = "abcdfghi"
 
 
 def _fields(r):
@@ -217,9 +203,9 @@ def _check_stages(r):
     size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
-            1 <= len(depths) == len(heads) <= len(LETTERS)):
+            1 <= len(depths) == len(heads)):
         raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of "
-                    f"equally many numbers, at most {len(LETTERS)}")
+                    f"equally many numbers")
     for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
         if width % count({"num_heads": own}, "num_heads"):
@@ -235,20 +221,16 @@ def _check_stages(r):
 
 def _arrays(c):
     found = PATCHES | {"embeddings.norm": "embed_norm", "layernorm": "norm"}
-    for i, (stage, letter) in enumerate(zip(stages(c), LETTERS)):
+    for i, stage in enumerate(stages(c)):
         found |= under(f"encoder.layers.{i}.", {"downsample.reduction": f"{stage.name}.merge",
                                                 "downsample.norm": f"{stage.name}.merge_norm"})
         found |= under(
-            f"encoder.layers.{i}.blocks.{{{letter}}}.", mlp("intermediate.dense", "output.dense"),
+            f"encoder.layers.{i}.blocks.{{{stage.name}.layers}}.",
+            mlp("intermediate.dense", "output.dense"),
             names_of_attention("attention.{}", "self.query self.key self.value output.dense"),
             {"layernorm_before": "attn_norm", "layernorm_after": "mlp_norm",
              "attention.self.relative_position_bias_table": "-> relative"})
     return under("swin.", found) | {"classifier": "classifier"}
-
-
-def _stacks(c):
-    return {letter: [(f"{stage.name}.layers", range(stage.layers))]
-            for stage, letter in zip(stages(c), LETTERS)}
 
 
 # The names that transformers 5 uses if it is asked not to save in the original format.
@@ -260,11 +242,13 @@ NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "atte
 
 def _is_index(c, array):
     """The published array of indices: the row of the table for each pair of tokens in a window."""
-    return np.array_equal(array, pair_index(record(c)["window_size"]))
+    side = record_of(c)["window_size"]
+    patches = np.arange(side**2)
+    return np.array_equal(array, grid_ids(patches[:, None], patches, side))
 
 
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
-              stacks=_stacks, older=NEWER, aliases={"num_attention_heads": "num_heads"},
+              older=NEWER, aliases={"num_attention_heads": "num_heads"},
               neutral=keys("""drop_path_rate encoder_stride hidden_size num_layers out_features
                               out_indices path_norm stage_names tie_word_embeddings"""))
 

@@ -6,19 +6,20 @@ J rows of learned biases by distance, Z token types, A classes, C channels (of a
 frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from published import stems
+from published.general import Shapes
 from published.positions import relative_rows
 from zigzag.core.flags import change
+from zigzag.parallel.network import Params
 from zigzag.parallel.table import Table, padded
 
 
-def table(c: Any) -> dict[str, Any]:
+def table(c: Any) -> Params:
     """The weights of a model, and of its encoder if it has one, as a tree of Weight."""
     D, W = c.d_model, c.embed_dim or c.d_model
     make = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows, d=D, A=c.labels, k=3,
@@ -32,7 +33,7 @@ def table(c: Any) -> dict[str, Any]:
         weights["encoder"].pop("embed", None)       # (the decoder's is used)
     if c.relative and c.relative_shared:
         weights["relative"] = make("J/fsdp H/tensor", 0.1)
-    return weights | _embed_weights(c, make) | _head_weights(c, make)
+    return weights | _embed_weights(c, make) | head_weights(c, make)
 
 
 def _embed_weights(c, make):
@@ -42,10 +43,8 @@ def _embed_weights(c, make):
     else:
         weights = stems.weights(c, make)
     if c.positions in ("learned", "fixed"):
-        weights["positions"] = make(f"P {inner}/fsdp", 0.02)
-    if c.positions == "fixed":
-        weights["positions"] = dataclasses.replace(weights["positions"],
-                                                   values=stems.sound_positions)
+        weights["positions"] = make(f"P {inner}/fsdp", 0.02,
+                                    stems.sound_positions if c.positions == "fixed" else None)
     if c.token_types:
         weights["token_types"] = make(f"Z {inner}/fsdp", 0.02)
     if W != c.d_model:
@@ -55,7 +54,8 @@ def _embed_weights(c, make):
     return weights | norms(c, make, inner, ["embed_norm"] * c.embed_norm)
 
 
-def _head_weights(c, make):
+def head_weights(c: Any, make: Any) -> Params:
+    """The weights from the last norm on."""
     D, W = c.d_model, c.embed_dim or c.d_model
     weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":
@@ -74,7 +74,7 @@ def _head_weights(c, make):
     return weights
 
 
-def layer_weights(c: Any, L: int, experts: int = 0) -> dict[str, Any]:
+def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
     """The weights of a stack of L equal layers."""
     D, G = c.d_model, c.expert_d_ff or c.d_ff
     F = c.shared_experts * G if experts else c.d_ff
@@ -133,7 +133,7 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> dict[str, Any]:
     return weights | norms(c, make, "L/pipe D", names)
 
 
-def norms(c: Any, make: Any, axes: str, names: list[str]) -> dict[str, Any]:
+def norms(c: Any, make: Any, axes: str, names: list[str]) -> Params:
     """The scales of these norms, and their biases."""
     weights = {name: make(axes) for name in names}
     if c.norm == "layer":
@@ -159,7 +159,7 @@ def encoder_config(c: Any, length: int = 0) -> Any:
         position_rows=c.position_rows if enough else 0)
 
 
-def batch_shapes(config: Any, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Any, rows: int) -> Shapes:
     """{name: shape} of a batch for the loss."""
     c, ids = config, jax.ShapeDtypeStruct((rows, config.seq_len), jnp.int32)
     weights = ids.update(dtype=jnp.float32)

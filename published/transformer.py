@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import shard
 from published import stems
-from published.general import Config, lacking
+from published.general import Batch, Config, lacking
 from published.llama import FAMILIES
 from published.positions import (
     alibi_bias,
@@ -41,6 +41,7 @@ from published.positions import (
     relative_ids,
     sinusoids,
 )
+from published.record import listed
 from published.tables import batch_shapes, encoder_config, table
 from zigzag.core.errors import ConfigError, check_length
 from zigzag.core.flags import change, is_derived
@@ -54,6 +55,7 @@ from zigzag.parallel.network import (
     Traffic,
     check_stack,
     expert_share,
+    refuse_rows,
     with_hits,
 )
 from zigzag.parallel.pipeline import options_of
@@ -69,9 +71,9 @@ def norm(w, name, x, c, kind="", eps=0.0):
     x32 = x.astype(jnp.float32)
     if (kind or c.norm) == "layer":
         x32 = x32 - jnp.mean(x32, -1, keepdims=True)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
-    x = x32.astype(x.dtype) * w[name]   # if tensor splits x's time, the scale's gradient is summed
-    return x + w[f"{name}_bias"] if f"{name}_bias" in w else x
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
+    # (If tensor splits x's time, the scale's gradient is summed.)
+    return _plus_bias(w, x32.astype(x.dtype) * w[name], name)
 
 
 def heads_of(q, a, dim):
@@ -79,10 +81,11 @@ def heads_of(q, a, dim):
     return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
 
 
-def _window(c, i):
-    """The arguments of shard.self_attend for a window, in which a query sees the last c.window
-    keys, its own included."""
-    return {"window": c.window, "local": layer_is_local(c, i) if "g" in c.local_layers else None}
+def _known(c, i):
+    """The arguments of shard.self_attend for a bound on the scores, and for a window, in which a
+    query sees the last c.window keys, its own included."""
+    return {"softcap": c.attn_softcap, "window": c.window,
+            "local": layer_is_local(c, i) if "g" in c.local_layers else None}
 
 
 def _scores(w, q, c):
@@ -147,8 +150,7 @@ def _latent_from_cache(w, h, c, i, batch, cache):
     cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
     query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
     scores = _scores(w, q, c)
-    attend = attention.self_attention(None, scores, c.heads, attention.Known(
-        **_window(c, i), softcap=c.attn_softcap))
+    attend = attention.self_attention(None, scores, c.heads, attention.Known(**_known(c, i)))
     wk, wv = (heads_of(q, merged(w[name]), 1) for name in ("wk", "wv"))
     q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
     q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
@@ -169,7 +171,7 @@ def _heads(w, qkv, c, i, batch, cache=None):
     if c.positions == "rotary":
         q, k = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (q, k))
     q = _scaled(q, c)
-    changes = dict(scores=_scores(w, q, c), softcap=c.attn_softcap, **_window(c, i))
+    changes = {"scores": _scores(w, q, c), **_known(c, i)}
     if cache is not None:
         attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
         return attend(q, k, v, **changes), attend.layer
@@ -249,7 +251,7 @@ def _experts(w, h, c, i, batch, beside):
     balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
     added = c.balance * balance + c.router_z * z
     load = jnp.zeros((c.layers - c.dense_layers, c.experts)).at[i - c.dense_layers].set(busy)
-    return out, (added, jax.lax.stop_gradient({"router_loss": added, "expert_load": load}))
+    return out, (added, lax.stop_gradient({"router_loss": added, "expert_load": load}))
 
 
 def _choose(scores, bias, c):
@@ -281,14 +283,14 @@ def embedding(params, batch, c):
         x = shard.embed_lookup(params["embed"], batch["tokens"])
         x = x * (c.embed_scale or c.d_model**0.5)   # new weights then have rows of unit size
     else:
-        x = stems.STEMS[c.own_stem](params, batch["source"], c)
+        x = stems.stream(params, batch["source"], c)
         x = shard.residual_stream(own_time(_padded(x)))
     # (With a norm after the embedding, everything before the norm has the embedding's width.)
     if "project_in" in params and not c.embed_norm:
         x = matmul(x, params["project_in"])
     if c.positions in ("learned", "fixed", "sinusoidal"):
         table = params.get("positions", sinusoids(c.seq_len + c.position_offset, c.d_model))
-        table = jax.lax.stop_gradient(table) if c.positions == "fixed" else table
+        table = lax.stop_gradient(table) if c.positions == "fixed" else table
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
         x = x + lookup(table, places).astype(x.dtype)
     if c.token_types:
@@ -360,10 +362,12 @@ def with_positions(batch, c):
     """The batch with arrays [B, T] about its tokens: their slots in the row, their positions in the
     document, and, if a row is not one document, the number of the document. (A token that the mask
     excludes is in document -1.)"""
-    if c.own_stem != "tokens" and "slots" not in batch:
+    if "slots" in batch:
+        slots = batch["slots"]
+    elif c.own_stem != "tokens":
         return _source(batch, c)
-    slots = batch["slots"] if "slots" in batch else jnp.broadcast_to(
-        shard.slots_of(batch["tokens"]), batch["tokens"].shape)
+    else:
+        slots = jnp.broadcast_to(shard.slots_of(batch["tokens"]), batch["tokens"].shape)
     known = {"slots": slots, "positions": slots}
     if "segments" in batch or "mask" in batch:
         known["document"] = batch.get("segments", jnp.zeros_like(slots))
@@ -393,26 +397,35 @@ def _layers(params, specs=None):
     return layers, specs
 
 
-def stack(params, name, x, c, batch, specs=None):
-    """x [B, T, D] through the layers in params[name] ("dense_layers" or "layers")."""
-    first, count = (0, c.dense_layers) if name == "dense_layers" else (
-        c.dense_layers, c.layers - c.dense_layers)
-
-    def layer(w, x, i):
-        return _repeat(w, x, i, c, batch)[0] if c.layer_groups else block(w, x, i, c, batch)[0], ()
-
-    stacked, specs = (params[name], specs and specs[name]) if name == "dense_layers" else (
-        _layers(params, specs))
-    numbers = jnp.arange(first, first + (c.layer_groups or count))
-    return shard.layers(layer, stacked, x, numbers, specs, c)[0]
+def _layer(w, x, i, c, batch):
+    """Layer i, or the group of layers i: x [B, T, D] -> x, and its terms of the loss."""
+    return _repeat(w, x, i, c, batch) if c.layer_groups else block(w, x, i, c, batch)[:2]
 
 
-def trunk(params, c, batch, specs=None):
-    """The last block's output [B, T, D]."""
-    x = embedding(params, batch, c)
-    for name in ("dense_layers", "layers") if c.dense_layers else ("layers",):
-        x = stack(params, name, x, c, batch, specs)
+def begin(params, c, batch, specs=None, embed=embedding):
+    """The embedding [B, T, D], after the dense layers of a model with experts."""
+    x = embed(params, batch, c)
+    if c.dense_layers:
+        x, _ = shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), params["dense_layers"], x,
+                            jnp.arange(c.dense_layers), specs and specs["dense_layers"], c)
     return x
+
+
+def trunk(params, c, batch, specs=None, embed=embedding):
+    """The last block's output [B, T, D]; that of an encoder on every stage of a pipeline, as the
+    decoder's layers come after it, in the same stages."""
+    x = begin(params, c, batch, specs, embed)
+    stacked, specs = _layers(params, specs)
+    # (When generating, every device has all layers, and no spec names pipe.)
+    if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
+        numbers = jnp.arange(c.dense_layers, c.layer_groups or c.layers)
+        return shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), stacked, x, numbers, specs,
+                            c)[0]
+    x, _ = shard.through_layers(
+        lambda w, x, i, batch: _layer(w, x, i, c, batch), stacked, x,
+        only(batch, "slots", "positions", "document", "seeds"), specs,
+        options_of(c)._replace(schedule="gpipe"))
+    return lax.psum(x, "pipe")
 
 
 def head_logits(params, x, c):
@@ -424,7 +437,8 @@ def head_logits(params, x, c):
 def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
             positions: Array | None = None, segments: Array | None = None,
             mask: Array | None = None, source_mask: Array | None = None,
-            token_types: Array | None = None, attend: Callable | None = None) -> Array:
+            token_types: Array | None = None, attend: Callable | None = None,
+            embed: Callable = embedding) -> Array:
     """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. An encoder returns
     logits of the tokens themselves, or of classes [B, labels], or, without a head, vectors
     [B, T, D]. `source` is the input of an encoder or a stem; a mask is 0 where a row has no
@@ -432,14 +446,13 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     c = config
     if c.own_stem != "tokens" and source is None:
         tokens, source = None, tokens
-    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
-        raise ConfigError("this model has no encoder to give a source to" if source is not None else
-                          "this model has an encoder: give it a source")
+    if source is None and (c.encoder_layers or c.own_stem != "tokens"):
+        raise ConfigError("this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
                  source_mask=source_mask, token_types=token_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}
     c, params, batch = prepare_batch(params, batch, c)
-    x = trunk(params, c, batch)
+    x = trunk(params, c, batch, embed=embed)
     if c.head == "classes":
         return _class_logits(params, x, c, batch)
     if c.head == "none":
@@ -458,11 +471,12 @@ def prepare_batch(params, batch, c, specs=None):
     params, batch = cast(params, c.dtype), with_positions(batch, c)
     if c.encoder_layers:
         batch |= _encode(params, batch, c, specs)
-    return c, params, {k: a for k, a in batch.items() if k != "source" or not c.encoder_layers}
+        batch.pop("source")
+    return c, params, batch
 
 
-def loss(params: Params, batch: dict[str, Array], config: Config,
-         specs: Params | None = None) -> tuple:
+def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None,
+         embed: Callable = embedding) -> tuple:
     """(sum, count): the weighted cross-entropy of the batch's targets in nats, and the sum of the
     weights. They travel together and are divided once, so that masks and uneven shards change
     nothing. A batch with `seeds` [B] is for training: dropout is on, and experts add their terms to
@@ -470,21 +484,13 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     cross-entropy of `labels` [B], and the number of rows."""
     c, params, batch = prepare_batch(params, batch, config, specs)
 
-    def embed(params, batch):
-        x = embedding(params, batch, c)
-        if c.dense_layers:
-            x = stack(params, "dense_layers", x, c, batch, specs)
-        return x
-
     def layer(w, x, i, batch):
-        return (_repeat(w, x, i, c, batch) if c.layer_groups else
-                block(w, x, c.dense_layers + i, c, batch)[:2])
+        return _layer(w, x, c.dense_layers + i, c, batch)
 
     def head(params, x, batch):
-        if c.head == "classes":
-            return class_loss(_class_logits(params, x, c, batch), batch["labels"], c)
-        if c.head == "none":        # (traced by the rule, which needs some loss)
-            return jnp.sum(x.astype(jnp.float32) ** 2), jnp.float32(len(x))
+        if c.head in ("classes", "none"):
+            x = x if c.head == "none" else _class_logits(params, x, c, batch)
+            return class_loss(x, batch, c)
         x, table = loss_head(params, x, c)
         total, hits = shard.token_loss(x, table, batch["targets"], batch["weights"], c.vocab_size,
                                        softcap=c.logit_softcap)
@@ -493,14 +499,14 @@ def loss(params: Params, batch: dict[str, Array], config: Config,
     others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
     stacked, specs_of_layers = _layers(params, specs)
     return shard.pipelined_loss(
-        embed, layer, head, others, stacked, batch, specs_of_layers, c,
-        all_time=c.head == "classes")
+        lambda params, batch: begin(params, c, batch, specs, embed), layer, head, others, stacked,
+        batch, specs_of_layers, c, all_time=c.head == "classes")
 
 
 # -------------------------------------------------------------------------------------------
 # Decoding, with a cache of keys and values (zigzag/generate/cache.py)
 
-def encode_source(params: Params, source: dict[str, Array], config: Config,
+def encode_source(params: Params, source: Batch, config: Config,
                   specs: Params | None = None) -> list[Params]:
     """The entries of a source (with source_mask) in each layer's cache: cross-attention's k and
     v."""
@@ -522,7 +528,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
     config = change(config, seq_len=length)
     query = kv_cache.query_tokens(slot, start, tokens.shape[1])
     batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}
-    shared = {name: params[name] for name in ("relative",) if name in params}
+    shared = only(params, "relative")
     x, new_cache = embed(params, batch, config), []
     one_block = jax.jit(functools.partial(block, c=config))     # traced once for all equal layers
     for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
@@ -552,43 +558,27 @@ def _source(batch, c):
     return with_positions(known, c)
 
 
+def only(batch: Batch, *names: str) -> Batch:
+    """Those arrays of a batch that have these names."""
+    return {name: batch[name] for name in names if name in batch}
+
+
 def own_time(tree):
     """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
     does not split), cut to this device's part of the time, in plain order."""
     def part(a):
         parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
-        return jax.lax.dynamic_index_in_dim(parts, jax.lax.axis_index("seq"), 1, keepdims=False)
+        return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
 
     return jax.tree.map(part, tree) if axis_size("seq") > 1 else tree
-
-
-def _through_encoder(layer, weights, specs, x, batch, c):
-    """x [B, T, D] after the layers of an encoder, on every stage of a pipeline: the decoder's
-    layers come after them, in the same stages."""
-    # (When generating, every device has all layers, and no spec names pipe.)
-    if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
-        numbers = jnp.arange(len(jax.tree.leaves(weights)[0]))
-        return shard.layers(lambda w, x, i: layer(w, x, i, batch), weights, x, numbers, specs,
-                            c)[0]
-    x, _ = shard.through_layers(layer, weights, x, batch, specs,
-                                options_of(c)._replace(schedule="gpipe"))
-    return jax.lax.psum(x, "pipe")
 
 
 def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
     """The encoder's output for a batch's source, and the mask of padding."""
     e = encoder_config(c, batch["source"].shape[1])
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
-    given = {name: batch[name] for name in ("source", "source_mask", "seeds") if name in batch}
-    known = _source(given, e)
-    x = embedding(params, known, e)
-    known = {name: known[name] for name in ("slots", "positions", "document", "seeds")
-             if name in known}
-
-    def layer(w, x, i, batch):
-        return block(w, x, i, e, batch)[:2]
-
-    x = _through_encoder(layer, *_layers(params, specs and specs["encoder"]), x, known, c)
+    known = _source(only(batch, "source", "source_mask", "seeds"), e)
+    x = trunk(params, e, known, specs and specs["encoder"])
     x = norm(params, "norm", x, e) if "norm" in params else x
     return {"encoded": gather(x), "source_document": gather(known["document"])}
 
@@ -638,15 +628,18 @@ def _class_logits(params, x, c, batch):
     return _plus_bias(params, logits, "classifier")
 
 
-def class_loss(logits, labels, c):
+def class_loss(logits, batch, c):
     """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. Of
     one label (a regression), the squared error."""
-    if logits.shape[1] == 1:
-        return jnp.sum((logits[:, 0] - labels) ** 2), jnp.float32(len(logits))
-    chosen = jax.nn.one_hot(labels, logits.shape[1])
+    rows = jnp.float32(len(logits))
+    if c.head == "none":        # (traced by the rule, which needs some loss to find what is split)
+        return jnp.sum(logits.astype(jnp.float32) ** 2), rows
+    labels, classes = batch["labels"], logits.shape[1]
+    if classes == 1:
+        return jnp.sum((logits[:, 0] - labels) ** 2), rows
+    chosen = jax.nn.one_hot(labels, classes)
     hits = jnp.sum(jnp.argmax(logits, 1) == labels, dtype=jnp.float32)
-    return with_hits(-jnp.sum(jax.nn.log_softmax(logits) * chosen), jnp.float32(len(logits)), hits,
-                     c)
+    return with_hits(-jnp.sum(jax.nn.log_softmax(logits) * chosen), rows, hits, c)
 
 
 def _repeat(w, x, group, c, batch):
@@ -658,7 +651,7 @@ def _repeat(w, x, group, c, batch):
 
     how = remat.remat_of(c.remat)       # (with full:0.5, half of the groups are computed again)
     layer = layer if how.policy == "none" and not how.share else jax.checkpoint(layer)
-    return jax.lax.scan(layer, x, group * times + jnp.arange(times))[0], None
+    return lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
 
 # -------------------------------------------------------------------------------------------
@@ -671,22 +664,18 @@ def check(c: Config, mesh: Any) -> None:
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
     check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
                  stages * c.chunks)
-    for is_wrong, why in (
-            (c.head == "none", "--head none: this model returns vectors, and has no loss of its "
-                               "own; give fit a loss, or --head classes or masked"),
-            (stages > 1 and c.dense_layers,
-             f"mesh axis pipe={stages}: the layers of all stages must have weights of equal "
-             f"shapes, and --dense_layers {c.dense_layers} differ from the others; give its "
-             f"devices to data, fsdp, expert or tensor"),
-            (stages > 1 and c.layer_groups,
-             f"mesh axis pipe={stages}: each stage has its own layers, and with --layer_groups "
-             f"{c.layer_groups} several layers share weights; give its devices to data, fsdp or "
-             f"tensor"),
-            (stages > 1 and c.encoder_layers and c.schedule == "1f1b",
-             "--schedule 1f1b: an encoder-decoder runs through the stages twice, and the whole "
-             "encoder comes first; give gpipe or interleaved")):
-        if is_wrong:
-            raise ConfigError(why)
+    elsewhere = f"on mesh axis pipe={stages}; give its devices to data, fsdp, expert or tensor"
+    refuse_rows(c, [
+        ("head", c.head == "none", "this model returns vectors, and has no loss of its own; give "
+                                   "fit a loss, or --head classes or masked"),
+        ("dense_layers", stages > 1 and c.dense_layers,
+         f"these differ from the others, and the layers of all stages must have weights of equal "
+         f"shapes {elsewhere}"),
+        ("layer_groups", stages > 1 and c.layer_groups,
+         f"several layers share weights, and each stage has its own layers {elsewhere}"),
+        ("schedule", stages > 1 and c.encoder_layers and c.schedule == "1f1b",
+         "an encoder-decoder runs through the stages twice, and the whole encoder comes first; "
+         "give gpipe or interleaved")])
     check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
 
 
@@ -705,10 +694,10 @@ def flops(c: Config, tokens: int, table: Params) -> float:
 
 
 def cache_layer(c: Config, i: int) -> Layer:
-    window, source = layer_slots(c, i), kv_cache.CROSS if c.encoder_layers else ()
+    widths, heads = {"k": c.head_dim, "v": c.v_head_dim or c.head_dim}, c.kv_heads
     if c.kv_rank:
-        return Layer({"latent": c.rotary_dim + c.kv_rank}, 1, window, source)
-    return Layer({"k": c.head_dim, "v": c.v_head_dim or c.head_dim}, c.kv_heads, window, source)
+        widths, heads = {"latent": c.rotary_dim + c.kv_rank}, 1
+    return Layer(widths, heads, layer_slots(c, i), kv_cache.CROSS if c.encoder_layers else ())
 
 
 def source_shape(c: Config) -> tuple[int, ...] | None:
@@ -739,9 +728,7 @@ def why(config: Config) -> str:
     names = lacking(dataclasses.asdict(config))
     names = [name for name in names if not is_derived(config, name)] or names
     options = [f"{name}={getattr(config, name)}" for name in names]
-    more = f" and {len(options) - 4} more" if len(options) > 4 else ""
-    return f"the plain decoder has no {', '.join(options[:4])}{more}" if options else (
-        "--model transformer")
+    return f"the plain decoder has no {listed(options, 4)}" if options else "--model transformer"
 
 
 NETWORK = Network(
@@ -751,4 +738,3 @@ NETWORK = Network(
     limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
     block_traffic=block_traffic, flops=flops,
     why=why)
-init, weight_shapes = NETWORK.init, NETWORK.weight_shapes

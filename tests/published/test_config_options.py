@@ -176,7 +176,8 @@ def is_unread(case, name):
         r.refuse_unread(EACH_FAMILY[name].neutral)
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         return False        # (refused, as in llama.fields_of)
-    return any(path == case.key or path.startswith(f"{case.key}.") for path in r.unread())
+    paths = [owner.at + key for owner, key in r.unread()]
+    return any(path == case.key or path.startswith(f"{case.key}.") for path in paths)
 
 
 def changes_of(base, keys):

@@ -266,7 +266,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     """Two silent faults: on seq, a token that sees only earlier ones; on seq and pipe, a class
     taken from another token than the row's first, or from a part of the patches."""
     if "pipe" in mesh and loaded(name)[1].network.layer_groups:
-        with pytest.raises(ConfigError, match=r"--layer_groups 1 several layers share weights"):
+        with pytest.raises(ConfigError, match=r"--layer_groups 1: several layers share weights"):
             check_network(loaded(name)[1], mesh_of(mesh))
     elif "pipe=4" in mesh and name == "beit of 6 heads":
         with pytest.raises(ConfigError, match="--layers 2 does not divide into 4"):

@@ -279,7 +279,7 @@ def test_pictures_that_do_not_fit():
     small, other = jnp.zeros((1, 3, 16, 38)), jnp.zeros((1, 3, 96, 96))
     for kind, module, pictures, why in (
             ("swin", swin, small, "4 x 10 tokens in stage0|2 x 5 tokens in stage1"),
-            ("sam_vision_model", sam, other, r"reads \[B, 3, 97, 97\]")):
+            ("sam_vision_model", sam, other, r"reads \[1, 3, 97, 97\]")):
         config = config_of(kind).network
         with pytest.raises(ConfigError, match=why):
             jax.eval_shape(functools.partial(module.forward, config=config),
