@@ -311,7 +311,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
     task, mesh, stop = with_sequence(task, config), mesh or machine(config), []
     with hosts.exit_together(), hosts.stop_on_signals(stop, config.out):
         config = continuing.hold(schedules.with_steps(config, len(task.examples)))
-        say = say or Reporter(config.steps)
+        say = say or Reporter(config.steps, config.verbose)
         program = build_checked(config, mesh, task, say, step=step, transform=optimizer,
                                 schedule=schedule)
         config = program.config

@@ -37,14 +37,14 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
     return dataclasses.replace(config, mesh=mesh, shards=0), ready
 
 
-def run(config: Any, is_short: bool = True) -> None:
+def run(config: Any) -> None:
     """Compile the real step for the hardware of --topology, and print its memory, arithmetic and
     collectives."""
     begin = time.perf_counter()
     config, ready = programs.choose_mesh(config)
     program = ready[0] if ready else program_of(config)
-    config, say = program.config, Reporter(config.steps)
-    report_header(program, say, is_short)
+    config, say = program.config, Reporter(config.steps, verbose=True)
+    report_header(program, say)
     say.line("compiling ...", live=True)
     step = ready[1] if ready else compiled(program)
     say.line(f"compiled in {time.perf_counter() - begin:.1f} s")

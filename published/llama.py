@@ -10,7 +10,7 @@ are LLaMA's relatives; gpt.py has GPT-2's, encoder_decoders.py those of encoder-
 
 import dataclasses
 import json
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable
 
 import numpy as np
 

@@ -39,7 +39,7 @@ ROW = {"step": 1, "loss": 2.0, "mfu": None, "tokens": 30, "grad_norm": 1.0, "lr"
 
 def header(capsys, program, **more):
     """What a run of this program prints first."""
-    loop.report_header(program, report.Reporter(1), **more)
+    loop.report_header(program, report.Reporter(1, **more))
     return capsys.readouterr().out
 
 
@@ -111,46 +111,46 @@ def test_the_options_are_those_that_somebody_has_changed():
     assert all(len(line) <= 100 for line in preset.splitlines())
 
 
-def test_a_start_says_the_sizes(capsys):
-    """Sizes of a decoder shown for a custom loss; a record without the values that the screen does
-    not show."""
+def test_a_start_is_short(capsys, tmp_path):
+    """Twenty-five lines before the first loss, of which a stranger understands six; the table of
+    weights lost, where --verbose asks for it or the log is read; sizes of a decoder shown for a
+    custom loss."""
     config = make(kv_heads=2, experts=4)
-    printed = header(capsys, program_of(config, "tensor=2"))
-    assert ("sizes    layers 2, d_model 32, heads 4, kv_heads 2, d_ff 64, experts 4, vocab_size "
-            "61, seq_len 16\ntraining 20 steps of 8 examples, adamw, lr up to 0.0156 after 3 steps "
-            "of warmup\noptions  ") in printed
-    record = record_of(config)
-    assert "image_size" not in printed and "image_size" not in record
-    assert set(record) >= {"remat", "clip", "fsdp_min", "eval_tokens", "d_ff"}
+    program = program_of(config, "tensor=2,pipe=2")
+    printed, whole = header(capsys, program), header(capsys, program, verbose=True)
+    sizes = ("sizes    layers 2, d_model 32, heads 4, kv_heads 2, d_ff 64, experts 4, vocab_size "
+             "61, seq_len 16\ntraining 20 steps of 8 examples, adamw, lr up to 0.0156 after 3 steps "
+             "of warmup\noptions  ")
+    assert sizes in printed and sizes in whole and "mesh     pipe=2 tensor=2\n" in printed
+    assert "memory   a device holds " in printed and "pipe     gpipe: " in printed
+    assert re.search(r"^layers.attn_norm +\[2,32\] ", whole, re.M) and "attend   causal" in whole
+    assert "layers." not in printed and printed.count("\n") == 9
+    assert header(capsys, program_of(config, "")).count("\n") == 6      # (of 8: data, ready)
     batch = {"x": jax.ShapeDtypeStruct((8, 3), "float32")}
     custom = build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
                    lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), batch)
     printed = header(capsys, custom)
     assert "sizes" not in printed and "training 20 steps of 8 examples, adamw" in printed
+    assert "weights  3 parameters" in printed
     config = make(encoder_layers=1, source_len=12, positions="none", relative="buckets")
     printed = header(capsys, program_of(config, ""))
     assert re.search("sizes    layers 2, encoder_layers 1, ", printed)
-    assert re.search(r"^relative +\[32,4\]", printed, re.M), "small, and a matrix"
+    say = report.Reporter(1)
+    say.detail("a detail")
+    say.log_to(tmp_path / "log.txt", False)
+    assert "a detail" in (tmp_path / "log.txt").read_text() and not capsys.readouterr().out
 
 
-def test_a_start_has_one_line_for_all_small_whole_weights(capsys):
-    """A table in which norms and biases hide the important weights; a short table in shard.py too;
-    a matrix among the small weights; bytes that are not counted."""
+def test_what_a_device_holds_is_what_the_program_keeps(capsys):
+    """Bytes that are not counted; AdamW's moments for another optimizer."""
     program = program_of(make(optimizer="muon"), "tensor=2")
-    short, whole = header(capsys, program), header(capsys, program, is_short=False)
-    assert "layers.attn_norm" in whole and "small weights" not in whole
-    held = 4 * 5 * 32
-    assert re.search(rf"^3 small weights +whole +{held} B  scales and biases: attn_norm, mlp_norm, "
-                     r"norm$", short, re.M), short
-    assert "layers.w_up" in short and "layers.attn_norm" not in short
     # (Muon's matrices have one moment. The text must say what the program's state takes.)
     state = 4 * sum(math.prod(x.sharding.shard_shape(x.shape))
                     for x in jax.tree.leaves(program.state["opt"]))
-    assert f"{human_bytes(state)} of the optimizer's state" in short
-    programs.show_sharding(["--optimizer", "muon", "--shards", "2",
-                                           *map(str, SMALL[2:])])
+    assert f"{human_bytes(state)} of the optimizer's state" in header(capsys, program)
+    programs.show_sharding(["--optimizer", "muon", "--shards", "2", *map(str, SMALL[2:])])
     shown = capsys.readouterr().out
-    assert "layers.attn_norm" in shown and "small weights" not in shown and "AdamW" not in shown
+    assert "layers.attn_norm" in shown and "AdamW" not in shown
 
 
 def test_collectives_are_told_beside_what_was_expected(capsys):
@@ -158,14 +158,20 @@ def test_collectives_are_told_beside_what_was_expected(capsys):
     def collective(kind, size):
         return SimpleNamespace(kind=kind, axis="tensor", count=3, bytes=size)
 
-    report.Reporter(steps=1).collectives(
+    report.Reporter(1, verbose=True).collectives(
         [collective("all-gather", 7.1e6), collective("all-reduce", 100)],
         [collective("all-gather", 7e6), collective("all-to-all", 50)])
+    whole = ["sends     7.1 MB per device per update in 3 all-gather over tensor "
+             "(expected: 7.0 MB in 3)",
+             "sends      100 B per device per update in 3 all-reduce over tensor (expected: none)",
+             "sends    nothing in all-to-all over tensor (expected: 50 B in 3; the compiler found "
+             "another way)"]
+    assert capsys.readouterr().out.splitlines() == whole
+    report.Reporter(1).collectives([collective("all-gather", 7.1e6), collective("all-reduce", 100)],
+                                   [collective("all-gather", 7e6)], is_complete=False)
     assert capsys.readouterr().out.splitlines() == [
-        "sends     7.1 MB per device per update in 3 all-gather over tensor "
-        "(expected: 7.0 MB in 3)",
-        "sends      100 B per device per update in 3 all-reduce over tensor (expected: none)",
-        "sends    nothing in all-to-all over tensor (expected: 50 B in 3)"]
+        whole[0].replace(" in 3)", " in 3, and more without a formula)"),
+        "sends      100 B more in 3 small collectives (--verbose lists them)"]
 
 
 def test_a_step_is_a_line_now_and_then_and_a_live_line_on_a_terminal(capsys):

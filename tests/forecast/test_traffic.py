@@ -94,8 +94,8 @@ def test_where_there_is_no_formula_none_is_expected(changes, capsys):
     assert not is_complete(plan)
     assert bool(expected_traffic(plan)) == ("encoder_layers" in changes)
     sent = [Collective("all-to-all", "fsdp", 1, 100)]
-    Reporter(1).collectives(sent, expected_traffic(plan), is_complete(plan))
-    assert "all-to-all over fsdp\n" in capsys.readouterr().out
+    Reporter(1, verbose=True).collectives(sent, expected_traffic(plan), is_complete(plan))
+    assert "all-to-all over fsdp (there is no formula for it)\n" in capsys.readouterr().out
 
 
 def test_of_what_a_loss_gathers_of_rows_nothing_is_expected():

@@ -78,7 +78,7 @@ def show_sharding(argv: Argv = None) -> None:
     command_line.check_unused(given, NOT_USED, "in python shard.py")
     config = command_line.config_of_flags(given)
     if "topology" in commands() and config.topology:
-        return part("forecast.dry_run", "--topology").run(config, is_short=False)
+        return part("forecast.dry_run", "--topology").run(config)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
     config = change(config, vocab_size=config.network.vocab_size or Bytes.vocab_size)
     network = network_of(config)

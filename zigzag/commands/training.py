@@ -72,7 +72,7 @@ def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
         if is_process_0:
             hosts.process_allgather(record["fingerprint"])
         config = learned.config
-        say = Reporter(config.steps)
+        say = Reporter(config.steps, config.verbose)
         if config.init_from:
             say.line(f"model    {config.init_from}, fine-tuned on rows of "
                      f"{config.network.seq_len:,} tokens (--seq_len) with a learning rate of up to "

@@ -26,8 +26,9 @@ from zigzag.core.flags import flat, is_derived, recorded
 class Reporter:
     """Prints how a run of `steps` steps goes, and keeps what only that needs: times and losses."""
 
-    def __init__(self, steps: int):
-        self.steps, self.is_terminal = steps, sys.stdout.isatty()
+    def __init__(self, steps: int, verbose: bool = False):
+        self.steps, self.verbose = steps, verbose
+        self.is_terminal = sys.stdout.isatty()
         self.is_quiet = jax.process_index() > 0
         self.clock = time.perf_counter()            # when the last step's numbers came
         self.times = collections.deque(maxlen=50)   # seconds of recent steps
@@ -52,7 +53,11 @@ class Reporter:
         finite = list(filter(math.isfinite, self.losses))
         return statistics.fmean(finite) if finite else None
 
-    def line(self, text: str, live: bool = False) -> None:
+    def detail(self, text: str) -> None:
+        """Write a line that only --verbose prints; the run's log has it in any case."""
+        self.line(text, is_shown=self.verbose)
+
+    def line(self, text: str, live: bool = False, is_shown: bool = True) -> None:
         """Print a line. On a terminal, a live one is replaced by the next."""
         live = live and self.is_terminal
         if live:
@@ -61,7 +66,7 @@ class Reporter:
             self.file.write(text + "\n")
         else:
             self.early.append(text)
-        if not self.is_quiet:
+        if is_shown and not self.is_quiet:
             print(("\r\x1b[K" if self.is_terminal else "") + text, end="" if live else "\n",
                   flush=True)
 
@@ -75,9 +80,9 @@ class Reporter:
         self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n" + "".join(
             text + "\n" for text in self.early))
 
-    def header(self, config: Any, mesh: Any, host_names: Sequence[str], about: Sequence[str]
-               ) -> None:
-        """`host_names` has the name of each process's host, `about` the lines about the run."""
+    def header(self, config: Any, mesh: Any, host_names: Sequence[str]) -> None:
+        """The devices, and how the mesh arranges them. `host_names` has the name of each process's
+        host."""
         device, count = mesh.devices.flat[0], mesh.size
         what = f"{count} x {device.device_kind}"
         if device.platform == "cpu":
@@ -89,23 +94,34 @@ class Reporter:
         if is_here:
             for process, name in enumerate(host_names):
                 own = sum(d.process_index == process for d in mesh.devices.flat)
-                self.line(f"devices  process {process} on {name}: {own} x {device.device_kind}")
-        self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items()))
-        for text in filter(None, about):
-            self.line(text)
+                self.line(f"devices  process {process} on {name}: {own} x {device.device_kind}",
+                          is_shown=self.verbose or len(host_names) > 1)
+        if count > 1:
+            self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items() if s > 1))
 
     def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
                     ) -> None:
         """What an update really sends, beside what it was expected to send. If that is not
-        complete, there are collectives for which there is no formula."""
+        complete, there are collectives for which there is no formula. Those that send next to
+        nothing share a line, unless --verbose asks for each."""
         missing = {(c.kind, c.axis): f"{human_bytes(c.bytes)} in {c.count}" for c in expected}
+        least, small = sum(c.bytes for c in found) / 100, []
         for c in found:
             wanted = missing.pop((c.kind, c.axis), "none")
-            known = wanted != "none" or is_complete
+            why = f"expected: {wanted}" + ("" if is_complete else ", and more without a formula")
+            if wanted == "none" and not is_complete:
+                why = "there is no formula for it"
+            is_small = c.bytes < least
+            small += [c] * is_small
             self.line(f"sends    {human_bytes(c.bytes):>7} per device per update in {c.count} "
-                      f"{c.kind} over {c.axis}" + (f" (expected: {wanted})" if known else ""))
+                      f"{c.kind} over {c.axis} ({why})",
+                      is_shown=self.verbose or not is_small)
+        if small and not self.verbose:
+            self.line(f"sends    {human_bytes(sum(c.bytes for c in small)):>7} more in "
+                      f"{sum(c.count for c in small)} small collectives (--verbose lists them)")
         for (kind, axis), wanted in missing.items():
-            self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted})")
+            self.line(f"sends    nothing in {kind} over {axis} (expected: {wanted}; the compiler "
+                      f"found another way)")
 
     def step(self, row: dict, took: float, memory: int, computed: float = 0, what: str = "tokens",
              own: Mapping[str, Any] = {}) -> None:

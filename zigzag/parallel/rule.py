@@ -582,57 +582,50 @@ def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
 # -------------------------------------------------------------------------------------------
 # The table
 
-def explain(decisions: Any, params: Any, mesh: Any, state: Any = None, is_short: bool = False
-            ) -> str:
-    """The table of how each weight is split, and why, as text. `decisions` comes from
-    plan_sharding, or from infer_specs (a table without reasons). Ends with the bytes that a device
-    holds and how much of them other devices hold too. `state` is the optimizer's (shapes with
-    shardings); without it the count is AdamW's two moments, split as their weights. `is_short`
-    puts all small unsplit weights into one line."""
-    paths, leaves, _ = flatten(params)
-    sizes, table = _axis_sizes(mesh), []
-    gradients = 0                       # bytes, of trained weights
+def explain(decisions: Any, params: Any, mesh: Any, state: Any = None) -> str:
+    """The table of how each weight is split, and why, as text, and what a device holds.
+    `decisions` comes from plan_sharding, or from infer_specs (a table without reasons)."""
+    table = [("weight", "shape", "split", "per device", "why")]
+    for path, leaf, d, here in _held(decisions, params, mesh):
+        split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
+        table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
+                      human_bytes(here), d.reason))
+    a, b, c, e, _ = (max(map(len, column)) for column in zip(*table))
+    return "\n".join([*(f"{path:{a}}  {shape:{b}}  {split:{c}}  {size:>{e}}  {why}".rstrip()
+                        for path, shape, split, size, why in table),
+                      *held_lines(decisions, params, mesh, state)])
+
+
+def held_lines(decisions: Any, params: Any, mesh: Any, state: Any = None) -> list[str]:
+    """The bytes that a device holds, and how much of them other devices hold too, as lines of text.
+    `state` is the optimizer's (shapes with shardings); without it the count is AdamW's two moments,
+    split as their weights."""
+    sizes = _axis_sizes(mesh)
+    total = gradients = 0               # bytes; only trained weights have gradients
     copied = {axis: 0 for axis in ("tensor", "fsdp", "pipe") if sizes[axis] > 1}    # bytes
-    for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
-        if not hasattr(leaf, "shape"):
-            continue
-        d = Decision(d, "") if is_spec(d) else d
-        here = math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
-            sizes[a] for a in spec_axes(d.spec))
+    for _, _, d, here in _held(decisions, params, mesh):
+        total += here
         gradients += here * d.is_trained
         for axis in copied.keys() - spec_axes(d.spec):
             copied[axis] += here
-        split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
-        is_small = is_short and not (spec_axes(d.spec) or d.is_matrix)
-        table.append((path, str(list(leaf.shape)).replace(" ", ""), f"[{','.join(split)}]",
-                      here, d.reason, is_small))
-    total = sum(row[3] for row in table)
     moments, what = 2 * gradients, "AdamW's two moments"
     if state is not None:
         what = "the optimizer's state"
         moments = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                       for x in jax.tree.leaves(state))
-    lines = _aligned(table)
-    lines.append(f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
-                 f"gradients and {human_bytes(moments)} of {what}: "
-                 f"{human_bytes(total + gradients + moments)}")
-    lines += [f"of the weights {human_bytes(held)} ({held / total:.2%}) are the same on all "
-              f"{sizes[axis]} devices of {axis}" for axis, held in copied.items() if held]
-    return "\n".join(lines)
+    return [f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
+            f"gradients and {human_bytes(moments)} of {what}: "
+            f"{human_bytes(total + gradients + moments)}",
+            *(f"of the weights {human_bytes(held)} ({held / total:.2%}) are the same on all "
+              f"{sizes[axis]} devices of {axis}" for axis, held in copied.items() if held)]
 
 
-def _aligned(rows):
-    """Lines of text, from rows of (path, shape, split, bytes, why, whether it is small). Several
-    small ones share the last line."""
-    small = [row for row in rows if row[5]]
-    small = small if len(small) > 1 else []
-    table = [("weight", "shape", "split", "per device", "why"),
-             *((*row[:3], human_bytes(row[3]), row[4]) for row in rows if row not in small)]
-    if small:
-        names = dict.fromkeys(path.split(".")[-1] for path, *_ in small)
-        table.append((f"{len(small)} small weights", "", "whole",
-                      human_bytes(sum(row[3] for row in small)),
-                      f"scales and biases: {', '.join(names)}"))
-    a, b, c, d, _ = (max(map(len, column)) for column in zip(*table))
-    return [f"{path:{a}}  {shape:{b}}  {split:{c}}  {size:>{d}}  {why}".rstrip()
-            for path, shape, split, size, why in table]
+def _held(decisions, params, mesh):
+    """Yield (path, weight, its decision, its bytes on a device) of each weight."""
+    sizes = _axis_sizes(mesh)
+    paths, leaves, _ = flatten(params)
+    for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
+        if hasattr(leaf, "shape"):
+            d = Decision(d, "") if is_spec(d) else d
+            yield path, leaf, d, math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
+                sizes[a] for a in spec_axes(d.spec))

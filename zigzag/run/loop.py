@@ -32,7 +32,7 @@ from zigzag.disk.mixture import numbers_at
 from zigzag.parallel.attention import describe
 from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
-from zigzag.parallel.rule import explain
+from zigzag.parallel.rule import explain, held_lines
 from zigzag.parallel.table import count
 from zigzag.run import averages
 from zigzag.run.loggers import Loggers, names_of
@@ -255,8 +255,8 @@ def profile(loop: Loop) -> None:
                            f"perfetto_trace.json.gz in ui.perfetto.dev")
 
 
-def report_header(program: Program, say: Reporter, is_short: bool = True) -> None:
-    """Print how a run begins. is_short: print a short table of weights."""
+def report_header(program: Program, say: Reporter) -> None:
+    """Print how a run begins; with --verbose, how each weight is split, and why."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = plan.counts, count(plan.params)
     weights = f"{total:,} parameters"
@@ -267,28 +267,35 @@ def report_header(program: Program, say: Reporter, is_short: bool = True) -> Non
         weights += f", of which {trained:,} are trained ({trained / total:.2%})"
     if held > total:
         weights += f" (and {held - total:,} of padding, in rows of the vocabulary without a token)"
-    table = explain(plan.decisions, plan.params, program.mesh, program.state["opt"], is_short)
-    schedule = ""
+    say.header(config, program.mesh, process_allgather(socket.gethostname()))
+    for line in (*describe_model(plan, weights), describe_training(plan)):
+        say.line(line)
+    if config.ema:
+        say.line(f"average  evaluations and checkpoints have the average of the weights over "
+                 f"updates (--ema {config.ema:g})")
+    if options := options_text(config):
+        say.line(options)
+    if attention := describe_attention(plan):
+        say.detail(attention)
+    of = plan.decisions, plan.params, program.mesh, program.state["opt"]
+    say.detail(explain(*of))
+    if not say.verbose:
+        say.line(f"memory   {held_lines(*of)[0]}")
     if stages > 1 and config.step == "shard_map":
-        schedule = timeline(stages, config.network.microbatches, config.network.schedule,
-                            config.network.chunks, plan.skips_idle)
-    say.header(config, program.mesh, process_allgather(socket.gethostname()), [
-        *describe_model(plan), describe_training(plan),
-        config.ema and f"average  evaluations and checkpoints have the average of the weights over "
-                       f"updates (--ema {config.ema:g})",
-        options_text(config), describe_attention(plan),
-        f"weights  {weights}", table, schedule])
+        c = config.network
+        say.line("pipe     " + timeline(stages, c.microbatches, c.schedule, c.chunks,
+                                        plan.skips_idle))
 
 
-def describe_model(plan: Any) -> list[str]:
-    """Lines with the network and its sizes; none for a custom loss."""
+def describe_model(plan: Any, weights: str) -> list[str]:
+    """Lines with the network and its sizes (none for a custom loss), and how many `weights`."""
     if plan.network is None:
-        return []
+        return [f"weights  {weights}"]
     known = flat(plan.config)
     sizes = [f"{name} {known[name]:,}" for name in (
         "layers", "encoder_layers", "d_model", "heads", "kv_heads", "d_ff", "experts", "vocab_size",
         "seq_len") if known.get(name)]
-    return [f"network  {describe_network(plan.config)}", f"sizes    {', '.join(sizes)}"]
+    return [f"network  {describe_network(plan.config)}: {weights}", f"sizes    {', '.join(sizes)}"]
 
 
 def describe_training(plan: Any) -> str:

@@ -99,6 +99,10 @@ class MoreOptions(*added("OfTraining"), Processes):
     sample_temperature: float = flag(0.8, of=("text",))
                                     # temperature of the text that an evaluation shows; 0: greedy
 
+    # measuring
+    verbose: bool = flag(False, recorded=False)
+                                    # print how each weight is split and why, and every collective
+
     # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile
 
