@@ -172,9 +172,9 @@ def test_an_interruption_at_the_end_changes_nothing(tmp_path, monkeypatch, texts
             raise KeyboardInterrupt
         return real(*args)
 
-    for where, name, stop in ((output, "mapped", 1), (output, "mapped", 3), (output, "_write", 1),
-                              (output, "_write", 2), (corpus_file, "copy_files", 1),
-                              (corpus_file, "write_json", 1)):
+    for where, name, stop in ((output, "mapped", 1), (output, "mapped", 3),
+                              (output, "_copied", 1), (output, "_copied", 2),
+                              (corpus_file, "copy_files", 1), (corpus_file, "write_json", 1)):
         out, real, calls = tmp_path / f"{name}{stop}", getattr(where, name), []
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(where, name, counted)
@@ -424,9 +424,8 @@ def test_the_lines_of_a_text_are_encoded_as_the_text(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     made = prepared(tmp_path / "a.txt", tmp_path / "o", 300).tokenizer
     assert made._ends_at_lines
-    flat, counts = made.encode_all([text, "", "b\n", "\n"])
-    assert flat.tolist() == [i for t in (text, "", "b\n", "\n") for i in made.model.encode(t)]
-    assert counts.tolist() == [len(made.model.encode(t)) for t in (text, "", "b\n", "\n")]
+    for each in (text, "", "b\n", "\n"):
+        assert made.encode(each).tolist() == made.model.encode(each)
     for name, more in {"llama": dict(normalization_rule_name="identity", byte_fallback=True,
                                      remove_extra_whitespaces=False), "t5": {}}.items():
         sentencepiece.SentencePieceTrainer.train(
@@ -434,7 +433,7 @@ def test_the_lines_of_a_text_are_encoded_as_the_text(tmp_path):
             vocab_size=300 if more else 30, hard_vocab_limit=False, minloglevel=2, **more)
         usual = data.tokenizer_at(str(tmp_path / f"{name}.model"))
         assert usual._ends_at_lines == (name == "t5"), name
-        assert usual.encode_all([text])[0].tolist() == usual.model.encode(text)
+        assert usual.encode(text).tolist() == usual.model.encode(text)
 
 
 @pytest.mark.full

@@ -231,9 +231,9 @@ def test_weights_beside_token_files(tmp_path, capsys):
     assert part.weights.tolist() == np.float32(WEIGHTS[2001:2101]).tolist()
     whole = tmp_path / "x.npy"
     np.save(whole, TOKENS)
-    plain = TokenFiles(whole, 300).fingerprint
+    plain = TokenFiles([whole], 300).fingerprint
     np.save(tmp_path / "x.weights.npy", WEIGHTS)
-    files = TokenFiles(whole, 300)
+    files = TokenFiles([whole], 300)
     assert files.fingerprint != plain and np.array_equal(files.weights["held_out"][:],
                                                          np.float32(WEIGHTS[4500:]))
     wrong = WEIGHTS.copy()
@@ -241,8 +241,8 @@ def test_weights_beside_token_files(tmp_path, capsys):
     for weights, says in (
             (WEIGHTS[1:], "4,999 weights for the 5,000 tokens of x.npy"),
             (WEIGHTS.astype(float), "float64[5000]; expected one dimension of float16 or float32"),
-            (WEIGHTS[None], "float16[1, 5000]; expected one"), (wrong, "-1.0 for token 3"),
-            (np.where(wrong < 0, np.nan, wrong), "nan for token 3")):
+            (WEIGHTS[None], "float16[1, 5000]; expected one"), (wrong, "weight -1.0 at position 3"),
+            (np.where(wrong < 0, np.nan, wrong), "weight nan at position 3")):
         np.save(tmp_path / "x.weights.npy", weights)
         assert f"x.weights.npy: {says}" in refused(
             capsys, *SMALL, "--batch", 8, "--data", whole, "--vocab_size", 300, "--out",

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,9 @@ class Output:
     def __init__(self, part: Path, tokenizer: Tokenizer, settings: str, marks: str):
         self.part, self.marks = part, marks
         self.dtype, self.lengths = dtype_of(tokenizer), tokenizer.lengths().astype(np.int32)
-        self.of_tokens = {"bin": self.dtype} | ({marks: MARKS[marks]} if marks else {})
-        self.dtypes = self.of_tokens | {"docs": np.dtype("uint64"), "order": np.dtype("uint8")}
+        self.dtypes = {"bin": self.dtype, "docs": np.dtype("uint64"), "order": np.dtype("uint8")}
+        if marks:
+            self.dtypes[marks] = MARKS[marks]
         self.state = saved_state(part) or {
             "settings": settings, "pieces": 0, "bytes": 0, "troubles": {},
             "sizes": dict.fromkeys(self.dtypes, 0)}
@@ -78,7 +79,7 @@ class Output:
         starts = found.starts + self.count()
         for kind, values in (("bin", found.tokens), ("docs", starts), ("order", found.held_out),
                              (self.marks, found.marks)):
-            if kind:
+            if kind in self.files:
                 self.files[kind].write(values.astype(self.dtypes[kind]).tobytes())
         for kind, message in found.troubles:
             count, first = self.state["troubles"].get(kind, (0, message))
@@ -108,17 +109,17 @@ class Output:
                                      form)
         bounds, counted = np.append(starts, total), {}
         for i, split in enumerate(SPLITS):
-            chosen = np.flatnonzero(is_held_out == i)
-            lengths = bounds[chosen + 1] - bounds[chosen]
+            here = is_held_out == i
+            lengths = np.diff(bounds)[here]
             (np.cumsum(lengths) - lengths).astype(np.uint64).tofile(out / f"{split}.docs")
-            runs = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1) if len(chosen) else []
-            parts = [(int(bounds[run[0]]), int(bounds[run[-1] + 1])) for run in runs]
-            record = counted[split] = {"tokens": int(lengths.sum()), "documents": len(chosen)}
-            record["spelled"] = _write(out / f"{split}.bin", arrays["bin"], parts,
-                                       lambda ids: int(self.lengths[ids].sum()))
+            # Where documents of this split begin and end that lie side by side.
+            parts = bounds[np.flatnonzero(np.diff(np.pad(here, 1)))].reshape(-1, 2).tolist()
+            record = counted[split] = {"tokens": int(lengths.sum()), "documents": len(lengths)}
+            record["spelled"] = sum(int(self.lengths[ids].sum()) for ids in _copied(
+                out / f"{split}.bin", arrays["bin"], parts))
             if self.marks:
-                record["learned"] = _write(out / f"{split}.{self.marks}", arrays[self.marks], parts,
-                                           lambda marks: int(np.count_nonzero(marks)))
+                record["learned"] = sum(map(np.count_nonzero, _copied(
+                    out / f"{split}.{self.marks}", arrays[self.marks], parts)))
         # (The bytes that the tokenizer leaves out, or changes, are spread over both.)
         spelled = sum(record["spelled"] for record in counted.values())
         for record in counted.values():
@@ -152,17 +153,15 @@ def _split(starts, is_held_out, total, form):
     return starts, starts >= keep
 
 
-def _write(path: Path, values: np.ndarray, parts: list[tuple[int, int]],
-           measure: Callable[[np.ndarray], int]) -> int:
-    """Write these parts of an array into a file. Returns the sum of their measures."""
-    values, total = np.asarray(values), 0       # (slices of a memmap are slow)
+def _copied(path, values, parts):
+    """Write these parts of an array into a file, and yield what is written."""
+    values = np.asarray(values)         # (slices of a memmap are slow)
     with open(path, "wb") as file:
         for first, last in parts:
             for begin in range(first, last, PART):
                 part = values[begin:min(begin + PART, last)]
                 file.write(part)
-                total += measure(part)
-    return total
+                yield part
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from zigzag.core.errors import ConfigError
+from zigzag.disk.lines import numbers_below
 
 
 class WrongWeight(ConfigError):
@@ -35,12 +36,8 @@ def as_weights(value: Any, count: int | None = None) -> np.ndarray:
 
 def finite_weights(weights: Any, start: int, count: int) -> np.ndarray:
     """`count` weights of a file, from token number `start` on, in float32."""
-    found = np.asarray(weights[start:start + count], np.float32)
-    if (wrong := ~((found >= 0) & (found < np.inf))).any():
-        at = int(wrong.argmax())
-        raise ConfigError(f"{getattr(weights, 'filename', None) or 'the weights'}: "
-                          f"{found[at]} for token {start + at}; expected numbers of 0 or more")
-    return found
+    return numbers_below(np.inf, weights, start, start + count, np.float32,
+                         "weight {} at position {}; expected numbers of 0 or more")
 
 
 def weight_in(record: dict[str, Any], field: str) -> Any:
