@@ -26,7 +26,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
-from zigzag.disk.lines import is_text, texts_in
+from zigzag.disk.lines import Record, is_text, texts_in
 from zigzag.disk.tokenizers import Tokenizer, read_record
 from zigzag.disk.weights import weights_of_answers
 
@@ -56,7 +56,7 @@ class Template:
         """The template as jinja2 compiles it."""
         return _environment().from_string(self.text)
 
-    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False,
+    def render(self, messages: Sequence[Record], add_generation_prompt: bool = False,
                marks: bool = False, **more: Any) -> str:
         """The text of a conversation. With `marks`, what the assistant wrote stands between BEGIN
         and END, if the template says so. `more` is passed to the template (tools)."""
@@ -72,7 +72,7 @@ class Template:
             raise ConfigError(f"{self.folder}: its chat template refuses these messages "
                               f"({one_line(e)})") from None
 
-    def learned(self, messages: Sequence[dict[str, Any]], first: int = 0, **more: Any
+    def learned(self, messages: Sequence[Record], first: int = 0, **more: Any
                 ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and which parts of it, from character to character, are
         learned: of its answers from message number `first` on."""
@@ -110,7 +110,7 @@ class Template:
                           "only one of two answers has is not known")
 
 
-def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer, first: int = 0,
+def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first: int = 0,
                 weight_field: str = "") -> tuple[np.ndarray, np.ndarray]:
     """(ids, which of them are learned) of a conversation, of whose answers those from message
     number `first` on are learned: by the weights of those messages, if they have this field."""
@@ -136,7 +136,7 @@ def _tools_of(record):
     return tools
 
 
-def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
+def encode_completion(record: Record, tokenizer: Tokenizer
                       ) -> tuple[np.ndarray, np.ndarray]:
     """(ids, which of them are learned) of a prompt, its completion and the id that ends a text."""
     prompt = tokenizer.prompt(record["prompt"])
@@ -148,7 +148,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
     return ids, np.arange(len(ids)) >= len(prompt)
 
 
-def encode_preference(record: dict[str, Any], template: Template, tokenizer: Tokenizer
+def encode_preference(record: Record, template: Template, tokenizer: Tokenizer
                       ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(ids, which of them are learned) of the chosen conversation, and of the rejected one."""
     before = record.get("prompt") or []
@@ -176,7 +176,7 @@ def _joined(before, messages):
     return [*before, *messages[repeated:]]
 
 
-def split_preference(record: dict[str, Any]) -> tuple[str, str, str]:
+def split_preference(record: Record) -> tuple[str, str, str]:
     """(prompt, chosen, rejected) of a preference of texts. Both may begin with the prompt; if it is
     not given, it is what both have in common, up to the end of a word."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
@@ -192,14 +192,14 @@ def split_preference(record: dict[str, Any]) -> tuple[str, str, str]:
 # -------------------------------------------------------------------------------------------
 # Lines of JSON
 
-def form_of(record: dict[str, Any], field: str) -> str:
+def form_of(record: Record, field: str) -> str:
     """What a line of JSON is: text, messages, completion or preference; '' if it is none."""
     forms = {"text": {field}, "messages": {"messages"}, "completion": {"prompt", "completion"},
              "preference": {"chosen", "rejected"}}
     return next((form for form, fields in forms.items() if fields <= record.keys()), "")
 
 
-def check_record(record: dict[str, Any], form: str) -> None:
+def check_record(record: Record, form: str) -> None:
     """Refuse a line that is none of this form: messages, completion or preference."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
     if form == "messages":

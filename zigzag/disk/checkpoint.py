@@ -58,6 +58,7 @@ from zigzag.core.files import (
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
 from zigzag.core.options import options
+from zigzag.disk.lines import Record
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 
 # How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
@@ -75,7 +76,7 @@ WAITS_FROM = 2**28
 FORMAT = 0
 
 
-def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
+def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
     """config.json of the run that `flag` names, with all fields of the dataclass `config`. Fields
     that were added to it since the run began have their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
@@ -96,7 +97,7 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
 
 
-def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
+def run_record(folder: str | Path, flag: str = "--run") -> Record:
     """The content of config.json of the run that `flag` names."""
     path = Path(folder) / "config.json"
     try:
@@ -123,9 +124,9 @@ FOLLOWS = ("published", "pad_id")
 OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 
-def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dict[str, str],
+def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, str],
                      needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
-                     ) -> dict[str, Any] | None:
+                     ) -> Record | None:
     """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
     facts in `needs`. `may` has the word of --change for each fact that may `change`. Called before
     anything is written. read_old(out) returns the facts of the existing run; so does this function,
@@ -178,7 +179,7 @@ class RunFolder(contextlib.AbstractContextManager):
     """Saves and restores the state of a run, and writes its metrics. A context manager, which
     closes the folder at its end."""
 
-    def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
+    def __init__(self, out: str, record: Record, must_match: Sequence[str],
                  read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
                  may: dict[str, str], change: Sequence[str] = ()):
         """`record` becomes config.json. If the run is continued, the facts named in `must_match`
@@ -485,7 +486,7 @@ def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.item_metadata.tree)
 
 
-def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
+def evaluations(folder: str | Path) -> dict[int, Record]:
     """{step: the numbers of its evaluation} for the checkpoints of a run."""
     return {step: meta.get("evaluation", {}) for step, meta in _descriptions(folder).items()}
 
@@ -500,7 +501,7 @@ def _descriptions(folder):
     return found
 
 
-def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
+def best_of(best: str, numbers: dict[int, Record]) -> int | None:
     """The step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"); the earliest
     of equal ones, or None if no evaluation has a finite number of that name."""
     which, name = best.split(":", 1)
@@ -546,7 +547,7 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
 
 
 def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
-                    ) -> tuple[dict[str, Any], dict[str, Any]]:
+                    ) -> tuple[dict[str, Any], Record]:
     """(items, meta): the items of a checkpoint that are `wanted`, {name: a tree of shapes with
     shardings}, and its description. Dtypes and shapes are compared before anything is read, and
     checksums afterwards. Each process reads its own part; if one fails, CorruptCheckpoint is raised

@@ -78,19 +78,19 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     check_can_make(str(out))
     check_others(out, "--out", "data.py", OF_ENCODING)
-    found = find(paths, flag, out) if paths else library_sources()
-    options = examined(found.files, options, flag)
+    files, skipped = find(paths, flag, out) if paths else (library_sources(), {})
+    options = examined(files, options, flag)
     if options.form == "messages":
-        with naming(found.files[0].path):
+        with naming(files[0].path):
             template_of(tokenizer.folder if tokenizer else None)
-    settings = _settings(found.files, options, vocab_size, tokenizer)
+    settings = _settings(files, options, vocab_size, tokenizer)
     with _unfinished(out) as part:
         if saved_state(part).get("settings") != settings:
             (part / "progress.json").unlink(missing_ok=True)
         if vocab_size:
             path = part / Pieces.file
             tokenizer = Pieces(path) if saved_state(part) else train_pieces(
-                sampled_lines(found.files, options), path, vocab_size)
+                sampled_lines(files, options), path, vocab_size)
         elif tokenizer and tokenizer.path:
             copy_files(tokenizer, part)
             tokenizer = KINDS[tokenizer.kind](part / tokenizer.file)
@@ -98,14 +98,13 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         # (The file of marks: weights, or which tokens are answers. Of text without weights: none.)
         marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"
         with Output(part, tokenizer, settings, marks) as output:
-            encode_files(found.files, tokenizer, options, output, cores)
+            encode_files(files, tokenizer, options, output, cores)
             if not output.count("docs"):
                 why = "; ".join(message for _, message in output.state["troubles"].values())
                 raise ConfigError(f"{named(flag, paths)}: no text in it that can be read; {why}")
             record = {"format": FORMAT, **tokenizer_record(tokenizer),
                       "vocab_size": tokenizer.vocab_size, "dtype": output.dtype.name,
-                      **output.finish(out, options.form), "files": len(found.files),
-                      "skipped": found.skipped}
+                      **output.finish(out, options.form), "files": len(files), "skipped": skipped}
         if options.weight_field:
             record["weights"] = {"field": options.weight_field}
         for split in SPLITS:

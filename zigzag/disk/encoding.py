@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Iterable, Iterator
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from zigzag.disk.chats import (
     has_template,
     split_preference,
 )
+from zigzag.disk.lines import Record
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted, pieces, read
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
@@ -252,7 +253,7 @@ def _texts_in(content):
 # -------------------------------------------------------------------------------------------
 # What was made
 
-def what_was_skipped(record: dict[str, Any]) -> list[str]:
+def what_was_skipped(record: Record) -> list[str]:
     """From data.json: the kinds of files that were skipped ('': none), and a line for each kind of
     problem within files."""
     files = record.get("skipped", {})
@@ -261,7 +262,7 @@ def what_was_skipped(record: dict[str, Any]) -> list[str]:
               for kind, (count, first) in record.get("problems", {}).items())]
 
 
-def about_learned(record: dict[str, Any]) -> list[str]:
+def about_learned(record: Record) -> list[str]:
     """From data.json: a line on how many tokens are learned, if it is not all of them."""
     if "learned" not in record.get("train", {}):      # (token files have no counts)
         return []
@@ -272,7 +273,7 @@ def about_learned(record: dict[str, Any]) -> list[str]:
     return [f"{learned:,} of {tokens:,} tokens {what}"]
 
 
-def summary(record: dict[str, Any]) -> str:
+def summary(record: Record) -> str:
     """What a prepared folder was made of, from its data.json: lines to print."""
     tokens, size = (sum(record[split][name] for split in SPLITS) for name in ("tokens", "bytes"))
     files, *lines = what_was_skipped(record)

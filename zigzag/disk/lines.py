@@ -1,4 +1,4 @@
-"""What readers of data share: lines of JSON, paths, and a .npy file."""
+"""What readers of data share: lines of JSON, paths, numbers, and a .npy file."""
 
 import json
 from pathlib import Path
@@ -8,27 +8,28 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, naming, one_line
 
+Record = dict[str, Any]         # an object of JSON
+
 
 def existing(path: str | Path, name: str = "") -> Path:
     """The path, if something is there; `name` is what a message calls it."""
     path = Path(path)
     try:
-        is_there = path.exists()
-    except OSError as e:        # (a name that is too long)
-        raise ConfigError(f"{name or path!s:.200}: {e.strerror}") from None
-    if not is_there:
+        path.stat()
+    except OSError as e:
         near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"{name or path}: no such file or folder" + did_you_mean(path.name, near))
+        raise ConfigError(f"{name or path!s:.200}: {e.strerror.lower()}"
+                          + did_you_mean(path.name, near)) from None
     return path
 
 
-def lacks(field: str, there: Sequence[str] | dict[str, Any]) -> str:
+def lacks(field: str, there: Sequence[str] | Record) -> str:
     """What to say of what has these names, and not this one."""
     names = ", ".join(map(repr, list(there)[:5])) or "nothing"
     return f"no field {field!r}, it has {names[:80]}{did_you_mean(field, there)}"
 
 
-def parsed(raw: str | bytes) -> dict[str, Any]:
+def parsed(raw: str | bytes) -> Record:
     """The object of a line of JSON, or a ConfigError."""
     try:
         record = json.loads(raw)
@@ -41,7 +42,7 @@ def parsed(raw: str | bytes) -> dict[str, Any]:
     return record
 
 
-def texts_in(record: dict[str, Any], fields: Sequence[str]) -> tuple[str, ...]:
+def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
     """The texts in these fields of an object, or a ConfigError."""
     for field in fields:
         if field not in record:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zigzag.core.files import write_json
+from zigzag.disk.lines import Record
 from zigzag.disk.reading import Trouble
 from zigzag.disk.tokenizers import Tokenizer
 
@@ -97,7 +98,7 @@ class Output:
             write_json(self.part / "progress.json", self.state)
             self.saved = time.monotonic()
 
-    def finish(self, out: Path, form: str) -> dict[str, Any]:
+    def finish(self, out: Path, form: str) -> Record:
         """Write the files of the splits into `out`, and return what data.json says of them. If
         hashes hold out almost none of the tokens, or too many (there are few documents), the last
         tenth is held out."""
@@ -129,7 +130,7 @@ class Output:
                 "problems": self.state["troubles"]}
 
 
-def saved_state(part: Path) -> dict[str, Any]:
+def saved_state(part: Path) -> Record:
     """What progress.json says; {} if there is none."""
     try:
         return json.loads((part / "progress.json").read_text())

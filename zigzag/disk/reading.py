@@ -84,15 +84,10 @@ class Document(NamedTuple):
     weight: Any = None  # what its line or row has in the field of weights
 
 
-class Found(NamedTuple):
-    files: list[File]
-    skipped: dict[str, int]     # {kind of file: how many}
-
-
 # -------------------------------------------------------------------------------------------
 # Which files
 
-def library_sources() -> Found:
+def library_sources() -> list[File]:
     """The source of Python's standard library: a corpus that every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -100,14 +95,15 @@ def library_sources() -> Found:
     if not files:
         raise ConfigError(f"this Python has no library sources in {root} to learn from: give "
                           f"--data a text file, a folder of text files, or one made by data.py")
-    return Found([File(p.relative_to(root).as_posix(), str(p), "text", "", p.stat().st_size)
-                  for p in files], {})
+    return [File(p.relative_to(root).as_posix(), str(p), "text", "", p.stat().st_size)
+            for p in files]
 
 
-def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None) -> Found:
-    """The files to read under the paths: files, folders, patterns such as 'texts/*.txt', and - for
-    the standard input, which is kept in `out`. In a fixed order, each once, without what is in
-    `out`."""
+def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
+         ) -> tuple[list[File], dict[str, int]]:
+    """The files to read under the paths, and {kind of file: how many of it are skipped}. A path is
+    a file, a folder, a pattern such as 'texts/*.txt', or - for the standard input, which is kept
+    in `out`. In a fixed order, each once, without what is in `out`."""
     files, skipped, seen, own = [], collections.Counter(), set(), out and out.resolve()
     for path in paths:
         for root, p in _under(path, f"{flag} {path}".strip(), out):
@@ -127,7 +123,7 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None) ->
         others = f" (skipped {counted(skipped)})" if skipped else ""
         raise ConfigError(f"{named(flag, paths)}: no text in it{others}; expected text files or "
                           f"folders of them")
-    return Found(files, skipped)
+    return files, skipped
 
 
 def named(flag: str, paths: Sequence[str]) -> str:

@@ -30,13 +30,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import as_json, read_json, sha256, write_whole
 from zigzag.disk import tiktoken
+from zigzag.disk.lines import Record
 
 # What a published tokenizer has beside its file. Both are copied with its model.
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
@@ -85,10 +86,11 @@ class Ids(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
-        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+        ids = [int(word) if word.isdecimal() else -1 for word in words]
+        if not all(0 <= i < self.vocab_size for i in ids):
             raise ConfigError(f"{' '.join(words)[:40]!r}: this run has no tokenizer; expected ids "
                               f"below {self.vocab_size}, such as 12 5 7")
-        return np.array([int(word) for word in words], np.int64)
+        return np.array(ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
@@ -367,7 +369,7 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
         {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
-def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
+def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
     """The tokenizer of a prepared folder or a run, checked against its record."""
     if record["tokenizer"] == "bytes":
         return Bytes()
@@ -389,7 +391,7 @@ def _checked(text):
     return text
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Record:
     """The JSON object in a file, or {} if there is no such file."""
     record = read_json(path) if path.exists() else {}
     if not isinstance(record, dict):

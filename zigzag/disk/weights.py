@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from zigzag.core.errors import ConfigError
-from zigzag.disk.lines import numbers_below
+from zigzag.disk.lines import Record, numbers_below
 
 
 class WrongWeight(ConfigError):
@@ -40,7 +40,7 @@ def finite_weights(weights: Any, start: int, count: int) -> np.ndarray:
                          "weight {} at position {}; expected numbers of 0 or more")
 
 
-def weight_in(record: dict[str, Any], field: str) -> Any:
+def weight_in(record: Record, field: str) -> Any:
     """The weight in a line; None if neither the line nor one of its messages has one."""
     messages = record.get("messages")
     is_inside = isinstance(messages, list) and any(
@@ -48,7 +48,7 @@ def weight_in(record: dict[str, Any], field: str) -> Any:
     return record.get(field, 1 if is_inside else None) if field else None
 
 
-def weights_of_answers(messages: list[dict[str, Any]], field: str, count: int) -> list[Any]:
+def weights_of_answers(messages: list[Record], field: str, count: int) -> list[Any]:
     """The weights of the answers among these messages, which have fields of their own, for the
     `count` parts of their text that are learned."""
     found = [message.get(field) for message in messages if message["role"] == "assistant"]
