@@ -49,12 +49,12 @@ class Template:
         if name not in templates:
             raise ConfigError(f"{self.folder}: no chat template {name!r}; there are "
                               f"{', '.join(templates) or 'none'}{did_you_mean(name, templates)}")
-        self.text = templates[name]
+        self.text, self.environment = templates[name], _environment()
 
     @functools.cached_property
     def compiled(self) -> Any:
         """The template as jinja2 compiles it."""
-        return _environment().from_string(self.text)
+        return self.environment.from_string(self.text)
 
     def render(self, messages: Sequence[Record], add_generation_prompt: bool = False,
                marks: bool = False, **more: Any) -> str:

@@ -74,13 +74,10 @@ class Documents:
     def unlearned(self, length: int) -> int:
         """The number of documents longer than `length` of whose first `length` tokens no target is
         learned."""
-        numbers = np.arange(len(self))
-        starts = self.starts[self.lengths(numbers) > length].astype(np.int64)
-        if not len(starts):
-            return 0
-        bounds = np.stack([starts + 1, starts + length + 1], 1).ravel()
-        bounds = bounds[bounds < len(self.weights)]     # (the last part goes on to the end)
-        return int((np.maximum.reduceat(self.weights, bounds)[::2] == 0).sum())
+        long = self.lengths(np.arange(len(self))) > length
+        weights = np.asarray(self.weights)      # (slices of a memmap are slow)
+        return sum(not weights[start + 1:start + length + 1].any()
+                   for start in self.starts[long].tolist())
 
     def part(self, number: int, first: int, length: int) -> Part:
         """`length` tokens of a document, from token number `first` on."""
@@ -118,8 +115,8 @@ class Packed:
             rows += [[(document, i * self.length, self.length)] for i in range(full)]
             first = full * self.length
             if first < length and (self.cut or not full):
-                rest.append((length - first, document, first))
-        return rows + best_fit(sorted(rest, key=lambda part: -part[0]), self.length)
+                rest.append((document, first, length - first))
+        return rows + best_fit(sorted(rest, key=lambda part: -part[2]), self.length)
 
     def __getitem__(self, i: int) -> list[Part]:
         block, row = located(self.starts, i)
@@ -152,17 +149,16 @@ def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
 
 def best_fit(parts: Sequence[tuple[int, int, int]], length: int
              ) -> list[list[tuple[int, int, int]]]:
-    """Rows for parts (length, document, first), longest first: each goes into the row that it fills
+    """Rows for parts (document, first, length), longest first: each goes into the row that it fills
     best, or begins a new one."""
     rows, room = [], []         # room: (what is left, number of the row), sorted
-    for size, document, first in parts:
+    for part in parts:
+        size = part[2]
         at = bisect.bisect_left(room, (size, -1))
-        if at == len(room):
+        left, row = room.pop(at) if at < len(room) else (length, len(rows))
+        if row == len(rows):
             rows.append([])
-            left, row = length, len(rows) - 1
-        else:
-            left, row = room.pop(at)
-        rows[row].append((document, first, size))
+        rows[row].append(part)
         if left > size:
             bisect.insort(room, (left - size, row))
     return rows

@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import glob
 import gzip
-import json
 import lzma
 import os
 import shutil
@@ -218,11 +217,9 @@ def _beginning(file, size):
 
 def _has_objects(text, count):
     """Whether each of the first `count` lines is an object of JSON."""
-    lines = text.split("\n")[:count]
-    try:
-        return len(lines) == count and all(isinstance(json.loads(line), dict) for line in lines)
-    except (ValueError, RecursionError):
-        return False
+    with contextlib.suppress(ConfigError):
+        return len([parsed(line) for line in text.split("\n")[:count]]) == count
+    return False
 
 
 # -------------------------------------------------------------------------------------------
@@ -259,10 +256,9 @@ def _texts(file, _):
             rest += text
             while len(rest) > PIECE:
                 end = rest.find("\n", PIECE) + 1
-                if not end and len(rest) > MOST:
-                    end = len(rest)
-                if not end:
+                if not end and len(rest) <= MOST:
                     break
+                end = end or len(rest)
                 yield rest[:end]
                 rest = rest[end:]
     except Exception:
@@ -278,20 +274,20 @@ def _decoded(file, size):
     errors = "surrogateescape" if file.kind == "lines" else "strict"
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     with open(file.path, "rb") as raw:
-        for part in UNPACKED[file.packing](raw, size):
+        if file.packing == "zst":
+            parts = _zstd(raw)
+        else:
+            stream = UNPACKED[file.packing](raw) if file.packing else raw
+            parts = iter(lambda: stream.read1(size), b"")
+        for part in parts:
             yield decoder.decode(part)
     yield decoder.decode(b"", True)
 
 
-def _by_module(unpacked):
-    def parts(raw, size):
-        stream = unpacked(raw)
-        return iter(lambda: stream.read1(size), b"")
-
-    return parts
+UNPACKED = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}
 
 
-def _zstd(raw, size):
+def _zstd(raw):
     """The content of a file of zstd frames."""
     package = optional_package("zstandard", f"{raw.name} (zstd)")
     frames = package.ZstdDecompressor(max_window_size=2**31)        # (zstd --long=31)
@@ -303,11 +299,6 @@ def _zstd(raw, size):
         chunk = decoder.unused_data if decoder.eof else b""
     if not decoder.eof:
         raise EOFError("it ends in the middle")
-
-
-# {how a file is compressed: a function of the open file and a size, which gives its content}
-UNPACKED = {"": _by_module(lambda raw: raw), "gz": _by_module(gzip.open),
-            "bz2": _by_module(bz2.open), "xz": _by_module(lzma.open), "zst": _zstd}
 
 
 def _rows(file, options):

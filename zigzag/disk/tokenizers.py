@@ -418,9 +418,8 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
         return [i for i in found if isinstance(i, int) and i >= 0]
 
     begin, end = ids("bos_token"), ids("eos_token")
-    usual = [i for i in map(id_of, ("<|endoftext|>", "</s>")) if i is not None]
-    for i in [*begin, default, *end, *usual]:
-        if 0 <= i < vocab_size:
+    for i in [*begin, default, *end, id_of("<|endoftext|>"), id_of("</s>")]:
+        if i is not None and 0 <= i < vocab_size:
             return i, tuple(dict.fromkeys([*end, i]))
     raise ConfigError(f"{folder}: its tokenizer has no bos_token and no eos_token (in "
                       f"tokenizer_config.json); one of them must stand between documents")
