@@ -15,6 +15,7 @@ A template is a program from the model's folder. It runs in jinja2's sandbox, wi
 that transformers provides. (The sandbox does not limit time or memory.)
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -31,6 +32,7 @@ from zigzag.disk.tokenizers import Tokenizer, read_record
 from zigzag.disk.weights import weights_of_answers
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+Marked = tuple[np.ndarray, np.ndarray]      # ids, and which of them are learned, or their weights
 # Characters for private use, which mark what is learned while a template is rendered.
 BEGIN, END = "\ue0f0", "\ue0f1"
 
@@ -111,7 +113,7 @@ class Template:
 
 
 def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first: int = 0,
-                weight_field: str = "") -> tuple[np.ndarray, np.ndarray]:
+                weight_field: str = "") -> Marked:
     """(ids, which of them are learned) of a conversation, of whose answers those from message
     number `first` on are learned: by the weights of those messages, if they have this field."""
     text, spans = template.learned(record["messages"], first, tools=_tools_of(record) or None)
@@ -127,17 +129,14 @@ def _tools_of(record):
     """The tools of a conversation: a list of objects, or the text of one, as tables keep it."""
     tools = record.get("tools") or []
     if isinstance(tools, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            pass
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError("its tools are not a list of objects")
     return tools
 
 
-def encode_completion(record: Record, tokenizer: Tokenizer
-                      ) -> tuple[np.ndarray, np.ndarray]:
+def encode_completion(record: Record, tokenizer: Tokenizer) -> Marked:
     """(ids, which of them are learned) of a prompt, its completion and the id that ends a text."""
     prompt = tokenizer.prompt(record["prompt"])
     both = tokenizer.prompt(record["prompt"] + record["completion"])
@@ -148,8 +147,7 @@ def encode_completion(record: Record, tokenizer: Tokenizer
     return ids, np.arange(len(ids)) >= len(prompt)
 
 
-def encode_preference(record: Record, template: Template, tokenizer: Tokenizer
-                      ) -> list[tuple[np.ndarray, np.ndarray]]:
+def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) -> list[Marked]:
     """(ids, which of them are learned) of the chosen conversation, and of the rejected one."""
     before = record.get("prompt") or []
     if isinstance(before, str):

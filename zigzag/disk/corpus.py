@@ -165,10 +165,7 @@ class Corpus:
                 kind = next((kind for kind in MARKS if kind in self.record[split]), None)
                 self.weights[split] = kind and self._numbers(split, kind, MARKS[kind])
             train = self.record["train"]
-            self.fingerprint = train["digest"]      # of the tokens, and of weights if it has any
-            if "weights" in train:
-                both = f"{train['digest']} {train['weights']}"
-                self.fingerprint = hashlib.sha256(both.encode()).hexdigest()
+            self.fingerprint = _digest([train[of] for of in ("digest", "weights") if of in train])
             self.tokenizer = tokenizer_of(self.folder, self.record)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
@@ -200,6 +197,12 @@ class Corpus:
         kind = "bytes" if r["tokenizer"] == "bytes" else f"pieces of {r['tokenizer']}"
         return (f"{self.folder}: {r['train']['tokens']:,} tokens to learn from, "
                 f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
+
+
+def _digest(digests):
+    """One digest for several; the digest, if there is one."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(
+        " ".join(digests).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -265,14 +268,15 @@ class Sources:
                  held_out: "Corpus | TokenFiles | None" = None):
         self.corpora, self.names, self.held_out = corpora, names, held_out
         first = corpora[0]
-        everything = list(filter(None, [*corpora, held_out]))
+        everything = [*corpora, held_out] if held_out else corpora
         self.tokenizer, self.record = first.tokenizer, first.record
         for corpus in everything[1:]:
             if _vocabulary(corpus) != _vocabulary(first):
+                kinds = [f"{c.tokenizer.kind} of {c.tokenizer.vocab_size}"
+                         for c in (corpus, first)]
                 raise ConfigError(f"{corpus.folder} has other tokens than {first.folder} "
-                                  f"({corpus.tokenizer.kind} of {corpus.tokenizer.vocab_size}, "
-                                  f"{first.tokenizer.kind} of {first.tokenizer.vocab_size}): "
-                                  f"encode both with one tokenizer (data.py --tokenizer)")
+                                  f"({', '.join(kinds)}): encode both with one tokenizer (data.py "
+                                  f"--tokenizer)")
         # What is evaluated: {name of a number: [(corpus, split), ...]}.
         self.evaluated = {"": [(held_out, split) for split in SPLITS if len(
             getattr(held_out, split)) > 1]} if held_out else {
@@ -280,10 +284,7 @@ class Sources:
             for name, corpus in zip(names, corpora)}
         if held_out and not self.evaluated[""]:
             raise ConfigError(f"--held_out {held_out.folder}: fewer than two tokens")
-        self.fingerprint = first.fingerprint
-        if len(everything) > 1:
-            self.fingerprint = hashlib.sha256(" ".join(
-                corpus.fingerprint for corpus in everything).encode()).hexdigest()
+        self.fingerprint = _digest([corpus.fingerprint for corpus in everything])
 
     @property
     def bytes_per_spelled(self) -> float:

@@ -27,6 +27,7 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, one_line
 from zigzag.disk.chats import (
+    Marked,
     Template,
     encode_chat,
     encode_completion,
@@ -83,8 +84,7 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
                    np.array(held_out, bool), np.concatenate(marks), size, troubles)
 
 
-def encode_document(document: Document, tokenizer: Tokenizer, options: Options
-                    ) -> list[tuple[np.ndarray, np.ndarray]]:
+def encode_document(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
     """(ids, their weights as targets) of a text, or of a line of JSON: one or, for a preference,
     two, the chosen one first."""
     record = document.content

@@ -11,6 +11,7 @@ each time in another order. So which example stands at a place is a pure functio
 the place. This file needs numpy, not jax.
 """
 
+import dataclasses
 from typing import Any, Sequence
 
 import numpy as np
@@ -20,11 +21,11 @@ from zigzag.core.errors import ConfigError
 ROUND = 1000
 
 
+@dataclasses.dataclass
 class Part:
     """Some examples of a sequence: those with these numbers."""
-
-    def __init__(self, examples: Any, numbers: np.ndarray):
-        self.examples, self.numbers = examples, numbers
+    examples: Any
+    numbers: np.ndarray
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -240,14 +240,15 @@ class TokenizerJson(Tokenizer):
         record = json.loads(self.model.to_str())
         is_byte_level = '"ByteLevel"' in json.dumps(record["decoder"])
 
-        def length(token):      # the vocabulary has one character for each byte, or plain text
-            if is_byte_level or re.fullmatch("<0x[0-9A-F]{2}>", token):
-                return len(token) if is_byte_level else 1
-            return len(token.replace("\u2581", " ").encode())
-
         lengths = np.zeros(self.vocab_size, np.int64)
+        # (A vocabulary has one character for each byte, or plain text.)
         for token, i in self.model.get_vocab(False).items():
-            lengths[i] = length(token)
+            if is_byte_level:
+                lengths[i] = len(token)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+                lengths[i] = 1
+            else:
+                lengths[i] = len(token.replace("\u2581", " ").encode())
         for token in record["added_tokens"]:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return lengths
