@@ -44,8 +44,8 @@ class Template:
         self.folder = Path(folder)
         config = read_record(self.folder / "tokenizer_config.json")
         special = {**read_record(self.folder / "special_tokens_map.json"), **config}
-        self.special = {name: token["content"] if isinstance(token, dict) and "content" in token
-                        else token for name, token in special.items()
+        self.special = {name: token.get("content", token) if isinstance(token, dict) else token
+                        for name, token in special.items()
                         if name.endswith("_token") and token is not None}
         templates = _templates_of(self.folder)
         if name not in templates:
@@ -153,9 +153,7 @@ def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) 
     if isinstance(before, str):
         before = [{"role": "user", "content": before}]
     both = [_joined(before, record[name]) for name in ("chosen", "rejected")]
-    common = 0
-    while all(len(messages) > common for messages in both) and both[0][common] == both[1][common]:
-        common += 1
+    common = next((i for i, (a, b) in enumerate(zip(*both)) if a != b), min(map(len, both)))
     found = [encode_chat({**record, "messages": messages}, template, tokenizer, common)
              for messages in both]
     if not all(learned.any() for _, learned in found):

@@ -415,7 +415,6 @@ def _differences(saved, item):
     lists (`saved`), as text; '' if they do not."""
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
-
     found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
              f"{now.get(path, 'gone')}"
              for path in sorted({*before, *now}) if before.get(path) != now.get(path)]

@@ -174,7 +174,7 @@ class Corpus:
         """The numbers in a file of a split, if they are what data.json says."""
         file, wanted = self.folder / f"{split}.{kind}", self.record[split]
         found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
-        digest = wanted.get({"bin": "digest"}.get(kind, kind))
+        digest = wanted.get("digest" if kind == "bin" else kind)
         if len(found) != count or isinstance(digest, str) and sha256(file) != digest:
             raise ConfigError(f"{file} is not what data.json says it is ({count:,} numbers; there "
                               f"are {len(found):,}): it was changed, or is damaged; make the "

@@ -82,7 +82,7 @@ def located(starts: np.ndarray, i: int) -> tuple[int, int]:
 def mixed(sources: Sequence[Sequence], weights: Sequence[str] = ()) -> Sequence:
     """The examples of these sequences as one, in these shares (none: equal ones)."""
     return sources[0] if len(sources) == 1 else Mixture(
-        sources, [float(w) for w in weights] or [1.0] * len(sources))
+        sources, list(map(float, weights)) or [1.0] * len(sources))
 
 
 def rounded(weights: Sequence[float]) -> np.ndarray:

@@ -105,7 +105,7 @@ class Output:
         self.save(at_once=True)
         arrays = {kind: mapped(self.part / f"{kind}.part", dtype)
                   for kind, dtype in self.dtypes.items()}
-        total, documents = len(arrays["bin"]), len(arrays["docs"])
+        total = len(arrays["bin"])
         starts, is_held_out = _split(arrays["docs"].astype(np.int64), arrays["order"] == 1, total,
                                      form)
         bounds, counted = np.append(starts, total), {}
@@ -126,7 +126,7 @@ class Output:
         for record in counted.values():
             record["bytes"] = record["spelled"] if form != "text" else round(
                 self.state["bytes"] * record["spelled"] / max(spelled, 1))
-        return {**counted, "form": form, "documents": documents,
+        return {**counted, "form": form, "documents": len(arrays["docs"]),
                 "problems": self.state["troubles"]}
 
 

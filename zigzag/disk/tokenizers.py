@@ -284,8 +284,8 @@ class Tiktoken(Tokenizer):
         ids = self.encode(text)
         # The character of each byte; an id of so many bytes begins with that of its first one.
         characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-        size = [len(self.model.decode_single_token_bytes(i)) for i in ids.tolist()]
-        ends = np.cumsum(size, dtype=int)
+        size = np.array([len(self.model.decode_single_token_bytes(i)) for i in ids.tolist()], int)
+        ends = np.cumsum(size)
         return ids, characters[ends - size], characters[ends - 1] + 1
 
     def with_ends(self, text: str) -> list[int]:
