@@ -105,10 +105,9 @@ class Output:
         self.save(at_once=True)
         arrays = {kind: mapped(self.part / f"{kind}.part", dtype)
                   for kind, dtype in self.dtypes.items()}
-        total = len(arrays["bin"])
-        starts, is_held_out = _split(arrays["docs"].astype(np.int64), arrays["order"] == 1, total,
-                                     form)
-        bounds, counted = np.append(starts, total), {}
+        bounds = np.append(arrays["docs"].astype(np.int64), len(arrays["bin"]))
+        bounds, is_held_out = _split(bounds, arrays["order"] == 1, form)
+        counted = {}
         for i, split in enumerate(SPLITS):
             here = is_held_out == i
             lengths = np.diff(bounds)[here]
@@ -138,20 +137,19 @@ def saved_state(part: Path) -> Record:
         return {}
 
 
-def _split(starts, is_held_out, total, form):
-    """(where documents begin, which of them are held out). If the end is held out, a document of
-    which only a part is held out is two."""
-    held_out = np.diff(np.append(starts, total))[is_held_out].sum()
+def _split(bounds, is_held_out, form):
+    """(where documents begin, and the last one ends; which of them are held out). If the end is
+    held out, a document of which only a part is held out is two."""
+    total, held_out = int(bounds[-1]), np.diff(bounds)[is_held_out].sum()
     if 0.03 < held_out / max(total, 1) < 0.3:
-        return starts, is_held_out
+        return bounds, is_held_out
     keep = total - total // 10
-    if form != "text" and len(starts) > 1:          # (whole conversations)
+    if form != "text" and len(bounds) > 2:          # (whole conversations)
         # (The two documents of a preference stay together.)
-        firsts = starts[::2 if form == "preference" else 1]
+        firsts = bounds[:-1:2 if form == "preference" else 1]
         keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)]) or total
-    if keep < total:
-        starts = np.unique(np.append(starts, keep))
-    return starts, starts >= keep
+    bounds = np.unique(np.append(bounds, keep))
+    return bounds, bounds[:-1] >= keep
 
 
 def _copied(path, values, parts):

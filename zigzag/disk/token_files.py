@@ -105,15 +105,17 @@ class TokenFiles:
             raise ConfigError(f"{name}: all of its files are held out, by their names; expected "
                               f"one to learn from")
 
+        # Those held out come last, and the first `keep` tokens are learned.
+        order = np.argsort(is_held_out, kind="stable").tolist()
+        keep = sum(len(a) for a, is_held in zip(arrays, is_held_out) if not is_held)
+        if flag == "--data" and not any(is_held_out):
+            keep -= keep // 10
+
         def splits(arrays):
             """What is learned of the arrays of all files, and what is held out."""
-            train, held = (Joined([array for array, is_held in zip(arrays, is_held_out)
-                                   if is_held == which], self.folder) for which in (False, True))
-            if any(is_held_out) or flag != "--data":
-                return train, held
-            keep = len(train) - len(train) // 10
-            return (Joined(train.between(0, keep), self.folder),
-                    Joined(train.between(keep, len(train)), self.folder))
+            whole = Joined([arrays[i] for i in order], self.folder)
+            return (Joined(whole.between(0, keep), self.folder),
+                    Joined(whole.between(keep, len(whole)), self.folder))
 
         self.train, self.held_out = splits(arrays)
         weights = list(map(_weights, files, arrays))
