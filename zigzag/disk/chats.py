@@ -205,7 +205,9 @@ def check_record(record: Record, form: str) -> None:
     elif chosen == rejected:
         raise ConfigError("'chosen' and 'rejected' are the same")
     elif not isinstance(chosen, list):
-        texts_in(record, ("chosen", "rejected", "prompt")[:2 + (prompt is not None)])
+        texts_in(record, ("chosen", "rejected"))
+        if prompt is not None:
+            texts_in(record, ("prompt",))
     else:
         for messages in (chosen, rejected):
             _check_messages(messages)

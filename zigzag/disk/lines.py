@@ -94,13 +94,13 @@ def numbers_in(where, read):
     return found
 
 
-def numbers_below(limit: float, array: Any, start: int, stop: int, dtype: Any, wrong: str
-                  ) -> np.ndarray:
+def numbers_below(limit: float, array: Any, start: int, stop: int, dtype: Any, what: str,
+                  expected: str) -> np.ndarray:
     """The numbers of a file from number `start` to `stop`, in this dtype, if none is negative or
-    reaches the limit. Else `wrong`, with the number and its place, goes into a ConfigError."""
+    reaches the limit. Else a ConfigError names the first that is, and its place."""
     found = np.asarray(array[start:stop], dtype)
     if (bad := ~((found >= 0) & (found < limit))).any():
         at = int(bad.argmax())
-        raise ConfigError(f"{getattr(array, 'filename', None) or 'the data'}: "
-                          + wrong.format(found[at], start + at))
+        raise ConfigError(f"{getattr(array, 'filename', None) or 'the data'}: {what} {found[at]} "
+                          f"at position {start + at}; {expected}")
     return found

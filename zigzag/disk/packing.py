@@ -42,9 +42,9 @@ def parts_of(example: Any) -> Sequence[Part]:
 def ids_of(tokens: Any, start: int, stop: int, vocab_size: int) -> np.ndarray:
     """The tokens of a file from number `start` to `stop`, as ids. (For an id that does not exist a
     device would silently look up another id's vector.)"""
-    return numbers_below(vocab_size, tokens, start, stop, np.int64,
-                         f"id {{}} at position {{}}; the vocabulary has {vocab_size}"
-                         ).astype(np.int32)
+    found = numbers_below(vocab_size, tokens, start, stop, np.int64, "id",
+                          f"the vocabulary has {vocab_size}")
+    return found.astype(np.int32)
 
 
 class Documents:

@@ -36,8 +36,8 @@ def as_weights(value: Any, count: int | None = None) -> np.ndarray:
 
 def finite_weights(weights: Any, start: int, count: int) -> np.ndarray:
     """`count` weights of a file, from token number `start` on, in float32."""
-    return numbers_below(np.inf, weights, start, start + count, np.float32,
-                         "weight {} at position {}; expected numbers of 0 or more")
+    return numbers_below(np.inf, weights, start, start + count, np.float32, "weight",
+                         "expected numbers of 0 or more")
 
 
 def weight_in(record: Record, field: str) -> Any:
