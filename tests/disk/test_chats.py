@@ -1,5 +1,6 @@
 """Conversations and completions: the ids are transformers', and only the answers are learned."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -150,12 +151,9 @@ def test_what_is_no_message_is_skipped(folder):
             ([question, answer], {"tools": ["add"]}, "tools are not"),
             ([question, call, answer], {"tools": json.dumps(tools)}, ""),
             ([question, answer], {"tools": None}, "")):
-        wrong = chats.check_record({"messages": messages}, "messages")
-        if says.startswith("tools"):
-            with pytest.raises(ConfigError, match=says):
-                encoded(folder, *messages, **more)
-        else:
-            assert says in wrong and bool(says) == bool(wrong)
+        with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
+            chats.check_record({"messages": messages}, "messages")
+            encoded(folder, *messages, **more)
     (folder / "chat_template.jinja").write_text("{{ tools[0].function.name }} " + MARKED)
     as_list, as_text = (encoded(folder, question, answer, tools=x)[0].tolist()
                         for x in (tools, json.dumps(tools)))

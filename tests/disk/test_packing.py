@@ -170,12 +170,12 @@ def test_token_files_of_other_programs(tmp_path, kind):
             np.uint16 if kind == "llmc" else np.uint32).tobytes())
     else:
         TOKENS.astype(kind).tofile(path)
-    files = TokenFiles(path, 300)
+    files = TokenFiles([path], 300)
     assert np.array_equal(files.train[:], TOKENS[:4500])
     assert np.array_equal(files.held_out[:], TOKENS[4500:])
     assert np.array_equal(data.Windows(files.train, 100)[29], TOKENS[2900:3001])
-    with pytest.raises(ConfigError, match="id 299; the vocabulary has 299"):
-        TokenFiles(path, 299)
+    with pytest.raises(ConfigError, match="id 299 at position .*; the vocabulary has 299"):
+        TokenFiles([path], 299)
     with pytest.raises(ConfigError, match=f"^{path}: id 29[0-9] at position [0-9]+"):
         [*data.Windows(files.train, 100, vocab_size=290)]
 
@@ -233,14 +233,15 @@ def test_token_files_that_are_none_are_refused(tmp_path, capsys):
             ("odd.bin", ids, "4,001 bytes, which are no tokens of uint16"),
             ("empty.bin", ids, "empty.bin: 0 bytes"),
             ("none.npy", ids, "none.npy: no tokens in it"), ("64.bin", ids, "of 64 bits"),
-            ("below.npy", ids, "below.npy: has the id -1"), ("good.npy", (), "give --vocab_size"),
+            ("below.npy", ids, "below.npy: id -1 at position 9"),
+            ("good.npy", (), "give --vocab_size"),
             ("good.npy", (*ids, "--pack", "documents"), "--pack stream"),
             ("good.npy", (*ids, "--held_out", tmp_path / "one.npy"), "fewer than two")):
         assert says in refused(capsys, "--data", tmp_path / name, *words, "--out",
                                tmp_path / "out")
     for dtype in (np.uint16, np.uint32):
         (TOKENS % 16).astype(dtype).tofile(tmp_path / "small.bin")
-        assert TokenFiles(tmp_path / "small.bin", 300).train[:9].tolist() == (TOKENS % 16)[
+        assert TokenFiles([tmp_path / "small.bin"], 300).train[:9].tolist() == (TOKENS % 16)[
             :9].tolist()
 
 

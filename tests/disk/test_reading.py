@@ -145,7 +145,7 @@ def test_the_encoding_of_a_run_goes_on(tmp_path, small_pieces, stopping):
 
     assert encode("in", 5) == 6
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["data.part"]
-    whole = len([piece for file in reading.find([str(tmp_path / "in")]).files
+    whole = len([piece for file in reading.find([str(tmp_path / "in")])[0]
                  for piece in reading.pieces(file, reading.Options())])
     assert encode("in") == whole - 5
     prepared(tmp_path / "in", tmp_path / "whole")
@@ -172,9 +172,9 @@ def test_an_interruption_at_the_end_changes_nothing(tmp_path, monkeypatch, texts
             raise KeyboardInterrupt
         return real(*args)
 
-    for where, name, stop in ((output, "mapped", 1), (output, "mapped", 3), (output, "_write", 1),
-                              (output, "_write", 2), (corpus_file, "copy_files", 1),
-                              (corpus_file, "write_json", 1)):
+    for where, name, stop in ((output, "mapped", 1), (output, "mapped", 3),
+                              (output, "_copied", 1), (output, "_copied", 2),
+                              (corpus_file, "copy_files", 1), (corpus_file, "write_json", 1)):
         out, real, calls = tmp_path / f"{name}{stop}", getattr(where, name), []
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(where, name, counted)
@@ -254,9 +254,9 @@ def test_each_file_is_read_once_and_through_links(tmp_path):
     everything = {str(path / name) for path in (folder, disk) for name in names}
     for words in ([folder], [folder, disk, folder / "00.txt"], [folder / "*"], [folder / "**"],
                   [folder / "0[0-3].txt", disk, folder], [tmp_path / "*" / "*.txt"]):
-        found = reading.find([str(word) for word in words]).files
+        found = reading.find([str(word) for word in words])[0]
         assert sorted(os.path.realpath(file.path) for file in found) == sorted(everything), words
-    assert reading.find([str(folder)]).files[-1].name == "part/07.txt"
+    assert reading.find([str(folder)])[0][-1].name == "part/07.txt"
     with pytest.raises(ConfigError, match="too long"):
         reading.find(["x" * 300])
 
@@ -273,7 +273,7 @@ def test_a_first_line_does_not_decide(tmp_path, name, begin, form):
     corpus = prepared(tmp_path / name, tmp_path / "out")
     assert corpus.record["documents"] == 20
     (tmp_path / name).write_bytes(begin + json.dumps(rows[0]).encode())
-    assert reading.examined(reading.find([str(tmp_path / name)]).files, reading.Options(),
+    assert reading.examined(reading.find([str(tmp_path / name)])[0], reading.Options(),
                             "").form == form
     assert sum(n for n, _ in corpus.record["problems"].values()) == (begin.strip()[:1] in b"/{[")
     if form == "text":
@@ -307,7 +307,7 @@ def test_an_array_of_examples_is_not_learned_as_text(tmp_path):
         prepared(tmp_path, tmp_path / "none")
     for text in ('{"text": "one"}', "{", '{"a":\n{}}'):
         (tmp_path / "c.json").write_text(text)
-        assert [file.kind for file in reading.find([str(tmp_path)]).files] == ["text"]
+        assert [file.kind for file in reading.find([str(tmp_path)])[0]] == ["text"]
 
 
 def test_long_windows_and_frames_to_skip(tmp_path):
@@ -397,7 +397,7 @@ def test_a_line_without_an_end_takes_no_memory(tmp_path, monkeypatch, packing, s
     assert kind == "lines without text" and "line 2: not JSON" in first
     text = "日本語🙂é" * 4000
     other.write_bytes(pack(text.encode()))
-    file, = reading.find([str(other)]).files
+    file, = reading.find([str(other)])[0]
     assert max(len(piece.content) for piece in reading.pieces(file, reading.Options())) < 5000
     (tmp_path / "c.txt").write_text(text[:100] + WORDS)
     pieces = prepared(tmp_path / "c.txt", tmp_path / "pieces", 300).tokenizer
@@ -424,9 +424,8 @@ def test_the_lines_of_a_text_are_encoded_as_the_text(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     made = prepared(tmp_path / "a.txt", tmp_path / "o", 300).tokenizer
     assert made._ends_at_lines
-    flat, counts = made.encode_all([text, "", "b\n", "\n"])
-    assert flat.tolist() == [i for t in (text, "", "b\n", "\n") for i in made.model.encode(t)]
-    assert counts.tolist() == [len(made.model.encode(t)) for t in (text, "", "b\n", "\n")]
+    for each in (text, "", "b\n", "\n"):
+        assert made.encode(each).tolist() == made.model.encode(each)
     for name, more in {"llama": dict(normalization_rule_name="identity", byte_fallback=True,
                                      remove_extra_whitespaces=False), "t5": {}}.items():
         sentencepiece.SentencePieceTrainer.train(
@@ -434,7 +433,7 @@ def test_the_lines_of_a_text_are_encoded_as_the_text(tmp_path):
             vocab_size=300 if more else 30, hard_vocab_limit=False, minloglevel=2, **more)
         usual = data.tokenizer_at(str(tmp_path / f"{name}.model"))
         assert usual._ends_at_lines == (name == "t5"), name
-        assert usual.encode_all([text])[0].tolist() == usual.model.encode(text)
+        assert usual.encode(text).tolist() == usual.model.encode(text)
 
 
 @pytest.mark.full

@@ -140,7 +140,7 @@ def test_text_is_prepared_with_a_published_tokenizer(tmp_path, folder, text):
     for path in folder.iterdir():
         path.unlink()
     corpus = Corpus(tmp_path / "d")
-    learned = [file for file in find([str(text)]).files if not is_tenth(file.name)]
+    learned = [file for file in find([str(text)])[0] if not is_tenth(file.name)]
     ids = corpus.tokenizer.encode(open(learned[0].path).read())
     assert corpus.train[0] == corpus.tokenizer.separator == 0
     np.testing.assert_array_equal(corpus.train[1:1 + len(ids)], ids)

@@ -224,16 +224,15 @@ def test_weights_beside_token_files(tmp_path, capsys):
         assert np.array_equal(files.train[:], TOKENS[:4500])
         assert np.array_equal(files.weights["train"][:], np.float32(WEIGHTS[:4500]))
         assert (files.weights["held_out"][:] == 1).all() and "weights of 2 of 3 files" in str(files)
-    assert all(isinstance(a.base, np.memmap) or isinstance(a, np.memmap)
-               for a in files.weights["train"].arrays)
+    assert all(isinstance(a.base.base, np.memmap) for a in files.weights["train"].arrays)
     part = data.rows_of(files, "train", 100, "stream")[20]      # (across the two files)
     assert part.targets.tolist() == TOKENS[2001:2101].tolist()
     assert part.weights.tolist() == np.float32(WEIGHTS[2001:2101]).tolist()
     whole = tmp_path / "x.npy"
     np.save(whole, TOKENS)
-    plain = TokenFiles(whole, 300).fingerprint
+    plain = TokenFiles([whole], 300).fingerprint
     np.save(tmp_path / "x.weights.npy", WEIGHTS)
-    files = TokenFiles(whole, 300)
+    files = TokenFiles([whole], 300)
     assert files.fingerprint != plain and np.array_equal(files.weights["held_out"][:],
                                                          np.float32(WEIGHTS[4500:]))
     wrong = WEIGHTS.copy()
@@ -241,8 +240,8 @@ def test_weights_beside_token_files(tmp_path, capsys):
     for weights, says in (
             (WEIGHTS[1:], "4,999 weights for the 5,000 tokens of x.npy"),
             (WEIGHTS.astype(float), "float64[5000]; expected one dimension of float16 or float32"),
-            (WEIGHTS[None], "float16[1, 5000]; expected one"), (wrong, "-1.0 for token 3"),
-            (np.where(wrong < 0, np.nan, wrong), "nan for token 3")):
+            (WEIGHTS[None], "float16[1, 5000]; expected one"), (wrong, "weight -1.0 at position 3"),
+            (np.where(wrong < 0, np.nan, wrong), "weight nan at position 3")):
         np.save(tmp_path / "x.weights.npy", weights)
         assert f"x.weights.npy: {says}" in refused(
             capsys, *SMALL, "--batch", 8, "--data", whole, "--vocab_size", 300, "--out",

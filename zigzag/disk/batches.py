@@ -23,11 +23,7 @@ def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
     batch = collate(examples)
     if not isinstance(batch, Mapping) or not batch:
         raise ConfigError(f"collate returned {repr(batch)[:40]} ({type(batch).__name__}): {BATCH}")
-    batch = {name: _numbers(name, x) for name, x in batch.items()}
-    for name, x in batch.items():
-        if x.shape[:1] != (len(examples),):
-            raise ConfigError(f"collate made {name!r} of shape {x.shape} from {len(examples)} "
-                              f"examples: the first dimension must count them")
+    batch = {name: _numbers(name, x, len(examples)) for name, x in batch.items()}
     if shapes is not None and (made := _rows(batch)) != (first := _rows(shapes)):
         raise ConfigError(f"collate made rows of {made} from some examples, and of {first} from "
                           f"the first one: make the same arrays of every batch, with the same "
@@ -39,8 +35,8 @@ def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
 BATCH = "expected a dict {name: array of numbers}, with a row for each example in every array"
 
 
-def _numbers(name, value):
-    """An array that collate returned under this name, as one of numpy's."""
+def _numbers(name, value, count):
+    """An array that collate returned under this name for `count` examples, as one of numpy's."""
     try:
         x = np.asarray(value)
     except Exception as e:      # (rows of different lengths, or what another library keeps)
@@ -48,6 +44,9 @@ def _numbers(name, value):
                           f"({one_line(e)}): {BATCH}") from None
     if not isinstance(name, str) or not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool:
         raise ConfigError(f"collate made {name!r} of {x.dtype} ({type(value).__name__}): {BATCH}")
+    if x.shape[:1] != (count,):
+        raise ConfigError(f"collate made {name!r} of shape {x.shape} from {count} examples: the "
+                          f"first dimension must count them")
     return x
 
 

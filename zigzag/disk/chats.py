@@ -15,20 +15,24 @@ A template is a program from the model's folder. It runs in jinja2's sandbox, wi
 that transformers provides. (The sandbox does not limit time or memory.)
 """
 
+import contextlib
 import datetime
+import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
-from zigzag.disk.lines import is_text
+from zigzag.disk.lines import Record, is_text, texts_in
 from zigzag.disk.tokenizers import Tokenizer, read_record
 from zigzag.disk.weights import weights_of_answers
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+Marked = tuple[np.ndarray, np.ndarray]      # ids, and which of them are learned, or their weights
 # Characters for private use, which mark what is learned while a template is rendered.
 BEGIN, END = "\ue0f0", "\ue0f1"
 
@@ -40,35 +44,37 @@ class Template:
         self.folder = Path(folder)
         config = read_record(self.folder / "tokenizer_config.json")
         special = {**read_record(self.folder / "special_tokens_map.json"), **config}
-        self.special = {name: token["content"] if isinstance(token, dict) and "content" in token
-                        else token for name, token in special.items()
+        self.special = {name: token.get("content", token) if isinstance(token, dict) else token
+                        for name, token in special.items()
                         if name.endswith("_token") and token is not None}
-        jinja2 = optional_package("jinja2", "a chat template")
         templates = _templates_of(self.folder)
         if name not in templates:
             raise ConfigError(f"{self.folder}: no chat template {name!r}; there are "
                               f"{', '.join(templates) or 'none'}{did_you_mean(name, templates)}")
-        self.text = templates[name]
-        self.environments = [_environment(jinja2, marks) for marks in (False, True)]
-        self.compiled = {}
+        self.text, self.environment = templates[name], _environment()
 
-    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False,
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The template as jinja2 compiles it."""
+        return self.environment.from_string(self.text)
+
+    def render(self, messages: Sequence[Record], add_generation_prompt: bool = False,
                marks: bool = False, **more: Any) -> str:
         """The text of a conversation. With `marks`, what the assistant wrote stands between BEGIN
         and END, if the template says so. `more` is passed to the template (tools)."""
+        begin, end = (BEGIN, END) if marks else ("", "")
         try:
-            if marks not in self.compiled:
-                self.compiled[marks] = self.environments[marks].from_string(self.text)
-            text = self.compiled[marks].render(**{
+            text = self.compiled.render(**{
                 "tools": None, "documents": None, **self.special, "messages": messages,
-                "add_generation_prompt": add_generation_prompt, **more})
+                "add_generation_prompt": add_generation_prompt, **more,
+                "generation_begin": begin, "generation_end": end})
             text.encode()       # (fails on lone surrogates)
             return text
         except Exception as e:  # (a template can raise anything)
             raise ConfigError(f"{self.folder}: its chat template refuses these messages "
                               f"({one_line(e)})") from None
 
-    def learned(self, messages: Sequence[dict[str, Any]], first: int = 0, **more: Any
+    def learned(self, messages: Sequence[Record], first: int = 0, **more: Any
                 ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and which parts of it, from character to character, are
         learned: of its answers from message number `first` on."""
@@ -78,7 +84,10 @@ class Template:
         marked = self.render(messages, marks=True, **more)
         if marked.replace(BEGIN, "").replace(END, "") == text and BEGIN in marked:
             begin = len(self._before(messages, first, text, more)) if first else 0
-            return text, [span for span in _spans(marked) if span[0] >= begin]
+            # (Before the marks of answer number i stand those of the i answers before it.)
+            spans = [(found.start() - 2 * i, found.end() - 2 * i - 2)
+                     for i, found in enumerate(re.finditer(f"{BEGIN}[^{BEGIN}]*?{END}", marked))]
+            return text, [span for span in spans if span[0] >= begin]
         spans = []
         for i in range(first, len(messages)):
             if messages[i]["role"] != "assistant":
@@ -103,22 +112,11 @@ class Template:
                           "only one of two answers has is not known")
 
 
-def _spans(marked):
-    spans, at = [], 0
-    for part in marked.split(BEGIN):
-        inside, end, after = part.partition(END)
-        if end:
-            spans.append((at, at + len(inside)))
-        at += len(inside) + len(after)
-    return spans
-
-
-def encode_chat(record: dict[str, Any], template: Template, tokenizer: Tokenizer, first: int = 0,
-                weight_field: str = "") -> tuple[np.ndarray, np.ndarray]:
+def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first: int = 0,
+                weight_field: str = "") -> Marked:
     """(ids, which of them are learned) of a conversation, of whose answers those from message
     number `first` on are learned: by the weights of those messages, if they have this field."""
-    tools = _tools_of(record)
-    text, spans = template.learned(record["messages"], first, **({"tools": tools} if tools else {}))
+    text, spans = template.learned(record["messages"], first, tools=_tools_of(record) or None)
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), np.float32 if weight_field else bool)
     weights = weights_of_answers(record["messages"][first:], weight_field, len(spans))
@@ -131,17 +129,14 @@ def _tools_of(record):
     """The tools of a conversation: a list of objects, or the text of one, as tables keep it."""
     tools = record.get("tools") or []
     if isinstance(tools, str):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            pass
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError("its tools are not a list of objects")
     return tools
 
 
-def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
-                      ) -> tuple[np.ndarray, np.ndarray]:
+def encode_completion(record: Record, tokenizer: Tokenizer) -> Marked:
     """(ids, which of them are learned) of a prompt, its completion and the id that ends a text."""
     prompt = tokenizer.prompt(record["prompt"])
     both = tokenizer.prompt(record["prompt"] + record["completion"])
@@ -152,16 +147,13 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer
     return ids, np.arange(len(ids)) >= len(prompt)
 
 
-def encode_preference(record: dict[str, Any], template: Template, tokenizer: Tokenizer
-                      ) -> list[tuple[np.ndarray, np.ndarray]]:
+def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) -> list[Marked]:
     """(ids, which of them are learned) of the chosen conversation, and of the rejected one."""
     before = record.get("prompt") or []
     if isinstance(before, str):
         before = [{"role": "user", "content": before}]
     both = [_joined(before, record[name]) for name in ("chosen", "rejected")]
-    common = 0
-    while all(len(messages) > common for messages in both) and both[0][common] == both[1][common]:
-        common += 1
+    common = next((i for i, (a, b) in enumerate(zip(*both)) if a != b), min(map(len, both)))
     found = [encode_chat({**record, "messages": messages}, template, tokenizer, common)
              for messages in both]
     if not all(learned.any() for _, learned in found):
@@ -180,7 +172,7 @@ def _joined(before, messages):
     return [*before, *messages[repeated:]]
 
 
-def split_preference(record: dict[str, Any]) -> tuple[str, str, str]:
+def split_preference(record: Record) -> tuple[str, str, str]:
     """(prompt, chosen, rejected) of a preference of texts. Both may begin with the prompt; if it is
     not given, it is what both have in common, up to the end of a word."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
@@ -196,63 +188,53 @@ def split_preference(record: dict[str, Any]) -> tuple[str, str, str]:
 # -------------------------------------------------------------------------------------------
 # Lines of JSON
 
-def form_of(record: dict[str, Any], field: str) -> str:
-    """What a line of JSON is: text, messages, completion or preference."""
-    if field in record:
-        return "text"
-    if "messages" in record:
-        return "messages"
-    if "prompt" in record and "completion" in record:
-        return "completion"
-    return "preference" if {"chosen", "rejected"} <= record.keys() else "text"
+def form_of(record: Record, field: str) -> str:
+    """What a line of JSON is: text, messages, completion or preference; '' if it is none."""
+    forms = {"text": {field}, "messages": {"messages"}, "completion": {"prompt", "completion"},
+             "preference": {"chosen", "rejected"}}
+    return next((form for form, fields in forms.items() if fields <= record.keys()), "")
 
 
-def check_record(record: dict[str, Any], form: str) -> str:
-    """What is wrong with a line of this form; '' if it is right."""
+def check_record(record: Record, form: str) -> None:
+    """Refuse a line that is none of this form: messages, completion or preference."""
+    prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
     if form == "messages":
-        return _wrong_in(record.get("messages"))
-    if form == "completion":
-        return _not_texts(record, "prompt", "completion")
-    if record.get("chosen") == record.get("rejected"):
-        return "'chosen' and 'rejected' are the same"
-    if isinstance(record.get("chosen"), list):
-        return (_wrong_in(record["chosen"]) or _wrong_in(record.get("rejected"))
-                or _wrong_prompt(record.get("prompt"), record))
-    prompt = () if record.get("prompt") is None else ("prompt",)
-    return _not_texts(record, "chosen", "rejected", *prompt)
+        _check_messages(record.get("messages"))
+    elif form == "completion":
+        texts_in(record, ("prompt", "completion"))
+    elif chosen == rejected:
+        raise ConfigError("'chosen' and 'rejected' are the same")
+    elif not isinstance(chosen, list):
+        texts_in(record, ("chosen", "rejected"))
+        if prompt is not None:
+            texts_in(record, ("prompt",))
+    else:
+        for messages in (chosen, rejected):
+            _check_messages(messages)
+            begin = messages[0]
+            if prompt and is_text(prompt) and (
+                    begin["role"] != "assistant" and begin.get("content") != prompt):
+                raise ConfigError("messages that begin neither with the prompt nor with an answer")
+        if prompt and not is_text(prompt):
+            _check_messages(prompt, answers=False)
 
 
-def _not_texts(record, *names):
-    wrong = [name for name in names if not is_text(record.get(name))]
-    return f"{wrong[0]!r} is not a text" if wrong else ""
-
-
-def _wrong_prompt(prompt, record):
-    """What is wrong with the prompt of two conversations."""
-    if not prompt:
-        return ""
-    if not is_text(prompt):
-        return _wrong_in(prompt, answers=False)
-    begins = [messages[0]["role"] == "assistant" or messages[0].get("content") == prompt
-              for messages in (record["chosen"], record["rejected"])]
-    return "" if all(begins) else "messages that begin neither with the prompt nor with an answer"
-
-
-def _wrong_in(messages, answers=True):
+def _check_messages(messages, answers=True):
+    """Refuse what is no list of messages, or has no answer of the assistant (if `answers`)."""
     if not isinstance(messages, list) or not messages:
-        return "no list of messages"
+        raise ConfigError("no list of messages")
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return "a message without a role"
-        if message["role"] not in ROLES:
-            return (f"the role {message['role']!r:.40}; expected {', '.join(ROLES)}"
-                    + did_you_mean(message["role"], ROLES))
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise ConfigError("a message without a role")
+        if role not in ROLES:
+            raise ConfigError(f"the role {role!r:.40}; expected {', '.join(ROLES)}"
+                              + did_you_mean(role, ROLES))
         content = message.get("content")
-        if not (is_text(content) or content is None and message.get("tool_calls")):
-            return "a message whose content is not a text"
+        if not is_text(content) and (content is not None or not message.get("tool_calls")):
+            raise ConfigError("a message whose content is not a text")
     if answers and not any(message["role"] == "assistant" for message in messages):
-        return "no answer of the assistant"
-    return ""
+        raise ConfigError("no answer of the assistant")
 
 
 # -------------------------------------------------------------------------------------------
@@ -273,8 +255,9 @@ def _templates_of(folder):
     return {str(t["name"]): t["template"] for t in found}
 
 
-def _environment(jinja2, marks):
+def _environment():
     """A jinja2 environment like the one in which transformers compiles templates."""
+    jinja2 = optional_package("jinja2", "a chat template")
     sandbox = optional_package("jinja2.sandbox", "a chat template")
 
     class Generation(optional_package("jinja2.ext", "a chat template").Extension):
@@ -284,11 +267,9 @@ def _environment(jinja2, marks):
         def parse(self, parser):
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            if marks:
-                begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)])
-                              for mark in (BEGIN, END))
-                body = [begin, *body, end]
-            return jinja2.nodes.Scope(body, lineno=line)
+            begin, end = (jinja2.nodes.Output([jinja2.nodes.Name(mark, "load")])
+                          for mark in ("generation_begin", "generation_end"))
+            return jinja2.nodes.Scope([begin, *body, end], lineno=line)
 
     def raise_exception(message):
         raise jinja2.TemplateError(message)
@@ -296,12 +277,8 @@ def _environment(jinja2, marks):
     def strftime_now(form):
         return datetime.datetime.now().strftime(form)
 
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment

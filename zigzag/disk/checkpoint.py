@@ -58,6 +58,7 @@ from zigzag.core.files import (
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
 from zigzag.core.options import options
+from zigzag.disk.lines import Record
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 
 # How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
@@ -75,7 +76,7 @@ WAITS_FROM = 2**28
 FORMAT = 0
 
 
-def read_run(folder: str | Path, config: type, flag: str = "--run") -> dict[str, Any]:
+def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
     """config.json of the run that `flag` names, with all fields of the dataclass `config`. Fields
     that were added to it since the run began have their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
@@ -96,7 +97,7 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
 
 
-def run_record(folder: str | Path, flag: str = "--run") -> dict[str, Any]:
+def run_record(folder: str | Path, flag: str = "--run") -> Record:
     """The content of config.json of the run that `flag` names."""
     path = Path(folder) / "config.json"
     try:
@@ -123,9 +124,9 @@ FOLLOWS = ("published", "pad_id")
 OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 
-def check_run_folder(out: str, now: dict[str, Any], read_old: Callable, may: dict[str, str],
+def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, str],
                      needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
-                     ) -> dict[str, Any] | None:
+                     ) -> Record | None:
     """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
     facts in `needs`. `may` has the word of --change for each fact that may `change`. Called before
     anything is written. read_old(out) returns the facts of the existing run; so does this function,
@@ -178,7 +179,7 @@ class RunFolder(contextlib.AbstractContextManager):
     """Saves and restores the state of a run, and writes its metrics. A context manager, which
     closes the folder at its end."""
 
-    def __init__(self, out: str, record: dict[str, Any], must_match: Sequence[str],
+    def __init__(self, out: str, record: Record, must_match: Sequence[str],
                  read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
                  may: dict[str, str], change: Sequence[str] = ()):
         """`record` becomes config.json. If the run is continued, the facts named in `must_match`
@@ -186,7 +187,7 @@ class RunFolder(contextlib.AbstractContextManager):
         `state` is a tree of shapes with shardings. The newest `keep` checkpoints are kept. What
         is changed now stands in .changed, {fact: [old, new]}."""
         self.out, self.folder = out, Path(out).resolve()
-        self.record, self.state, self.verify = record, state, verify
+        self.record, self.state, self.keep, self.verify = record, state, keep, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.has_damaged = False        # newer checkpoints than the restored one were set aside
@@ -209,7 +210,7 @@ class RunFolder(contextlib.AbstractContextManager):
         if not all(sees):
             raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
                               f"0 writes there; give a folder that every process sees")
-        self.manager = _orbax_manager(self.folder / "checkpoints", keep, lambda: self.best)
+        self.manager = _orbax_manager(self.folder / "checkpoints", self)
 
     def _take(self, word):
         """Lock the folder, until the process ends, and write config.json."""
@@ -235,16 +236,15 @@ class RunFolder(contextlib.AbstractContextManager):
         processes failed: the others would never join.)"""
         if kind is not None and jax.process_count() > 1:
             return
-        with self.files:
-            self.drain()
-            with _as_run_error("the last checkpoint could not be saved"):
-                self.manager.close()
+        watchdog.arm("a save")
+        with self.files, _as_run_error("the last checkpoint could not be saved"):
+            self.manager.close()
 
     def restore(self, say: Callable[[str], Any]) -> Any:
         """The state of the newest readable checkpoint, sharded like `self.state`, or None if there
         is no checkpoint. Damaged ones are set aside."""
         state = None
-        steps = process_allgather(sorted(self.manager.all_steps(), reverse=True))[0]
+        steps = process_allgather(_saved_steps(self.folder))[0]
         for at in steps:
             try:
                 items, meta = read_checkpoint(self.folder / "checkpoints" / str(at),
@@ -266,7 +266,7 @@ class RunFolder(contextlib.AbstractContextManager):
                                       {"step": self.saved or 0, **self.changed}]
         if self.is_process_0:
             write_json(self.folder / "config.json", self.record)
-            self.metrics = self._go_on("metrics.jsonl")
+            self.metrics = self._go_on()
         return state
 
     def _set_aside(self, at):
@@ -279,14 +279,16 @@ class RunFolder(contextlib.AbstractContextManager):
         self.manager.reload()
         return name
 
-    def _go_on(self, name):
-        """Open a .jsonl file to append, after dropping the lines of later steps than the restored
-        one, which the run will write again."""
-        path, lines = self.folder / name, []
+    def _go_on(self):
+        """Open metrics.jsonl to append, after dropping the lines of later steps than the restored
+        one, which the run will write again, and what was cut short."""
+        path, lines = self.folder / "metrics.jsonl", []
         path.touch()
         for line in path.read_bytes().splitlines(keepends=True):
-            row = _parse_row(line)
-            if self.restored is not None and row.get("step", math.inf) <= self.restored:
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                if self.restored is None or row["step"] > self.restored or line[-1:] != b"\n":
+                    continue
                 lines.append(line)
                 if "eval_loss" in row:
                     self.losses = []
@@ -334,6 +336,12 @@ class RunFolder(contextlib.AbstractContextManager):
         if platform() == "cpu" and sum(x.nbytes for x in jax.tree.leaves(state)) > WAITS_FROM:
             self.drain()
 
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """The policy that orbax asks at the start of a save: the last `keep` steps and the best.
+        orbax deletes the others only when that save is complete, so a kill never leaves fewer."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        return [step in steps[-self.keep:] or step in self.best for step in steps]
+
     def drain(self) -> None:
         """Wait for the save in flight, which would be lost otherwise."""
         watchdog.arm("a save")
@@ -354,18 +362,6 @@ def _as_run_error(what):
         raise RunError(f"{what}: {one_line(e)}; earlier checkpoints are complete") from None
 
 
-class _Kept:
-    """The policy that orbax asks at the start of a save: the last `keep` steps and the best. orbax
-    deletes the others only when that save is complete, so a kill never leaves fewer."""
-
-    def __init__(self, keep, best):
-        self.keep, self.best = keep, best
-
-    def should_preserve(self, checkpoints, *, context):
-        steps = [c.step for c in checkpoints]
-        return [step in steps[-self.keep:] or step in self.best() for step in steps]
-
-
 def _orbax():
     """The module orbax.checkpoint, imported late: it takes 0.4 s, which commands without a
     checkpoint save."""
@@ -373,7 +369,7 @@ def _orbax():
     return orbax.checkpoint
 
 
-def _orbax_manager(folder, keep, best):
+def _orbax_manager(folder, policy):
     # By default orbax records which devices held what, and then refuses to open the checkpoint on
     # others without explicit shardings. Without this record it opens anywhere.
     ocp = _orbax()
@@ -384,7 +380,7 @@ def _orbax_manager(folder, keep, best):
               for name in ("params", "opt")}
     return ocp.CheckpointManager(
         folder, item_handlers={**arrays, "meta": ocp.JsonCheckpointHandler()},
-        options=ocp.CheckpointManagerOptions(preservation_policy=_Kept(keep, best),
+        options=ocp.CheckpointManagerOptions(preservation_policy=policy,
                                              cleanup_tmp_directories=True))
 
 
@@ -398,15 +394,6 @@ def _trim_memory():
 def _finite(value):
     """The value with None in place of numbers that are not finite, in lists and dicts too."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
-
-
-def _parse_row(line):
-    """The object in a line of metrics.jsonl; {} if the line is truncated."""
-    try:
-        row = json.loads(line) if line.endswith(b"\n") else {}
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
 
 
 # -------------------------------------------------------------------------------------------
@@ -428,7 +415,6 @@ def _differences(saved, item):
     lists (`saved`), as text; '' if they do not."""
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
-
     found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
              f"{now.get(path, 'gone')}"
              for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
@@ -488,10 +474,10 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
     raise ConfigError(f"{flag} {folder}: no checkpoint yet")
 
 
-def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run") -> Any:
+def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
     """The weights of a run's newest (or given) step, as shapes: the tree that was saved, in dicts
     and lists."""
-    at = step if step is not None else run_steps(folder, flag)[0]
+    at = run_steps(folder)[0] if step is None else step
     path = Path(folder).resolve() / f"checkpoints/{at}"
     ocp = _orbax()
     with _reading(path), ocp.StandardCheckpointer() as reader:
@@ -499,7 +485,7 @@ def saved_shapes(folder: str | Path, step: int | None = None, flag: str = "--run
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.item_metadata.tree)
 
 
-def evaluations(folder: str | Path) -> dict[int, dict[str, Any]]:
+def evaluations(folder: str | Path) -> dict[int, Record]:
     """{step: the numbers of its evaluation} for the checkpoints of a run."""
     return {step: meta.get("evaluation", {}) for step, meta in _descriptions(folder).items()}
 
@@ -508,20 +494,19 @@ def _descriptions(folder):
     """{step: its description} for the checkpoints of a run, newest first, without damaged ones."""
     found = {}
     for step in _saved_steps(folder):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             path = Path(folder).resolve() / f"checkpoints/{step}/meta/metadata"
-            found[step] = json.loads(path.read_text())
-    return {step: meta for step, meta in found.items() if isinstance(meta, dict)}
+            found[step] = dict(json.loads(path.read_text()))
+    return found
 
 
-def best_of(best: str, numbers: dict[int, dict[str, Any]]) -> int | None:
+def best_of(best: str, numbers: dict[int, Record]) -> int | None:
     """The step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"); the earliest
     of equal ones, or None if no evaluation has a finite number of that name."""
     which, name = best.split(":", 1)
-    sign = {"smallest": 1, "largest": -1}[which]
-    found = {step: row.get(name) for step, row in numbers.items()}
-    found = {step: x for step, x in found.items() if isinstance(x, float) and math.isfinite(x)}
-    return min(sorted(found), key=lambda step: sign * found[step], default=None)
+    found = {step: row[name] for step, row in sorted(numbers.items())
+             if isinstance(row.get(name), float) and math.isfinite(row[name])}
+    return (min if which == "smallest" else max)(found, key=found.get, default=None)
 
 
 def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
@@ -561,7 +546,7 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
 
 
 def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
-                    ) -> tuple[dict[str, Any], dict[str, Any]]:
+                    ) -> tuple[dict[str, Any], Record]:
     """(items, meta): the items of a checkpoint that are `wanted`, {name: a tree of shapes with
     shardings}, and its description. Dtypes and shapes are compared before anything is read, and
     checksums afterwards. Each process reads its own part; if one fails, CorruptCheckpoint is raised

@@ -14,6 +14,7 @@ data.json is written last, so a folder that has it is complete. This file needs 
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from typing import Iterator, Sequence
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError, printable
+from zigzag.core.errors import ConfigError, naming, printable
 from zigzag.core.files import (
     anyway,
     appears,
@@ -36,18 +37,17 @@ from zigzag.core.files import (
     taken_back,
     write_json,
 )
-from zigzag.disk.chats import has_template
 from zigzag.disk.encoding import (
-    WHOSE_TEMPLATE,
     about_learned,
     encode_files,
     sampled_lines,
+    template_of,
     what_was_skipped,
 )
 from zigzag.disk.output import FORMAT, MARKS, SPLITS, Output, mapped, saved_state
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, examined, find, library_sources, named
-from zigzag.disk.token_files import TokenFiles, files_of, token_files
+from zigzag.disk.token_files import TokenFiles, token_files
 from zigzag.disk.tokenizers import (
     FILES,
     KINDS,
@@ -78,21 +78,19 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     check_can_make(str(out))
     check_others(out, "--out", "data.py", OF_ENCODING)
-    found = find(paths, flag, out) if paths else library_sources()
-    options = examined(found.files, options, flag)
-    folder = tokenizer.folder if tokenizer else None
-    if options.form == "messages" and not has_template(folder):
-        none = f" (no chat_template in {folder})" if folder else ""
-        raise ConfigError(f"{found.files[0].path} has conversations, which need "
-                          f"{WHOSE_TEMPLATE}{none}")
-    settings = _settings(found.files, options, vocab_size, tokenizer)
+    files, skipped = find(paths, flag, out) if paths else (library_sources(), {})
+    options = examined(files, options, flag)
+    if options.form == "messages":
+        with naming(files[0].path):
+            template_of(tokenizer.folder if tokenizer else None)
+    settings = _settings(files, options, vocab_size, tokenizer)
     with _unfinished(out) as part:
         if saved_state(part).get("settings") != settings:
             (part / "progress.json").unlink(missing_ok=True)
         if vocab_size:
             path = part / Pieces.file
             tokenizer = Pieces(path) if saved_state(part) else train_pieces(
-                sampled_lines(found.files, options), path, vocab_size)
+                sampled_lines(files, options), path, vocab_size)
         elif tokenizer and tokenizer.path:
             copy_files(tokenizer, part)
             tokenizer = KINDS[tokenizer.kind](part / tokenizer.file)
@@ -100,14 +98,13 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
         # (The file of marks: weights, or which tokens are answers. Of text without weights: none.)
         marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"
         with Output(part, tokenizer, settings, marks) as output:
-            encode_files(found.files, tokenizer, options, output, cores)
+            encode_files(files, tokenizer, options, output, cores)
             if not output.count("docs"):
                 why = "; ".join(message for _, message in output.state["troubles"].values())
                 raise ConfigError(f"{named(flag, paths)}: no text in it that can be read; {why}")
             record = {"format": FORMAT, **tokenizer_record(tokenizer),
                       "vocab_size": tokenizer.vocab_size, "dtype": output.dtype.name,
-                      **output.finish(out, options.form), "files": len(found.files),
-                      "skipped": found.skipped}
+                      **output.finish(out, options.form), "files": len(files), "skipped": skipped}
         if options.weight_field:
             record["weights"] = {"field": options.weight_field}
         for split in SPLITS:
@@ -126,11 +123,11 @@ def _settings(files, options, vocab_size, tokenizer):
     # (The standard input is a new file each time.)
     names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
               os.stat(file.path).st_mtime_ns] for file in files]
-    of_tokenizer = {name: hashlib.sha256(content).hexdigest()
-                    for name, content in tokenizer_files(tokenizer).items()} if tokenizer else None
-    everything = [FORMAT, names, vocab_size, of_tokenizer,
-                  {name: x for name, x in vars(options).items() if name != "strict"}]
-    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+    everything = [FORMAT, names, vocab_size, vars(dataclasses.replace(options, strict=False))]
+    digest = hashlib.sha256(json.dumps(everything).encode())
+    for name, content in tokenizer_files(tokenizer or Bytes()).items():
+        digest.update(name.encode() + content)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -167,7 +164,8 @@ class Corpus:
                 self.starts[split] = self._numbers(split, "docs", np.dtype("uint64"))
                 kind = next((kind for kind in MARKS if kind in self.record[split]), None)
                 self.weights[split] = kind and self._numbers(split, kind, MARKS[kind])
-            self.fingerprint = _fingerprint(self.record["train"])
+            train = self.record["train"]
+            self.fingerprint = _digest([train[of] for of in ("digest", "weights") if of in train])
             self.tokenizer = tokenizer_of(self.folder, self.record)
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
@@ -176,7 +174,7 @@ class Corpus:
         """The numbers in a file of a split, if they are what data.json says."""
         file, wanted = self.folder / f"{split}.{kind}", self.record[split]
         found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
-        digest = wanted.get({"bin": "digest"}.get(kind, kind))
+        digest = wanted.get("digest" if kind == "bin" else kind)
         if len(found) != count or isinstance(digest, str) and sha256(file) != digest:
             raise ConfigError(f"{file} is not what data.json says it is ({count:,} numbers; there "
                               f"are {len(found):,}): it was changed, or is damaged; make the "
@@ -201,10 +199,10 @@ class Corpus:
                 f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
 
 
-def _fingerprint(train):
-    """A digest of a corpus' tokens, and of their weights if it has any."""
-    return hashlib.sha256(f"{train['digest']} {train['weights']}".encode()).hexdigest() if (
-        "weights" in train) else train["digest"]
+def _digest(digests):
+    """One digest for several; the digest, if there is one."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(
+        " ".join(digests).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -247,7 +245,7 @@ def _encoded(paths, part, tokenizer, flag, options):
     goes on there."""
     if "-" in paths:
         find(["-"], flag)       # (refused)
-    if mixed := [one for one in paths if files_of(one)]:
+    if mixed := [one for one in paths if token_files([one])]:
         find([one for one in paths if one not in mixed], flag)      # (what is missing is refused)
         raise ConfigError(f"{named(flag, paths)}: has both text and token files "
                           f"({', '.join(mixed)}); give one kind of the two")
@@ -270,14 +268,15 @@ class Sources:
                  held_out: "Corpus | TokenFiles | None" = None):
         self.corpora, self.names, self.held_out = corpora, names, held_out
         first = corpora[0]
-        everything = [*corpora, *([held_out] if held_out else [])]
+        everything = [*corpora, held_out] if held_out else corpora
         self.tokenizer, self.record = first.tokenizer, first.record
         for corpus in everything[1:]:
             if _vocabulary(corpus) != _vocabulary(first):
+                kinds = [f"{c.tokenizer.kind} of {c.tokenizer.vocab_size}"
+                         for c in (corpus, first)]
                 raise ConfigError(f"{corpus.folder} has other tokens than {first.folder} "
-                                  f"({corpus.tokenizer.kind} of {corpus.tokenizer.vocab_size}, "
-                                  f"{first.tokenizer.kind} of {first.tokenizer.vocab_size}): "
-                                  f"encode both with one tokenizer (data.py --tokenizer)")
+                                  f"({', '.join(kinds)}): encode both with one tokenizer (data.py "
+                                  f"--tokenizer)")
         # What is evaluated: {name of a number: [(corpus, split), ...]}.
         self.evaluated = {"": [(held_out, split) for split in SPLITS if len(
             getattr(held_out, split)) > 1]} if held_out else {
@@ -285,10 +284,7 @@ class Sources:
             for name, corpus in zip(names, corpora)}
         if held_out and not self.evaluated[""]:
             raise ConfigError(f"--held_out {held_out.folder}: fewer than two tokens")
-        self.fingerprint = first.fingerprint
-        if len(everything) > 1:
-            self.fingerprint = hashlib.sha256(" ".join(
-                corpus.fingerprint for corpus in everything).encode()).hexdigest()
+        self.fingerprint = _digest([corpus.fingerprint for corpus in everything])
 
     @property
     def bytes_per_spelled(self) -> float:
@@ -304,13 +300,9 @@ class Sources:
         return any(corpus.is_learned_in_part for corpus in self.corpora)
 
     @property
-    def has_chats(self) -> bool:
-        return any(corpus.record.get("form") == "messages" for corpus in self.corpora)
-
-    @property
     def prompt_flags(self) -> str:
         """The flags with which sample.py is given a prompt like these data."""
-        if self.has_chats:
+        if any(corpus.record.get("form") == "messages" for corpus in self.corpora):
             return '--chat --prompt "..."'
         return '--prompt "5 7"' if self.tokenizer.kind == "ids" else '--prompt "..."'
 
@@ -334,9 +326,10 @@ def _answers(corpus, length):
     lengths = documents.lengths(np.arange(len(documents)))
     cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""
     learned = documents.weights[:end] > 0
-    for run in np.split(np.arange(end), np.flatnonzero(np.diff(learned)) + 1):
-        part = corpus.tokenizer.spelled(documents.tokens[run[0]:run[-1] + 1].tolist())
-        text += f"[[{part}]]" if learned[run[0]] else part
+    edges = np.flatnonzero(np.diff(learned)) + 1
+    for ids, is_answer in zip(np.split(documents.tokens[:end], edges), learned[[0, *edges]]):
+        part = corpus.tokenizer.spelled(ids.tolist())
+        text += f"[[{part}]]" if is_answer else part
     of = f"of {len(documents):,} conversations, {cut:,} are longer than {length:,} tokens "
     return [*([f"{of}(--seq_len), and cut there"] if cut else []),
             *("| " + part for part in printable(text).strip().split("\n"))]
@@ -355,26 +348,23 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
     --held_out, as `opened` opens them."""
     groups = [[path] for path in paths] if mixed else [list(paths)]
     options = Options(weight_field=weight_field)
-    several = len(groups) + bool(held_out) > 1
-    if several and changes:
+    if changes and len(groups) + bool(held_out) > 1:
         raise ConfigError("--change data: only for a run with one source and without --held_out; "
                           "begin a new run (--init_from keeps its weights)")
     with contextlib.ExitStack() as stack:
-        corpora = [stack.enter_context(opened(
-            group, run, ready, tokenizer, "" if several else fingerprint, changes, vocab_size,
-            f"data{i or ''}", options=options)) for i, group in enumerate(groups)]
-        other = stack.enter_context(opened(
-            held_out, run, ready, tokenizer or corpora[0].tokenizer, "", False, vocab_size,
-            "held_out", "--held_out", options)) if held_out else None
+        def open_one(paths, tokenizer, name, flag="--data"):
+            return stack.enter_context(opened(paths, run, ready, tokenizer, fingerprint, changes,
+                                              vocab_size, name, flag, options))
+
+        corpora = [open_one(group, tokenizer, f"data{i or ''}") for i, group in enumerate(groups)]
+        other = open_one(held_out, tokenizer or corpora[0].tokenizer, "held_out",
+                         "--held_out") if held_out else None
         fields = [corpus.record.get("weights", {}).get("field", "") for corpus in corpora]
         if weight_field and weight_field not in fields:
             raise ConfigError(f"--weight_field {weight_field}: has no effect on "
                               f"{' '.join(paths) or 'these data'}, which is not read from lines of "
                               f"JSON with that field; leave it out (data.py has the flag, too)")
-        yield Sources(corpora, _names([group[0] if group else "" for group in groups]), other)
-
-
-def _names(paths):
-    """Short names of the paths, all different."""
-    names = [Path(path).name if Path(path).is_dir() else Path(path).stem for path in paths]
-    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+        first = [Path(group[0] if group else "") for group in groups]
+        names = [path.name if path.is_dir() else path.stem for path in first]
+        yield Sources(corpora, [f"{name}_{i}" if names.count(name) > 1 else name
+                                for i, name in enumerate(names)], other)

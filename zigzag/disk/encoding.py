@@ -21,12 +21,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Iterable, Iterator
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, one_line
 from zigzag.disk.chats import (
+    Marked,
     Template,
     encode_chat,
     encode_completion,
@@ -34,13 +35,12 @@ from zigzag.disk.chats import (
     has_template,
     split_preference,
 )
+from zigzag.disk.lines import Record
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
-from zigzag.disk.reading import File, Options, Piece, Trouble, counted, pieces, read
+from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted, pieces, read
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
 from zigzag.disk.weights import WrongWeight, as_weights
 
-WHOSE_TEMPLATE = ("the chat template of a published model: data.py --tokenizer DIR, or train.py "
-                  "--model DIR")
 # Below this many bytes of text a second process does not pay.
 FEW = 2**23
 # A new tokenizer is trained on at most about this many bytes of text.
@@ -53,86 +53,70 @@ SAY_SECONDS = 10
 
 def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
     """Read a piece and encode its documents."""
-    texts, documents, troubles = [], [], []     # (documents: that of each text)
+    ids, marks, starts, held_out = [np.zeros(0, int)], [np.zeros(0, bool)], [], []
+    troubles, size, count = [], 0, 0
     for document in read(piece, options):
         if isinstance(document, Trouble):
             troubles.append(document)
             continue
-        found = [document.content]
-        if options.form != "text":
-            try:
-                with _at(document, options):
-                    found = encode_record(document.content, tokenizer, options)
-            except WrongWeight:
-                raise
-            except ConfigError as e:
-                troubles.append(Trouble(f"{options.form} that cannot be encoded",
-                                        f"{document.where}: {e}"))
-                continue
-        texts += found
-        documents += [document] * len(found)
-    begins = np.array([document.begins for document in documents], bool)
-    held_out = np.array([is_tenth(document.name) for document in documents], bool)
-    if options.form == "text":
-        tokens, counts = tokenizer.encode_all(texts)
-        tokens = np.insert(tokens.astype(dtype_of(tokenizer)),
-                           (np.cumsum(counts) - counts)[begins], tokenizer.separator)
-        counts, marks = counts + begins, np.ones(len(tokens), bool)
-        size = sum(len(text.encode()) for text in texts)
-    else:
-        counts, size = np.array([len(ids) for ids, _ in texts], int), 0
-        tokens = np.concatenate([np.zeros(0, int), *(ids for ids, _ in texts)])
-        marks = np.concatenate([np.zeros(0, bool), *(marks for _, marks in texts)])
-    if options.weight_field and documents:
-        marks = marks * np.concatenate([_weights_of(document, options, count)
-                                        for document, count in zip(documents, counts.tolist())])
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
+        try:
+            found = encode_document(document, tokenizer, options)
+        except WrongWeight as e:        # (another one in its place would be learned unseen)
+            raise WrongWeight(f"{document.where}: {options.weight_field!r} {e}") from None
+        except ConfigError as e:
+            troubles.append(Trouble(f"{options.form} that cannot be encoded",
+                                    f"{document.where}: {e}"))
+            continue
+        if options.form == "text":
+            size += len(document.content.encode())
+        for tokens, learned in found:
+            if document.begins:
+                starts.append(count)
+                held_out.append(is_tenth(document.name))
+            ids.append(tokens)
+            marks.append(learned)
+            count += len(tokens)
+    ids = np.concatenate(ids)
+    if count and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise ConfigError(f"{piece.file.path}: the tokenizer made an id outside 0 to "
                           f"{tokenizer.vocab_size - 1}")
-    return Encoded(tokens.astype(dtype_of(tokenizer)), (np.cumsum(counts) - counts)[begins],
-                   held_out[begins], marks, size, troubles)
+    return Encoded(ids.astype(dtype_of(tokenizer)), np.array(starts, int),
+                   np.array(held_out, bool), np.concatenate(marks), size, troubles)
 
 
-@contextlib.contextmanager
-def _at(document, options):
-    """A context that adds the field and its place to what is wrong with a weight."""
-    try:
-        yield
-    except WrongWeight as e:
-        raise WrongWeight(f"{document.where}: {options.weight_field!r} {e}") from None
-
-
-def _weights_of(document, options, count):
-    """The weights of a document's `count` tokens, by its line. (The separator before a text has the
-    weight of the first token.)"""
-    is_text = options.form == "text"
-    with _at(document, options):
-        found = as_weights(document.weight, count - document.begins if is_text else None)
-    if found.ndim:
-        found = np.append(found[:1] if document.begins else found[:0], found)
-    return np.broadcast_to(found, count)
-
-
-def encode_record(record: dict[str, Any], tokenizer: Tokenizer, options: Options
-                  ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(ids, which of them are learned) of the documents in a line of JSON: one or, for a
-    preference, two, the chosen one first."""
+def encode_document(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
+    """(ids, their weights as targets) of a text, or of a line of JSON: one or, for a preference,
+    two, the chosen one first."""
+    record = document.content
+    if options.form == "text":
+        ids = tokenizer.encode(record)
+        weights = as_weights(document.weight, len(ids))
+        if document.begins:     # (The separator before a text has the weight of the first token.)
+            ids = np.append(tokenizer.separator, ids)
+            weights = np.append(weights[:1], weights) if weights.ndim else weights
+        return [(ids, np.broadcast_to(weights, len(ids)))]
     if options.form == "completion":
-        return [encode_completion(record, tokenizer)]
-    if options.form == "messages":
-        return [encode_chat(record, template_of(tokenizer.folder), tokenizer,
-                            weight_field=options.weight_field)]
-    if isinstance(record["chosen"], str):
+        found = [encode_completion(record, tokenizer)]
+    elif options.form == "messages":
+        found = [encode_chat(record, template_of(tokenizer.folder), tokenizer,
+                             weight_field=options.weight_field)]
+    elif isinstance(record["chosen"], str):
         prompt, chosen, rejected = split_preference(record)
-        return [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
-                for text in (chosen, rejected)]
-    if not has_template(tokenizer.folder):
-        raise ConfigError(f"conversations need {WHOSE_TEMPLATE}")
-    return encode_preference(record, template_of(tokenizer.folder), tokenizer)
+        found = [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
+                 for text in (chosen, rejected)]
+    else:
+        found = encode_preference(record, template_of(tokenizer.folder), tokenizer)
+    weight = as_weights(document.weight)
+    return [(ids, learned * weight) for ids, learned in found]
 
 
 @functools.cache
-def template_of(folder: Path) -> Template:
+def template_of(folder: Path | None) -> Template:
+    """The chat template of a tokenizer's folder, or a ConfigError that says whose it may be."""
+    if not has_template(folder):
+        none = f" (no chat_template in {folder})" if folder else ""
+        raise ConfigError(f"conversations need the chat template of a published model: data.py "
+                          f"--tokenizer DIR, or train.py --model DIR{none}")
     return Template(folder)
 
 
@@ -159,57 +143,50 @@ def serve() -> None:
 # -------------------------------------------------------------------------------------------
 # On all cores
 
-class Workers:
-    """Processes that encode pieces."""
-
-    def __init__(self, count: int, tokenizer: Tokenizer, options: Options):
-        env = {**os.environ, "TOKENIZERS_PARALLELISM": "false",
-               "PYTHONPATH": str(Path(__file__).parents[2])}
-        self.processes = [subprocess.Popen(
-            [sys.executable, "-m", "zigzag.disk.encoding"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, start_new_session=True, env=env) for _ in range(count)]
-        self.idle = queue.SimpleQueue()
-        for process in self.processes:
+def on_cores(count: int, work: Iterable[Piece], tokenizer: Tokenizer, options: Options
+             ) -> Iterator[tuple[Piece, Encoded]]:
+    """Yield each piece with its result, in the order of the pieces, from `count` processes."""
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false",
+           "PYTHONPATH": str(Path(__file__).parents[2])}
+    processes = [subprocess.Popen(
+        [sys.executable, "-m", "zigzag.disk.encoding"], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, start_new_session=True, env=env) for _ in range(count)]
+    idle, waiting = queue.SimpleQueue(), collections.deque()
+    pool = concurrent.futures.ThreadPoolExecutor(count)
+    try:
+        for process in processes:
             pickle.dump((tokenizer.kind, tokenizer.path, options), process.stdin)
-            self.idle.put(process)
-        self.pool = concurrent.futures.ThreadPoolExecutor(count)
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for process in self.processes:
-            process.kill()
-        self.pool.shutdown(cancel_futures=True)
-        for process in self.processes:
-            process.wait()
-
-    def results(self, work: Iterable[Piece]) -> Iterator[tuple[Piece, Encoded]]:
-        """Yield each piece with its result, in the order of the pieces."""
-        waiting = collections.deque()
+            idle.put(process)
         for piece in work:
-            waiting.append((piece, self.pool.submit(self._encode, piece)))
-            if len(waiting) > 2 * len(self.processes) + 1:
+            waiting.append((piece, pool.submit(_result, piece, idle)))
+            if len(waiting) > 2 * count + 1:
                 piece, future = waiting.popleft()
                 yield piece, future.result()
         for piece, future in waiting:
             yield piece, future.result()
+    finally:
+        for process in processes:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+        for process in processes:
+            process.wait()
 
-    def _encode(self, piece):
-        """The result of a piece, from a process that has nothing else to do."""
-        process = self.idle.get()
-        try:
-            pickle.dump(piece, process.stdin, pickle.HIGHEST_PROTOCOL)
-            process.stdin.flush()
-            result = pickle.load(process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            raise RunError(f"a process that encodes text ended ({piece.file.path}, exit status "
-                           f"{process.poll()}); run the same command again to go on") from None
-        finally:
-            self.idle.put(process)
-        if isinstance(result, Exception):
-            raise result
-        return result
+
+def _result(piece, idle):
+    """The result of a piece, from a process that has nothing else to do."""
+    process = idle.get()
+    try:
+        pickle.dump(piece, process.stdin, pickle.HIGHEST_PROTOCOL)
+        process.stdin.flush()
+        result = pickle.load(process.stdout)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        raise RunError(f"a process that encodes text ended ({piece.file.path}, exit status "
+                       f"{process.poll()}); run the same command again to go on") from None
+    finally:
+        idle.put(process)
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out: Output,
@@ -220,12 +197,12 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
                  os.cpu_count() or 1)
     work = itertools.islice((piece for file in files for piece in pieces(file, options)),
                             out.state["pieces"], None)
+    if cores < 2 or tokenizer.kind == "bytes" or sum(file.size for file in files) < FEW:
+        results = ((piece, encode(piece, tokenizer, options)) for piece in work)
+    else:
+        results = on_cores(cores, work, tokenizer, options)
     said = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        if cores < 2 or tokenizer.kind == "bytes" or sum(file.size for file in files) < FEW:
-            results = ((piece, encode(piece, tokenizer, options)) for piece in work)
-        else:
-            results = stack.enter_context(Workers(cores, tokenizer, options)).results(work)
+    with contextlib.closing(results):       # (which ends the processes)
         for piece, found in results:
             if found.troubles and options.strict:
                 raise ConfigError(f"{found.troubles[0].message} (--strict)")
@@ -244,25 +221,24 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
 def sampled_lines(files: list[File], options: Options) -> Iterator[str]:
     """Yield the lines of all documents that are not held out or, of much text, of some pieces
     spread over all of it: what a new tokenizer is trained on."""
-    total, seen, held_out, troubles = sum(file.size for file in files), 0, [], []
+    total, seen, held_out, trouble = sum(file.size for file in files), False, [], ""
     for number, piece in enumerate(piece for file in files for piece in pieces(file, options)):
         if total > SAMPLE and hashed(str(number)) * total > SAMPLE * 2**64:
             continue
         for document in read(piece, options):
             if isinstance(document, Trouble):
-                troubles = troubles or [document.message]
+                trouble = trouble or document.message
                 continue
-            text = "\n".join(_texts_in(document.content))
+            lines = "\n".join(_texts_in(document.content)).split("\n")
             if not is_tenth(document.name):
-                seen += 1
-                yield from text.split("\n")
+                seen = True
+                yield from lines
             elif not seen:
-                held_out.append(text)
-    if troubles and not (seen or held_out):
-        raise ConfigError(f"no text that can be read; {troubles[0]}")
+                held_out += lines
     if not seen:        # (a single document, say)
-        for text in held_out:
-            yield from text.split("\n")
+        if trouble and not held_out:
+            raise ConfigError(f"no text that can be read; {trouble}")
+        yield from held_out
 
 
 def _texts_in(content):
@@ -277,7 +253,7 @@ def _texts_in(content):
 # -------------------------------------------------------------------------------------------
 # What was made
 
-def what_was_skipped(record: dict[str, Any]) -> list[str]:
+def what_was_skipped(record: Record) -> list[str]:
     """From data.json: the kinds of files that were skipped ('': none), and a line for each kind of
     problem within files."""
     files = record.get("skipped", {})
@@ -286,7 +262,7 @@ def what_was_skipped(record: dict[str, Any]) -> list[str]:
               for kind, (count, first) in record.get("problems", {}).items())]
 
 
-def about_learned(record: dict[str, Any]) -> list[str]:
+def about_learned(record: Record) -> list[str]:
     """From data.json: a line on how many tokens are learned, if it is not all of them."""
     if "learned" not in record.get("train", {}):      # (token files have no counts)
         return []
@@ -297,7 +273,7 @@ def about_learned(record: dict[str, Any]) -> list[str]:
     return [f"{learned:,} of {tokens:,} tokens {what}"]
 
 
-def summary(record: dict[str, Any]) -> str:
+def summary(record: Record) -> str:
     """What a prepared folder was made of, from its data.json: lines to print."""
     tokens, size = (sum(record[split][name] for split in SPLITS) for name in ("tokens", "bytes"))
     files, *lines = what_was_skipped(record)

@@ -1,4 +1,4 @@
-"""What readers of data share: lines of JSON, paths, and a .npy file."""
+"""What readers of data share: lines of JSON, paths, numbers, and a .npy file."""
 
 import json
 from pathlib import Path
@@ -6,55 +6,57 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError, did_you_mean, one_line
+from zigzag.core.errors import ConfigError, did_you_mean, naming, one_line
+
+Record = dict[str, Any]         # an object of JSON
 
 
 def existing(path: str | Path, name: str = "") -> Path:
     """The path, if something is there; `name` is what a message calls it."""
     path = Path(path)
     try:
-        is_there = path.exists()
-    except OSError as e:        # (a name that is too long)
-        raise ConfigError(f"{name or path!s:.200}: {e.strerror}") from None
-    if not is_there:
+        path.stat()
+    except OSError as e:
         near = [p.name for p in path.parent.glob("*")]
-        raise ConfigError(f"{name or path}: no such file or folder" + did_you_mean(path.name, near))
+        raise ConfigError(f"{name or path!s:.200}: {e.strerror.lower()}"
+                          + did_you_mean(path.name, near)) from None
     return path
 
 
-def lacks(field: str, there: Sequence[str] | dict[str, Any]) -> str:
+def lacks(field: str, there: Sequence[str] | Record) -> str:
     """What to say of what has these names, and not this one."""
     names = ", ".join(map(repr, list(there)[:5])) or "nothing"
     return f"no field {field!r}, it has {names[:80]}{did_you_mean(field, there)}"
 
 
-def parsed(raw: str | bytes, where: str) -> dict[str, Any]:
-    """The object of a line of JSON, or a ConfigError that names the line."""
+def parsed(raw: str | bytes) -> Record:
+    """The object of a line of JSON, or a ConfigError."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-        raise ConfigError(f"{where}: not JSON with an object ({text.strip()[:40]!r}); expected one "
-                          f"on each line")
+        raise ConfigError(f"not JSON with an object ({text.strip()[:40]!r}); expected one on each "
+                          f"line")
     return record
 
 
-def texts_in(record: dict[str, Any], where: str, fields: Sequence[str]) -> tuple[str, ...]:
+def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
     """The texts in these fields of an object, or a ConfigError."""
     for field in fields:
         if field not in record:
-            raise ConfigError(f"{where}: {lacks(field, record)}")
+            raise ConfigError(lacks(field, record))
         if not is_text(record[field]):
-            raise ConfigError(f"{where}: {field!r} is {record[field]!r:.40}, which is not text, or "
-                              f"has half a character; expected a text")
+            raise ConfigError(f"{field!r} is {record[field]!r:.40}, which is not text, or has half "
+                              f"a character; expected a text")
     return tuple(record[field] for field in fields)
 
 
 def texts_of(raw: str | bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
     """The texts in these fields of a line of JSON, or a ConfigError that names the line."""
-    return texts_in(parsed(raw, where), where, fields)
+    with naming(where):
+        return texts_in(parsed(raw), fields)
 
 
 def is_text(x: Any) -> bool:
@@ -89,4 +91,16 @@ def numbers_in(where, read):
     dtype = getattr(found, "dtype", np.dtype(object))
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ConfigError(f"{where}: an array of {dtype}; expected numbers of up to 64 bits")
+    return found
+
+
+def numbers_below(limit: float, array: Any, start: int, stop: int, dtype: Any, what: str,
+                  expected: str) -> np.ndarray:
+    """The numbers of a file from number `start` to `stop`, in this dtype, if none is negative or
+    reaches the limit. Else a ConfigError names the first that is, and its place."""
+    found = np.asarray(array[start:stop], dtype)
+    if (bad := ~((found >= 0) & (found < limit))).any():
+        at = int(bad.argmax())
+        raise ConfigError(f"{getattr(array, 'filename', None) or 'the data'}: {what} {found[at]} "
+                          f"at position {start + at}; {expected}")
     return found

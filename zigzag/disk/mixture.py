@@ -11,6 +11,7 @@ each time in another order. So which example stands at a place is a pure functio
 the place. This file needs numpy, not jax.
 """
 
+import dataclasses
 from typing import Any, Sequence
 
 import numpy as np
@@ -20,18 +21,16 @@ from zigzag.core.errors import ConfigError
 ROUND = 1000
 
 
+@dataclasses.dataclass
 class Part:
     """Some examples of a sequence: those with these numbers."""
-
-    def __init__(self, examples: Any, numbers: np.ndarray):
-        self.examples, self.numbers = examples, numbers
+    examples: Any
+    numbers: np.ndarray
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < len(self.numbers):
-            raise IndexError(i)
         return self.examples[int(self.numbers[i])]
 
 
@@ -53,10 +52,8 @@ class Mixture:
         return int(self.starts[-1])
 
     def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        source = int(np.searchsorted(self.starts, i, "right")) - 1
-        return self.sources[source][int(i - self.starts[source])]
+        source, number = located(self.starts, i)
+        return self.sources[source][number]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
         """The numbers of the examples at these places of the endless sequence."""
@@ -73,16 +70,25 @@ class Mixture:
         return numbers
 
 
+def located(starts: np.ndarray, i: int) -> tuple[int, int]:
+    """(which of several sequences, the number in it) of number i of them all, which begin at these
+    numbers; the last of `starts` is where they end."""
+    if not 0 <= i < starts[-1]:
+        raise IndexError(i)
+    which = int(np.searchsorted(starts, i, "right")) - 1
+    return which, int(i - starts[which])
+
+
 def mixed(sources: Sequence[Sequence], weights: Sequence[str] = ()) -> Sequence:
     """The examples of these sequences as one, in these shares (none: equal ones)."""
     return sources[0] if len(sources) == 1 else Mixture(
-        sources, [float(w) for w in weights] or [1.0] * len(sources))
+        sources, list(map(float, weights)) or [1.0] * len(sources))
 
 
 def rounded(weights: Sequence[float]) -> np.ndarray:
     """The weights as whole thousandths that add up to a thousand."""
     weights = np.array(weights, float)
-    if not (np.isfinite(weights).all() and (weights > 0).all()):
+    if not ((weights > 0) & (weights < np.inf)).all():
         raise ConfigError(f"--weights {' '.join(map(str, weights))}: expected numbers above 0")
     weights = weights / weights.max()       # (their sum may be infinite)
     exact = weights / weights.sum() * ROUND

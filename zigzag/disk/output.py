@@ -13,11 +13,12 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zigzag.core.files import write_json
+from zigzag.disk.lines import Record
 from zigzag.disk.reading import Trouble
 from zigzag.disk.tokenizers import Tokenizer
 
@@ -51,8 +52,9 @@ class Output:
     def __init__(self, part: Path, tokenizer: Tokenizer, settings: str, marks: str):
         self.part, self.marks = part, marks
         self.dtype, self.lengths = dtype_of(tokenizer), tokenizer.lengths().astype(np.int32)
-        self.of_tokens = {"bin": self.dtype} | ({marks: MARKS[marks]} if marks else {})
-        self.dtypes = self.of_tokens | {"docs": np.dtype("uint64"), "order": np.dtype("uint8")}
+        self.dtypes = {"bin": self.dtype, "docs": np.dtype("uint64"), "order": np.dtype("uint8")}
+        if marks:
+            self.dtypes[marks] = MARKS[marks]
         self.state = saved_state(part) or {
             "settings": settings, "pieces": 0, "bytes": 0, "troubles": {},
             "sizes": dict.fromkeys(self.dtypes, 0)}
@@ -78,7 +80,7 @@ class Output:
         starts = found.starts + self.count()
         for kind, values in (("bin", found.tokens), ("docs", starts), ("order", found.held_out),
                              (self.marks, found.marks)):
-            if kind:
+            if kind in self.files:
                 self.files[kind].write(values.astype(self.dtypes[kind]).tobytes())
         for kind, message in found.troubles:
             count, first = self.state["troubles"].get(kind, (0, message))
@@ -96,39 +98,38 @@ class Output:
             write_json(self.part / "progress.json", self.state)
             self.saved = time.monotonic()
 
-    def finish(self, out: Path, form: str) -> dict[str, Any]:
+    def finish(self, out: Path, form: str) -> Record:
         """Write the files of the splits into `out`, and return what data.json says of them. If
         hashes hold out almost none of the tokens, or too many (there are few documents), the last
         tenth is held out."""
         self.save(at_once=True)
         arrays = {kind: mapped(self.part / f"{kind}.part", dtype)
                   for kind, dtype in self.dtypes.items()}
-        total, documents = len(arrays["bin"]), len(arrays["docs"])
-        starts, is_held_out = _split(arrays["docs"].astype(np.int64), arrays["order"] == 1, total,
-                                     form)
-        bounds, counted = np.append(starts, total), {}
+        bounds = np.append(arrays["docs"].astype(np.int64), len(arrays["bin"]))
+        bounds, is_held_out = _split(bounds, arrays["order"] == 1, form)
+        counted = {}
         for i, split in enumerate(SPLITS):
-            chosen = np.flatnonzero(is_held_out == i)
-            lengths = bounds[chosen + 1] - bounds[chosen]
+            here = is_held_out == i
+            lengths = np.diff(bounds)[here]
             (np.cumsum(lengths) - lengths).astype(np.uint64).tofile(out / f"{split}.docs")
-            runs = np.split(chosen, np.flatnonzero(np.diff(chosen) > 1) + 1) if len(chosen) else []
-            parts = [(int(bounds[run[0]]), int(bounds[run[-1] + 1])) for run in runs]
-            record = counted[split] = {"tokens": int(lengths.sum()), "documents": len(chosen)}
-            record["spelled"] = _write(out / f"{split}.bin", arrays["bin"], parts,
-                                       lambda ids: int(self.lengths[ids].sum()))
+            # Where documents of this split begin and end that lie side by side.
+            parts = bounds[np.flatnonzero(np.diff(np.pad(here, 1)))].reshape(-1, 2).tolist()
+            record = counted[split] = {"tokens": int(lengths.sum()), "documents": len(lengths)}
+            record["spelled"] = sum(int(self.lengths[ids].sum()) for ids in _copied(
+                out / f"{split}.bin", arrays["bin"], parts))
             if self.marks:
-                record["learned"] = _write(out / f"{split}.{self.marks}", arrays[self.marks], parts,
-                                           lambda marks: int(np.count_nonzero(marks)))
+                record["learned"] = sum(map(np.count_nonzero, _copied(
+                    out / f"{split}.{self.marks}", arrays[self.marks], parts)))
         # (The bytes that the tokenizer leaves out, or changes, are spread over both.)
         spelled = sum(record["spelled"] for record in counted.values())
         for record in counted.values():
             record["bytes"] = record["spelled"] if form != "text" else round(
                 self.state["bytes"] * record["spelled"] / max(spelled, 1))
-        return {**counted, "form": form, "documents": documents,
+        return {**counted, "form": form, "documents": len(arrays["docs"]),
                 "problems": self.state["troubles"]}
 
 
-def saved_state(part: Path) -> dict[str, Any]:
+def saved_state(part: Path) -> Record:
     """What progress.json says; {} if there is none."""
     try:
         return json.loads((part / "progress.json").read_text())
@@ -136,33 +137,30 @@ def saved_state(part: Path) -> dict[str, Any]:
         return {}
 
 
-def _split(starts, is_held_out, total, form):
-    """(where documents begin, which of them are held out). If the end is held out, a document of
-    which only a part is held out is two."""
-    held_out = np.diff(np.append(starts, total))[is_held_out].sum()
+def _split(bounds, is_held_out, form):
+    """(where documents begin, and the last one ends; which of them are held out). If the end is
+    held out, a document of which only a part is held out is two."""
+    total, held_out = int(bounds[-1]), np.diff(bounds)[is_held_out].sum()
     if 0.03 < held_out / max(total, 1) < 0.3:
-        return starts, is_held_out
+        return bounds, is_held_out
     keep = total - total // 10
-    if form != "text" and len(starts) > 1:          # (whole conversations)
+    if form != "text" and len(bounds) > 2:          # (whole conversations)
         # (The two documents of a preference stay together.)
-        firsts = starts[::2 if form == "preference" else 1]
+        firsts = bounds[:-1:2 if form == "preference" else 1]
         keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)]) or total
-    if keep < total:
-        starts = np.unique(np.append(starts, keep))
-    return starts, starts >= keep
+    bounds = np.unique(np.append(bounds, keep))
+    return bounds, bounds[:-1] >= keep
 
 
-def _write(path: Path, values: np.ndarray, parts: list[tuple[int, int]],
-           measure: Callable[[np.ndarray], int]) -> int:
-    """Write these parts of an array into a file. Returns the sum of their measures."""
-    values, total = np.asarray(values), 0       # (slices of a memmap are slow)
+def _copied(path, values, parts):
+    """Write these parts of an array into a file, and yield what is written."""
+    values = np.asarray(values)         # (slices of a memmap are slow)
     with open(path, "wb") as file:
         for first, last in parts:
             for begin in range(first, last, PART):
                 part = values[begin:min(begin + PART, last)]
                 file.write(part)
-                total += measure(part)
-    return total
+                yield part
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:

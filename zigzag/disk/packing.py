@@ -17,9 +17,9 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random
-from zigzag.disk.mixture import order_at
+from zigzag.disk.lines import numbers_below
+from zigzag.disk.mixture import located, order_at
 
 BLOCK = 4096
 
@@ -42,11 +42,8 @@ def parts_of(example: Any) -> Sequence[Part]:
 def ids_of(tokens: Any, start: int, stop: int, vocab_size: int) -> np.ndarray:
     """The tokens of a file from number `start` to `stop`, as ids. (For an id that does not exist a
     device would silently look up another id's vector.)"""
-    found = np.asarray(tokens[start:stop], np.int64)
-    if (bad := (found < 0) | (found >= vocab_size)).any():
-        raise ConfigError(f"{getattr(tokens, 'filename', None) or 'the tokens'}: id "
-                          f"{found[bad][0]} at position {start + int(bad.argmax())}; the "
-                          f"vocabulary has {vocab_size}")
+    found = numbers_below(vocab_size, tokens, start, stop, np.int64, "id",
+                          f"the vocabulary has {vocab_size}")
     return found.astype(np.int32)
 
 
@@ -62,42 +59,37 @@ class Documents:
             read_at_random(array)
         self.tokens, self.starts, self.end = tokens, starts, end
         self.weights, self.vocab_size, self.ends_learned = weights, vocab_size, ends_learned
+        if weights is None:         # (These take no memory.)
+            self.weights, self.ends_learned = np.broadcast_to(np.float32(1), len(tokens)), True
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def lengths(self, numbers: np.ndarray) -> np.ndarray:
         """The number of tokens of each of these documents."""
-        after = np.minimum(numbers + 1, len(self.starts) - 1)
-        ends = np.where(numbers + 1 < len(self.starts), self.starts[after], len(self.tokens))
+        ends = np.where(numbers + 1 < len(self), np.take(self.starts, numbers + 1, mode="clip"),
+                        len(self.tokens))
         return (ends - self.starts[numbers]).astype(np.int64)
 
     def unlearned(self, length: int) -> int:
         """The number of documents longer than `length` of whose first `length` tokens no target is
         learned."""
-        numbers = np.arange(len(self))
-        starts = self.starts[self.lengths(numbers) > length].astype(np.int64)
-        if not len(starts):
-            return 0
-        bounds = np.stack([starts + 1, starts + length + 1], 1).ravel()
-        bounds = bounds[bounds < len(self.weights)]     # (the last part goes on to the end)
-        return int((np.maximum.reduceat(self.weights, bounds)[::2] == 0).sum())
+        long = self.lengths(np.arange(len(self))) > length
+        weights = np.asarray(self.weights)      # (slices of a memmap are slow)
+        return sum(not weights[start + 1:start + length + 1].any()
+                   for start in self.starts[long].tolist())
 
     def part(self, number: int, first: int, length: int) -> Part:
         """`length` tokens of a document, from token number `first` on."""
         start = int(self.starts[number])
         end = start + int(self.lengths(np.array([number]))[0])
-        begin = start + first
-        tokens = ids_of(self.tokens, begin, min(begin + length + 1, end), self.vocab_size)
-        weights = np.ones(length, np.float32)
-        if self.weights is not None:
-            # (The end after a conversation is not learned: a template's answers have their own.)
-            weights = np.asarray(self.weights[begin + 1:min(begin + length + 1, end)], np.float32)
-            if len(weights) < length:
-                last = self.weights[end - 1] if self.ends_learned else 0
-                weights = np.append(weights, np.float32(last))
+        begin, stop = start + first, min(start + first + length + 1, end)
+        tokens = ids_of(self.tokens, begin, stop, self.vocab_size)
+        weights = np.asarray(self.weights[begin + 1:stop], np.float32)
         if len(tokens) == length:       # it is the end of the document
+            # (The end after a conversation is not learned: a template's answers have their own.)
             tokens = np.append(tokens, np.int32(self.end))
+            weights = np.append(weights, np.float32(self.weights[end - 1] * self.ends_learned))
         return Part(tokens[:-1], tokens[1:], weights)
 
 
@@ -123,14 +115,12 @@ class Packed:
             rows += [[(document, i * self.length, self.length)] for i in range(full)]
             first = full * self.length
             if first < length and (self.cut or not full):
-                rest.append((length - first, document, first))
-        return rows + best_fit(sorted(rest, key=lambda part: -part[0]), self.length)
+                rest.append((document, first, length - first))
+        return rows + best_fit(sorted(rest, key=lambda part: -part[2]), self.length)
 
     def __getitem__(self, i: int) -> list[Part]:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        block = int(np.searchsorted(self.starts, i, "right")) - 1
-        return [self.documents.part(*part) for part in self.block(block)[i - self.starts[block]]]
+        block, row = located(self.starts, i)
+        return [self.documents.part(*part) for part in self.block(block)[row]]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
         """The numbers of the rows at these places of an endless sequence: block after block, and
@@ -159,17 +149,16 @@ def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
 
 def best_fit(parts: Sequence[tuple[int, int, int]], length: int
              ) -> list[list[tuple[int, int, int]]]:
-    """Rows for parts (length, document, first), longest first: each goes into the row that it fills
+    """Rows for parts (document, first, length), longest first: each goes into the row that it fills
     best, or begins a new one."""
     rows, room = [], []         # room: (what is left, number of the row), sorted
-    for size, document, first in parts:
+    for part in parts:
+        size = part[2]
         at = bisect.bisect_left(room, (size, -1))
-        if at == len(room):
+        left, row = room.pop(at) if at < len(room) else (length, len(rows))
+        if row == len(rows):
             rows.append([])
-            left, row = length, len(rows) - 1
-        else:
-            left, row = room.pop(at)
-        rows[row].append((document, first, size))
+        rows[row].append(part)
         if left > size:
             bisect.insort(room, (left - size, row))
     return rows

@@ -16,11 +16,11 @@ before the end stay. This file needs numpy, not jax.
 
 import bz2
 import codecs
+import collections
 import contextlib
 import dataclasses
 import glob
 import gzip
-import json
 import lzma
 import os
 import shutil
@@ -83,15 +83,10 @@ class Document(NamedTuple):
     weight: Any = None  # what its line or row has in the field of weights
 
 
-class Found(NamedTuple):
-    files: list[File]
-    skipped: dict[str, int]     # {kind of file: how many}
-
-
 # -------------------------------------------------------------------------------------------
 # Which files
 
-def library_sources() -> Found:
+def library_sources() -> list[File]:
     """The source of Python's standard library: a corpus that every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -99,15 +94,16 @@ def library_sources() -> Found:
     if not files:
         raise ConfigError(f"this Python has no library sources in {root} to learn from: give "
                           f"--data a text file, a folder of text files, or one made by data.py")
-    return Found([File(p.relative_to(root).as_posix(), str(p), "text", "", p.stat().st_size)
-                  for p in files], {})
+    return [File(p.relative_to(root).as_posix(), str(p), "text", "", p.stat().st_size)
+            for p in files]
 
 
-def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None) -> Found:
-    """The files to read under the paths: files, folders, patterns such as 'texts/*.txt', and - for
-    the standard input, which is kept in `out`. In a fixed order, each once, without what is in
-    `out`."""
-    files, skipped, seen, own = [], {}, set(), out and out.resolve()
+def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
+         ) -> tuple[list[File], dict[str, int]]:
+    """The files to read under the paths, and {kind of file: how many of it are skipped}. A path is
+    a file, a folder, a pattern such as 'texts/*.txt', or - for the standard input, which is kept
+    in `out`. In a fixed order, each once, without what is in `out`."""
+    files, skipped, seen, own = [], collections.Counter(), set(), out and out.resolve()
     for path in paths:
         for root, p in _under(path, f"{flag} {path}".strip(), out):
             real = p.resolve()
@@ -121,12 +117,12 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None) ->
             if isinstance(file, File):
                 files.append(file)
             else:
-                skipped[file] = skipped.get(file, 0) + 1
+                skipped[file] += 1
     if not any(file.size for file in files):
         others = f" (skipped {counted(skipped)})" if skipped else ""
         raise ConfigError(f"{named(flag, paths)}: no text in it{others}; expected text files or "
                           f"folders of them")
-    return Found(files, skipped)
+    return files, skipped
 
 
 def named(flag: str, paths: Sequence[str]) -> str:
@@ -136,7 +132,7 @@ def named(flag: str, paths: Sequence[str]) -> str:
 
 def counted(counts: dict[str, int]) -> str:
     """The counts as text, largest first: 1,663 .gz, 30 .png."""
-    return ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items(), key=lambda x: -x[1]))
+    return ", ".join(f"{n:,} {what}" for what, n in collections.Counter(counts).most_common())
 
 
 def _under(path, name, spool):
@@ -153,8 +149,7 @@ def _under(path, name, spool):
         yield spool, spool / "stdin"
     elif glob.has_magic(str(path)) and not os.path.exists(path):
         # (Not where links go round in circles.)
-        matches = [match for match in sorted(glob.glob(str(path), recursive=True))
-                   if os.path.exists(match)]
+        matches = list(filter(os.path.exists, sorted(glob.glob(str(path), recursive=True))))
         if not matches:
             raise ConfigError(f"{name}: no file matches it")
         for match in matches:
@@ -164,24 +159,21 @@ def _under(path, name, spool):
                           f"train.py as --data, alone or with --weights")
     elif path.is_dir():
         for file in _walk(path):
-            if file.is_file() and not any(part.startswith(".")
-                                          for part in file.relative_to(path).parts):
-                yield path, file
+            yield path, file
     else:
         yield path.parent, path
 
 
 def _walk(folder):
-    """The files under a folder, in a fixed order. Links are followed, to each folder once."""
+    """The files under a folder, but hidden ones, in a fixed order. Links are followed, to each
+    folder once."""
     found, seen = [], set()
     for root, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
-        if (real := os.path.realpath(root)) in seen:
-            folders.clear()
-            continue
+        is_new = (real := os.path.realpath(root)) not in seen
         seen.add(real)
-        found += (Path(root, name) for name in names)
-    return sorted(found)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        found += (Path(root, name) for name in names if is_new and not name.startswith("."))
+    return sorted(filter(Path.is_file, found))
 
 
 def is_prepared(folder: Path) -> bool:
@@ -220,16 +212,14 @@ def _beginning(file, size):
             text += part
             if len(text) >= size:
                 break
-    return text.removeprefix("\ufeff")
+    return text
 
 
 def _has_objects(text, count):
     """Whether each of the first `count` lines is an object of JSON."""
-    lines = text.split("\n")[:count]
-    try:
-        return len(lines) == count and all(isinstance(json.loads(line), dict) for line in lines)
-    except (ValueError, RecursionError):
-        return False
+    with contextlib.suppress(ConfigError):
+        return len([parsed(line) for line in text.split("\n")[:count]]) == count
+    return False
 
 
 # -------------------------------------------------------------------------------------------
@@ -240,8 +230,6 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
     start = 0
     try:
         for content in (_rows if file.kind == "parquet" else _texts)(file, options):
-            if file.kind != "parquet" and not start:
-                content = content.removeprefix("\ufeff")
             yield Piece(file, start, content)
             start += content.count("\n") if file.kind == "lines" else len(content)
     except ConfigError:
@@ -268,10 +256,9 @@ def _texts(file, _):
             rest += text
             while len(rest) > PIECE:
                 end = rest.find("\n", PIECE) + 1
-                if not end and len(rest) > MOST:
-                    end = len(rest)
-                if not end:
+                if not end and len(rest) <= MOST:
                     break
+                end = end or len(rest)
                 yield rest[:end]
                 rest = rest[end:]
     except Exception:
@@ -282,25 +269,25 @@ def _texts(file, _):
 
 
 def _decoded(file, size):
-    """The text of a file, as it comes. (Of lines, one with wrong bytes is no text: the others
-    are.)"""
+    """The text of a file, as it comes, without a byte order mark. (Of lines, one with wrong bytes
+    is no text: the others are.)"""
     errors = "surrogateescape" if file.kind == "lines" else "strict"
-    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     with open(file.path, "rb") as raw:
-        for part in UNPACKED[file.packing](raw, size):
+        if file.packing == "zst":
+            parts = _zstd(raw)
+        else:
+            stream = UNPACKED[file.packing](raw) if file.packing else raw
+            parts = iter(lambda: stream.read1(size), b"")
+        for part in parts:
             yield decoder.decode(part)
     yield decoder.decode(b"", True)
 
 
-def _by_module(unpacked):
-    def parts(raw, size):
-        stream = unpacked(raw)
-        return iter(lambda: stream.read1(size), b"")
-
-    return parts
+UNPACKED = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}
 
 
-def _zstd(raw, size):
+def _zstd(raw):
     """The content of a file of zstd frames."""
     package = optional_package("zstandard", f"{raw.name} (zstd)")
     frames = package.ZstdDecompressor(max_window_size=2**31)        # (zstd --long=31)
@@ -312,11 +299,6 @@ def _zstd(raw, size):
         chunk = decoder.unused_data if decoder.eof else b""
     if not decoder.eof:
         raise EOFError("it ends in the middle")
-
-
-# {how a file is compressed: a function of the open file and a size, which gives its content}
-UNPACKED = {"": _by_module(lambda raw: raw), "gz": _by_module(gzip.open),
-            "bz2": _by_module(bz2.open), "xz": _by_module(lzma.open), "zst": _zstd}
 
 
 def _rows(file, options):
@@ -368,13 +350,13 @@ def _document(file, number, row, options):
     """The document of a line or a row: a text, a conversation, a prompt and its completion."""
     where, is_row = f"{file.path} {place(file, number)}", isinstance(row, dict)
     try:
-        content = record = row if is_row else parsed(row, where)
+        content = record = row if is_row else parsed(row)
         if options.form == "text":
-            content, = texts_in(record, where, (options.field,))
-        elif wrong := check_record(record, options.form):
-            raise ConfigError(f"{where}: {wrong}")
+            content, = texts_in(record, (options.field,))
+        else:
+            check_record(record, options.form)
     except ConfigError as e:
-        return Trouble(f"{'rows' if is_row else 'lines'} without {options.form}", str(e))
+        return Trouble(f"{'rows' if is_row else 'lines'} without {options.form}", f"{where}: {e}")
     name = content if options.form == "text" else row.strip()
     return Document(True, content, f"{file.name}:{number}" if is_row else name, where,
                     weight_in(record, options.weight_field))
@@ -388,15 +370,17 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
         if file.kind == "text":
             forms.setdefault("text", file.path)
             continue
-        records = [record for _, row in _numbered(next(pieces(file, options)))
-                   if (record := _record(row))]
+        records = []
+        for _, row in _numbered(next(pieces(file, options))):
+            with contextlib.suppress(ConfigError):
+                records.append(row if isinstance(row, dict) else parsed(row))
         has_weights |= any(weight_in(r, options.weight_field) is not None for r in records)
-        if example := next((r for r in records if _is_example(r, options)), None):
-            forms.setdefault(form_of(example, options.field), file.path)
+        if form := next(filter(None, (form_of(r, options.field) for r in records)), ""):
+            forms.setdefault(form, file.path)
             has_examples = True
-        elif records and not lacking:
-            lacking = f"{file.path}: {lacks(options.field, records[0])}"
-        first = first or (records[:1] or [{}])[0]
+        elif records:
+            lacking = lacking or f"{file.path}: {lacks(options.field, records[0])}"
+        first = first or (records or [{}])[0]
     if lacking and not has_examples:
         raise ConfigError(f"{lacking} (data.py --field names another)")
     if len(forms) > 1:
@@ -409,14 +393,3 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
                           f".parquet")
     return dataclasses.replace(options, form=next(iter(forms), "text"),
                                weight_field=options.weight_field if has_weights else "")
-
-
-def _record(row):
-    """The object of a line; {} if it is none."""
-    with contextlib.suppress(ConfigError):
-        return row if isinstance(row, dict) else parsed(row, "")
-    return {}
-
-
-def _is_example(record, options):
-    return options.field in record or form_of(record, options.field) != "text"

@@ -61,10 +61,11 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """{token: rank} of a file with a base64 token and its rank on each line."""
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
         try:
-            token, rank = line.split() if line.strip() else (None, None)
-            if token is not None:
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             raise ConfigError(f"{path} line {number}: {line[:40]!r}; expected a base64 token and "
                               f"its rank") from None

@@ -21,6 +21,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import read_at_random, sha256
 from zigzag.disk.lines import read_npy
+from zigzag.disk.packing import ids_of
 from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
 
@@ -47,38 +48,33 @@ class Joined:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            return self[index:index + 1][0]
+    def between(self, start: int, stop: int) -> list[np.ndarray]:
+        """The elements from number `start` to `stop`, as slices of the arrays that have them."""
+        first = int(np.searchsorted(self.starts, start, "right")) - 1
+        last = int(np.searchsorted(self.starts, stop, "left"))
+        return [array[max(start - at, 0):max(stop - at, 0)] for array, at in zip(
+            self.arrays[first:last], self.starts[first:last].tolist())]
+
+    def __getitem__(self, index: slice) -> np.ndarray:
         start, stop, _ = index.indices(len(self))
-        parts, at = [], int(np.searchsorted(self.starts, start, "right")) - 1
-        while start < stop:
-            before = int(self.starts[at])
-            part = self.arrays[at][start - before:stop - before]
-            parts.append(np.asarray(part))
-            start, at = start + len(part), at + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
+        return np.concatenate([np.zeros(0, self.dtype), *self.between(start, stop)])
 
 
 def token_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The token files that all of these paths stand for, in order, each once; [] if a path stands
-    for anything else."""
-    found = list(map(files_of, paths))
-    files = [file for files in found for file in files] if all(found) else []
+    """The token files that all of these paths stand for, in order, each once: a path itself, those
+    in a folder, or those that match a pattern. [] if a path stands for anything else, or if other
+    files are there, too, and train is in the name of none."""
+    groups = []         # of files that lie in one folder, or that one path names
+    for path in map(str, paths):
+        matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+        together = {}   # {a folder, or '': the files}
+        for match in map(Path, matches):
+            of = sorted(filter(Path.is_file, match.iterdir())) if match.is_dir() else [match]
+            together.setdefault(match if match.is_dir() else "", []).extend(of)
+        groups += list(together.values()) or [[]]
+    chosen = list(map(_chosen, groups))
+    files = [file for group in chosen for file in group] if all(chosen) else []
     return list({file.resolve(): file for file in files}.values())
-
-
-def files_of(path: str | Path) -> list[Path]:
-    """The token files that a path stands for: itself, those in a folder, or those that match a
-    pattern. [] if other files are there, too, and train is in the name of none."""
-    text = str(path)
-    matches = [text] if os.path.exists(text) else sorted(glob.glob(text, recursive=True))
-    together = {}       # {a folder, or '': the files that lie in it, or were named}
-    for match in map(Path, matches):
-        of = sorted(filter(Path.is_file, match.iterdir())) if match.is_dir() else [match]
-        together.setdefault(match if match.is_dir() else "", []).extend(of)
-    parts = list(map(_chosen, together.values()))
-    return [file for part in parts for file in part] if all(parts) else []
 
 
 def _chosen(there):
@@ -91,51 +87,54 @@ def _chosen(there):
 
 
 class TokenFiles:
-    """Tokens of other programs, with the attributes of a prepared folder (corpus.Corpus). `path` is
-    one path or several, of which token_files gives the files."""
+    """Tokens of other programs, with the attributes of a prepared folder (corpus.Corpus): those of
+    the files that token_files gives for these paths."""
 
     is_learned_in_part = False
 
-    def __init__(self, path: str | Path | Sequence[str | Path], vocab_size: int,
+    def __init__(self, paths: Sequence[str | Path], vocab_size: int,
                  tokenizer: Tokenizer | None = None, flag: str = "--data"):
-        paths = [path] if isinstance(path, (str, Path)) else path
         self.folder = " ".join(map(str, paths))     # (for messages)
         name, files = f"{flag} {self.folder}", token_files(paths)
         if not vocab_size:
             raise ConfigError(f"{name}: its files do not say how many ids there are; give "
                               f"--vocab_size (50257 for GPT-2's tokens)")
-        arrays, weights = list(map(_open, files)), dict(filter(None, map(_weights, files)))
+        arrays = list(map(_open, files))
         is_held_out = [flag == "--data" and bool(HELD_OUT.search(file.stem)) for file in files]
         if all(is_held_out):
             raise ConfigError(f"{name}: all of its files are held out, by their names; expected "
                               f"one to learn from")
 
+        # Those held out come last, and the first `keep` tokens are learned.
+        order = np.argsort(is_held_out, kind="stable").tolist()
+        keep = sum(len(a) for a, is_held in zip(arrays, is_held_out) if not is_held)
+        if flag == "--data" and not any(is_held_out):
+            keep -= keep // 10
+
         def splits(arrays):
             """What is learned of the arrays of all files, and what is held out."""
-            train, held = ([a for a, is_held in zip(arrays, is_held_out) if is_held == which]
-                           for which in (False, True))
-            if not held and flag == "--data":
-                total = sum(map(len, train))
-                keep = total - total // 10
-                train, held = _between(train, 0, keep), _between(train, keep, total)
-            return Joined(train, self.folder), Joined(held, self.folder)
+            whole = Joined([arrays[i] for i in order], self.folder)
+            return (Joined(whole.between(0, keep), self.folder),
+                    Joined(whole.between(keep, len(whole)), self.folder))
 
         self.train, self.held_out = splits(arrays)
-        # (Weights of 1, for files without any, take no memory.)
-        of_files = [weights.get(file, np.broadcast_to(np.float32(1), len(tokens)))
-                    for file, tokens in zip(files, arrays)]
-        self.weights = dict(zip(("train", "held_out"), splits(of_files) if weights else
+        weights = list(map(_weights, files, arrays))
+        weighted = [path for file in files if (path := file.with_suffix(WEIGHTS)).exists()]
+        self.weights = dict(zip(("train", "held_out"), splits(weights) if weighted else
                                 (None, None)))
-        self.weighted = f"; weights of {len(weights)} of {len(files)} files" if weights else ""
-        for file, tokens, numbers in zip(files, arrays, of_files):
-            _check(file, tokens, numbers, vocab_size)
+        self.weighted = f"; weights of {len(weighted)} of {len(files)} files" if weighted else ""
+        # Refuse what cannot be learned, as far as both ends of a file show it. (The other ids and
+        # weights are checked when they are read.)
+        for tokens, numbers in zip(arrays, weights):
+            for start in (0, max(len(tokens) - LOOK, 0)):
+                finite_weights(numbers, start, LOOK)
+                ids_of(tokens, start, start + LOOK, vocab_size)
         if not len(self.train):
             raise ConfigError(f"{name}: no tokens in it")
         self.tokenizer = tokenizer or Ids(vocab_size)
         self.record = {**tokenizer_record(self.tokenizer), "vocab_size": vocab_size}
-        everything = *files, *(file.with_suffix(WEIGHTS) for file in files if file in weights)
         self.fingerprint = hashlib.sha256("".join(
-            file.name + sha256(file) for file in everything).encode()).hexdigest()
+            file.name + sha256(file) for file in [*files, *weighted]).encode()).hexdigest()
 
     def documents(self, split: str) -> Any:
         """Refused: nothing says where the documents begin."""
@@ -149,34 +148,16 @@ class TokenFiles:
                 f"{self.weighted}")
 
 
-def _between(arrays, first, last):
-    """The tokens from number `first` to `last` of these arrays, as arrays."""
-    found, at = [], 0
-    for a in arrays:
-        found.append(a[max(first - at, 0):max(last - at, 0)])
-        at += len(a)
-    return [a for a in found if len(a)]
-
-
-def _check(file, tokens, weights, vocab_size):
-    """Refuse what cannot be learned, as far as both ends of a file show it. (The other ids and
-    weights are checked when they are read.)"""
-    if len(weights) != len(tokens):
-        raise ConfigError(f"{file.with_suffix(WEIGHTS)}: {len(weights):,} weights for the "
-                          f"{len(tokens):,} tokens of {file.name}; expected one for each")
-    for start in (0, max(len(tokens) - LOOK, 0)):
-        finite_weights(weights, start, LOOK)
-        ids = np.asarray(tokens[start:start + LOOK])
-        if (bad := (ids < 0) | (ids >= vocab_size)).any():
-            raise ConfigError(f"{file}: has the id {ids[bad][0]}; the vocabulary has {vocab_size} "
-                              f"(--vocab_size)")
-
-
-def _weights(file):
-    """(a token file, the weights beside it); None if there are none."""
+def _weights(file, tokens):
+    """The weights beside a token file; without any, weights of 1, which take no memory."""
     path = file.with_suffix(WEIGHTS)
-    return (file, _npy(path, ("float16", "float32"), "float16 or float32")) if (
-        path.exists()) else None
+    if not path.exists():
+        return np.broadcast_to(np.float32(1), len(tokens))
+    weights = _npy(path, ("float16", "float32"), "float16 or float32")
+    if len(weights) != len(tokens):
+        raise ConfigError(f"{path}: {len(weights):,} weights for the {len(tokens):,} tokens of "
+                          f"{file.name}; expected one for each")
+    return weights
 
 
 def _npy(path, dtypes, expected):

@@ -10,13 +10,14 @@
 Each has
 
     encode, decode      a text to ids, and back (without special tokens; `spelled`: with them)
-    encode_all          many texts: their ids in one array, and how many each has
-    with_places         the ids of a text, and from which to which character each goes
+    with_places         the ids of a text, and from which to which character each goes (of a
+                        tokenizer with a folder, which may have a chat template)
     prompt              the ids of a text after the ids that the model expects first
     with_ends           the ids of a text with those that its tokenizer adds, at least an end
     separator           the id before each document
     ends                the ids that end a text, the usual one first
-    lengths             the number of bytes of text that each id stands for (a special one: none)
+    bytes_of            the bytes of text that an id stands for (a special one: none); lengths:
+                        how many of each id
 
 This file needs no jax.
 """
@@ -29,13 +30,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import as_json, read_json, sha256, write_whole
 from zigzag.disk import tiktoken
+from zigzag.disk.lines import Record
 
 # What a published tokenizer has beside its file. Both are copied with its model.
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
@@ -48,26 +50,20 @@ class Tokenizer:
     folder: Path | None = None
     begins: Sequence[int] = ()      # the ids that the model expects first
 
-    def encode_all(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        ids = [self.encode(text) for text in texts]
-        return np.concatenate([np.zeros(0, np.uint8), *ids]), np.array(list(map(len, ids)), int)
-
-    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids = self.encode(text)
-        # The character of each byte; an id of so many bytes begins with that of its first one.
-        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-        size = self.sizes(ids)
-        ends = np.cumsum(size)
-        return ids, characters[ends - size], characters[ends - 1] + 1
-
     def prompt(self, text: str) -> list[int]:
         return [*self.begins, *self.encode(text).tolist()] or [self.separator]
 
     def with_ends(self, text: str) -> list[int]:
         return [*self.encode(text).tolist(), self.ends[0]]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.bytes_of(int(i)) for i in ids).decode(errors="replace")
+
     def spelled(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(self.bytes_of(i)) for i in range(self.vocab_size)])
 
 
 class Bytes(Tokenizer):
@@ -77,14 +73,8 @@ class Bytes(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
 
-    def sizes(self, ids: np.ndarray) -> np.ndarray:
-        return np.ones(len(ids), int)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def lengths(self) -> np.ndarray:
-        return np.array([1] * 256 + [0])
+    def bytes_of(self, i: int) -> bytes:
+        return bytes([i]) if i < 256 else b""
 
 
 class Ids(Tokenizer):
@@ -96,16 +86,17 @@ class Ids(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
-        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+        ids = [int(word) if word.isdecimal() else -1 for word in words]
+        if not all(0 <= i < self.vocab_size for i in ids):
             raise ConfigError(f"{' '.join(words)[:40]!r}: this run has no tokenizer; expected ids "
                               f"below {self.vocab_size}, such as 12 5 7")
-        return np.array([int(word) for word in words], np.int64)
+        return np.array(ids, np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
 
-    def lengths(self) -> np.ndarray:
-        return np.zeros(self.vocab_size, np.int64)
+    def bytes_of(self, i: int) -> bytes:
+        return b""
 
 
 class Pieces(Tokenizer):
@@ -130,23 +121,19 @@ class Pieces(Tokenizer):
         return i if self.model.id_to_piece(i) == piece else None
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self.model.encode(_checked(text)), np.int64)
-
-    def encode_all(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         # (A sentencepiece model takes much longer for a long text than for its lines.)
         # (StringIO splits at \n alone, and faster than a loop.)
-        parts = [io.StringIO(text, newline="\n").readlines() if self._ends_at_lines else [text]
-                 for text in map(_checked, texts)]
-        flat, counts = _joined(self.model.encode(list(itertools.chain.from_iterable(parts)),
-                                                 num_threads=1))
-        ends = np.cumsum([len(part) for part in parts])
-        return flat, np.diff(np.append(0, np.cumsum(counts))[np.append(0, ends).astype(int)])
+        parts = [_checked(text)]
+        if self._ends_at_lines:
+            parts = io.StringIO(text, newline="\n").readlines()
+        ids = self.model.encode(parts, num_threads=1)
+        return np.fromiter(itertools.chain.from_iterable(ids), np.int64)
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found, at = [], 0
-        for part in self._controls.split(_checked(text)):
-            if (i := self._id(part)) is not None and self.model.is_control(i):
-                found.append((i, at, at + len(part)))
+        for part in self.between.split(_checked(text)):
+            if part in self.special:
+                found.append((self.special[part], at, at + len(part)))
             elif part:
                 for piece in self.model.encode(part, out_type="immutable_proto").pieces:
                     # (sentencepiece gives a character's place to the last of its bytes alone.)
@@ -156,11 +143,16 @@ class Pieces(Tokenizer):
         return tuple(np.array(found, np.int64).reshape(-1, 3).T)
 
     @functools.cached_property
-    def _controls(self):
-        """What splits a text at its control pieces, such as </s>, which a chat template writes."""
-        names = [re.escape(self.model.id_to_piece(i)) for i in range(self.model.vocab_size())
-                 if self.model.is_control(i)]
-        return re.compile(f"({'|'.join(names)})" if names else "(?!)")
+    def special(self) -> dict[str, int]:
+        """{a control piece, such as </s>, which a chat template writes: its id}"""
+        return {self.model.id_to_piece(i): i for i in range(self.model.vocab_size())
+                if self.model.is_control(i)}
+
+    @functools.cached_property
+    def between(self) -> re.Pattern:
+        """What splits a text at its special pieces, and keeps them."""
+        names = "|".join(map(re.escape, self.special))
+        return re.compile(f"({names})" if names else "(?!)")
 
     @functools.cached_property
     def _ends_at_lines(self):
@@ -175,11 +167,13 @@ class Pieces(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids if i < self.model.vocab_size()])
 
-    def lengths(self) -> np.ndarray:
+    def bytes_of(self, i: int) -> bytes:
         m = self.model
-        return np.array([0 if m.is_control(i) or m.is_unknown(i) else 1 if m.is_byte(i)
-                         else len(m.id_to_piece(i).replace("\u2581", " ").encode())
-                         for i in range(m.vocab_size())] + [0] * (self.vocab_size - m.vocab_size()))
+        if i >= m.vocab_size() or m.is_control(i) or m.is_unknown(i):
+            return b""
+        piece = m.id_to_piece(i)
+        return bytes([int(piece[1:-1], 16)]) if m.is_byte(i) else (
+            piece.replace("\u2581", " ").encode())
 
 
 class PiecesT5(Pieces):
@@ -197,14 +191,11 @@ class PiecesT5(Pieces):
         self.special = {f"<extra_id_{i}>": self.vocab_size - 1 - i for i in range(count)}
         self.special |= {piece: i for piece in ("</s>", "<pad>", "<unk>")
                          if (i := self._id(piece)) is not None}
-        self.between = re.compile(f"({'|'.join(self.special)})")
 
     def encode(self, text: str) -> np.ndarray:
         ids = ([self.special[part]] if part in self.special else self.model.encode(part)
                for part in self.between.split(_checked(text)))
         return np.array([i for part in ids for i in part], np.int64)
-
-    encode_all = Tokenizer.encode_all       # (not Pieces')
 
 
 class TokenizerJson(Tokenizer):
@@ -226,10 +217,6 @@ class TokenizerJson(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self.model.encode(_checked(text), add_special_tokens=False).ids, np.int64)
-
-    def encode_all(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        return _joined([e.ids for e in self.model.encode_batch(list(map(_checked, texts)),
-                                                               add_special_tokens=False)])
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found = self.model.encode(_checked(text), add_special_tokens=False)
@@ -253,14 +240,15 @@ class TokenizerJson(Tokenizer):
         record = json.loads(self.model.to_str())
         is_byte_level = '"ByteLevel"' in json.dumps(record["decoder"])
 
-        def length(token):      # the vocabulary has one character for each byte, or plain text
-            if is_byte_level or re.fullmatch("<0x[0-9A-F]{2}>", token):
-                return len(token) if is_byte_level else 1
-            return len(token.replace("\u2581", " ").encode())
-
         lengths = np.zeros(self.vocab_size, np.int64)
+        # (A vocabulary has one character for each byte, or plain text.)
         for token, i in self.model.get_vocab(False).items():
-            lengths[i] = length(token)
+            if is_byte_level:
+                lengths[i] = len(token)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+                lengths[i] = 1
+            else:
+                lengths[i] = len(token.replace("\u2581", " ").encode())
         for token in record["added_tokens"]:
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return lengths
@@ -292,26 +280,24 @@ class Tiktoken(Tokenizer):
         return np.array([i for part in tiktoken.BLANK.split(_checked(text))
                          for i in self.model.encode(part, allowed_special="all")], np.int64)
 
-    def sizes(self, ids: np.ndarray) -> np.ndarray:
-        return np.array([len(self.model.decode_single_token_bytes(int(i))) for i in ids], int)
+    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ids = self.encode(text)
+        # The character of each byte; an id of so many bytes begins with that of its first one.
+        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
+        size = np.array([len(self.model.decode_single_token_bytes(i)) for i in ids.tolist()], int)
+        ends = np.cumsum(size)
+        return ids, characters[ends - size], characters[ends - 1] + 1
 
     def with_ends(self, text: str) -> list[int]:
         return [*self.begins, *super().with_ends(text)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self._bytes(int(i)) for i in ids).decode(errors="replace")
-
     def spelled(self, ids: Sequence[int]) -> str:
         return self.model.decode(list(ids))
 
-    def lengths(self) -> np.ndarray:
-        return np.array([len(self._bytes(i)) for i in range(self.vocab_size)])
-
-    def _bytes(self, i):
-        """The bytes of an id; none for a special token, or an id without a token."""
+    def bytes_of(self, i: int) -> bytes:
         try:
             return b"" if i in self.special else self.model.decode_single_token_bytes(i)
-        except KeyError:
+        except KeyError:                # (an id without a token)
             return b""
 
 
@@ -342,11 +328,11 @@ def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> T
     it has ids without a row: a lookup would silently take another one. Without a tokenizer, None or
     (if one is `needed`) refused."""
     files = [kind.file for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
-    if not files and not needed:
-        return None
     if not files:
-        raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or tokenizer.model "
-                          f"(of a T5: spiece.model)")
+        if needed:
+            raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or "
+                              f"tokenizer.model (of a T5: spiece.model)")
+        return None
     tokenizer = tokenizer_at(Path(folder) / files[0])
     if tokenizer.vocab_size > rows:
         raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "
@@ -384,26 +370,20 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
         {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
-def tokenizer_of(folder: Path, record: dict[str, Any]) -> Tokenizer:
+def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
     """The tokenizer of a prepared folder or a run, checked against its record."""
     if record["tokenizer"] == "bytes":
         return Bytes()
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
     kind = KINDS[record["tokenizer"]]
-    # (A run keeps it beside its tokens, or alone if its tokens are in another folder.)
-    path = next((path for path in (folder / kind.file, folder / "data" / kind.file)
-                 if path.exists()), folder / kind.file)
+    path, inner = folder / kind.file, folder / "data" / kind.file
+    if inner.exists() and not path.exists():    # (a run keeps it beside its tokens, or alone)
+        path = inner
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
                           f"changed, or is damaged")
     return kind(path)
-
-
-def _joined(ids):
-    """Lists of ids in one array, and how many each has."""
-    counts = np.fromiter(map(len, ids), int, len(ids))
-    return np.fromiter(itertools.chain.from_iterable(ids), np.int64, int(counts.sum())), counts
 
 
 def _checked(text):
@@ -412,7 +392,7 @@ def _checked(text):
     return text
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Record:
     """The JSON object in a file, or {} if there is no such file."""
     record = read_json(path) if path.exists() else {}
     if not isinstance(record, dict):
@@ -439,9 +419,8 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
         return [i for i in found if isinstance(i, int) and i >= 0]
 
     begin, end = ids("bos_token"), ids("eos_token")
-    usual = [i for i in map(id_of, ("<|endoftext|>", "</s>")) if i is not None]
-    for i in [*begin, default, *end, *usual]:
-        if 0 <= i < vocab_size:
+    for i in [*begin, default, *end, id_of("<|endoftext|>"), id_of("</s>")]:
+        if i is not None and 0 <= i < vocab_size:
             return i, tuple(dict.fromkeys([*end, i]))
     raise ConfigError(f"{folder}: its tokenizer has no bos_token and no eos_token (in "
                       f"tokenizer_config.json); one of them must stand between documents")
@@ -469,10 +448,8 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
             add_dummy_prefix=False, allow_whitespace_only_pieces=True, split_digits=True,
             input_sentence_size=1_000_000, num_threads=os.cpu_count(), minloglevel=2)
     except (RuntimeError, ValueError) as e:
-        if problem:
-            raise problem[0] from None
-        raise ConfigError(f"--vocab_size {vocab_size}: "
-                          f"{str(e).splitlines()[-1].rpartition('] ')[2]}") from None
+        why = str(e).splitlines()[-1].rpartition("] ")[2]
+        problem.append(ConfigError(f"--vocab_size {vocab_size}: {why}"))
     if problem:
         raise problem[0]
     write_whole(out, model.getvalue())

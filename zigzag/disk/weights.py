@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from zigzag.core.errors import ConfigError
+from zigzag.disk.lines import Record, numbers_below
 
 
 class WrongWeight(ConfigError):
@@ -35,15 +36,11 @@ def as_weights(value: Any, count: int | None = None) -> np.ndarray:
 
 def finite_weights(weights: Any, start: int, count: int) -> np.ndarray:
     """`count` weights of a file, from token number `start` on, in float32."""
-    found = np.asarray(weights[start:start + count], np.float32)
-    if (wrong := ~((found >= 0) & (found < np.inf))).any():
-        at = int(wrong.argmax())
-        raise ConfigError(f"{getattr(weights, 'filename', None) or 'the weights'}: "
-                          f"{found[at]} for token {start + at}; expected numbers of 0 or more")
-    return found
+    return numbers_below(np.inf, weights, start, start + count, np.float32, "weight",
+                         "expected numbers of 0 or more")
 
 
-def weight_in(record: dict[str, Any], field: str) -> Any:
+def weight_in(record: Record, field: str) -> Any:
     """The weight in a line; None if neither the line nor one of its messages has one."""
     messages = record.get("messages")
     is_inside = isinstance(messages, list) and any(
@@ -51,7 +48,7 @@ def weight_in(record: dict[str, Any], field: str) -> Any:
     return record.get(field, 1 if is_inside else None) if field else None
 
 
-def weights_of_answers(messages: list[dict[str, Any]], field: str, count: int) -> list[Any]:
+def weights_of_answers(messages: list[Record], field: str, count: int) -> list[Any]:
     """The weights of the answers among these messages, which have fields of their own, for the
     `count` parts of their text that are learned."""
     found = [message.get(field) for message in messages if message["role"] == "assistant"]
