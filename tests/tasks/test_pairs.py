@@ -40,7 +40,7 @@ def test_the_decoder_sees_its_targets_one_place_later():
     """A decoder that sees the token that it must predict, or never sees the start of a text;
     padding that counts in the loss."""
     batch = collate(pairs_of(([5, 6, END], [7, 8, END]), ([9, END], [END])), 4, 5,
-                               START, END, pad=3)
+                    [START], END, pad=3)
     want = {"source": [[5, 6, 1, 3], [9, 1, 3, 3]], "source_mask": [[1, 1, 1, 0], [1, 1, 0, 0]],
             "tokens": [[0, 7, 8, 3, 3], [0, 3, 3, 3, 3]],
             "targets": [[7, 8, 1, 3, 3], [1, 3, 3, 3, 3]],
@@ -58,7 +58,7 @@ def test_the_decoder_sees_its_targets_one_place_later():
     (2, [], [], [])])
 def test_the_start_is_there_once(start, target, tokens, targets):
     """Two starts, or none; an empty text without a target."""
-    batch = collate(pairs_of(([5], target)), 1, 6, start, end=2)
+    batch = collate(pairs_of(([5], target)), 1, 6, [start], end=2)
     n = int(batch["weights"].sum())
     assert batch["tokens"][0, :n].tolist() == tokens
     assert batch["targets"][0, :n].tolist() == targets
@@ -74,7 +74,7 @@ def test_targets_are_shifted_as_in_transformers():
     for start, pad, begin, end in ((0, 0, [], 1), (2, 1, [0], 2)):
         rows = pairs_of(*(([5], [*begin, *rng.integers(4, 90, rng.integers(0, 9)), end])
                           for _ in range(20)))
-        batch = collate(rows, 1, 10, start, end, pad)
+        batch = collate(rows, 1, 10, [start], end, pad)
         is_target = batch["weights"] == 1
         labels = torch.tensor(np.where(is_target, batch["targets"], -100))
         config = types.SimpleNamespace(decoder_start_token_id=start, pad_token_id=pad)
@@ -88,12 +88,12 @@ def test_what_is_too_long_is_cut_and_still_ends():
     """A model that never learns to stop, because truncation removes the end; an encoder that sees
     no end; an end that is added to a text without one."""
     rows = pairs_of(([5, 6, 7, 8, END], [4, 5, 6, 7, END]), ([5, 6, 7, 8], [0, 4, 5, 6, 7, END]))
-    batch = collate(rows, 3, 4, START, END)
+    batch = collate(rows, 3, 4, [START], END)
     assert batch["source"].tolist() == [[5, 6, END], [5, 6, 7]]
     assert batch["targets"].tolist() == [[4, 5, 6, END]] * 2
     assert batch["tokens"].tolist() == [[0, 4, 5, 6]] * 2
     assert rows[0][0].tolist() == [5, 6, 7, 8, END], "the examples are as they were"
-    plain = collate(rows, 3, 4, START)
+    plain = collate(rows, 3, 4, [START])
     assert plain["source"][0].tolist() == [5, 6, 7] and plain["targets"][0].tolist() == [4, 5, 6, 7]
 
 

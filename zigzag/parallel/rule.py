@@ -70,7 +70,7 @@ from zigzag.core.mesh import (
     trimmed,
     within,
 )
-from zigzag.parallel.trace import trace
+from zigzag.parallel.trace import reached, trace
 
 # Not worth a reduction: a group NARROW times narrower than what its columns read (a low rank, a few
 # labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
@@ -220,13 +220,9 @@ class _Choice:
         # with a weight of their own are a batch dimension too, but the output weight contracts
         # them.)
         self.experts = facts.groups_with("batch") - self.read
-        self.onward = defaultdict(set)      # {group: the only groups that can carry its split on}
-        for a, b, only_way in facts.reshards:
-            if only_way:
-                self.onward[a].add(b)
         self.forbidden = self.forbid_tables() | facts.forbidden
         # A group whose split could only go on as one of forbidden groups is forbidden itself.
-        while new := {a: self.forbidden[min(bs)] for a, bs in self.onward.items()
+        while new := {a: self.forbidden[min(bs)] for a, bs in facts.onward.items()
                       if a not in self.forbidden and bs <= self.forbidden.keys()}:
             self.forbidden |= new
         # Weights in groups of one form (the same shapes and dimensions: one for each layer, say)
@@ -309,9 +305,8 @@ class _Choice:
         """The groups, without any that no weight makes and that is not reached by a reshard of
         one that is: a matrix that reads four neighbouring positions of a residual stream side by
         side would be split along its input, which nothing before it has split."""
-        reach = groups & self.facts.groups_with("free", "indexed", "batch", "grouped")
-        while new := {b for a, b, _ in self.facts.reshards if a in reach} - reach:
-            reach |= new
+        reach = reached(groups & self.facts.groups_with("free", "indexed", "batch", "grouped"),
+                        self.facts.reshards)
         refused.update(dict.fromkeys(groups - reach, "it reads what comes in whole"))
         return groups & reach
 
@@ -319,16 +314,13 @@ class _Choice:
         """The groups, without those whose slices would all have to be gathered because no group
         that they go on to is split. The slices of a fused query, key and value stay split, by
         heads; the slices of a modulation (scale and shift of an unsplit stream) would not."""
-        while True:
-            reach = set(groups)
-            while new := {a for a, bs in self.onward.items() if bs & reach} - reach:
-                reach |= new
-            lost = {g for g in groups
-                    if self.onward[g] & self.members.keys() and not self.onward[g] & reach}
-            if not lost:
-                return groups
+        onward = self.facts.onward
+        back = {(b, a) for a, bs in onward.items() for b in bs}
+        while lost := {g for g in groups if onward[g] & self.members.keys()
+                       and not onward[g] & reached(groups, back)}:
             refused.update(dict.fromkeys(lost, "its slices would be gathered again"))
             groups = groups - lost
+        return groups
 
     def rows(self):
         """The rule's _Row for each leaf."""
