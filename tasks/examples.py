@@ -60,10 +60,9 @@ class Pairs:
     that of a source, and the first text says where it is (named_array)."""
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
-                 fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0,
-                 whole: bool = False, shape: tuple[int, ...] = ()):
+                 fields: tuple[str, str] = ("source", "target"), whole: bool = False,
+                 shape: tuple[int, ...] = ()):
         self.tokenizer, self.fields, self.shape = tokenizer, tuple(fields), shape
-        self.vocab_size = vocab_size or tokenizer.vocab_size
         paths = [paths] if isinstance(paths, (str, Path)) else paths
         self.name = " ".join(map(str, paths))
         self.files = [file for path in paths for file in _jsonl_files(path)]
@@ -76,9 +75,10 @@ class Pairs:
             with open(file, "rb") as f:
                 for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
                     if raw.strip():
-                        source, _ = texts_of(raw, f"{file} line {line}", self.fields)
+                        where = f"{file} line {line}"
+                        source, _ = texts_of(raw, where, self.fields)
                         if shape:
-                            named_array(source, f"{file} line {line}", file, shape)
+                            named_array(source, where, file, shape)
                             arrays.add(array_file(source, file)[0])
                         is_held_out.append(is_tenth(source))
                         self.places.extend((number, line, start))
@@ -107,11 +107,11 @@ class Pairs:
         return source, self._ids(target, where, self.fields[1])
 
     def _ids(self, text, where, field):
-        ids = np.array(self.tokenizer.with_ends(text), np.int64)
+        ids, count = np.array(self.tokenizer.with_ends(text), np.int64), self.tokenizer.vocab_size
         # (For an id that does not exist, a lookup would silently take another row.)
-        if (bad := (ids < 0) | (ids >= self.vocab_size)).any():
+        if (bad := (ids < 0) | (ids >= count)).any():
             raise ConfigError(f"{where}: {field!r} has the id {ids[bad][0]}; the vocabulary has "
-                              f"{self.vocab_size}")
+                              f"{count}")
         return ids.astype(np.int32)
 
     def __str__(self) -> str:

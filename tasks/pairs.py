@@ -53,7 +53,10 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     network = network_of(config)
     width, *is_array = network.source_shape(config.network)
     length = config.network.seq_len
-    begin, end, pad = _ids_around(network, config, tokenizer)
+    if begin := network.source_ids(config.network):     # (a decoder: in its rows ids stand for it)
+        begin, end, pad = [*begin, tokenizer.prompt("")[-1]], tokenizer.ends[0], 0
+    else:
+        *begin, end, pad = special_ids(config.network, tokenizer)
     to_batch = functools.partial(collate, source_len=0 if is_array else width, target_len=length,
                                  begin=begin, end=end, pad=pad)
     if length <= len(begin):
@@ -85,14 +88,6 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     return Task(init, to_batch, loss, predict, pairs, held_out, tokenizer=tokenizer, show=show,
                 metric=metric if config.metric else None,
                 predicted=None if config.metric else 1, flops=flops_of_update(config))
-
-
-def _ids_around(network, config, tokenizer):
-    """(the ids before a target, the id that ends it, the id of padding)."""
-    if ids := network.source_ids(config.network):   # (a decoder, in whose rows ids stand for them)
-        return [*ids, tokenizer.prompt("")[-1]], tokenizer.ends[0], 0
-    start, end, pad = special_ids(config.network, tokenizer)
-    return [start], end, pad
 
 
 def collate(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int, target_len: int,

@@ -186,8 +186,11 @@ def test_data_without_pairs_is_one_line(tmp_path):
                        (tmp_path / "on.jsonl", "no such file.*'one.jsonl'")):
         with pytest.raises(ConfigError, match=says):
             Pairs([path], Bytes())
+    class Few(Bytes):
+        vocab_size = 122
+
     with pytest.raises(ConfigError, match="one.jsonl line 1: 'source' has the id 256; .* 122"):
-        Pairs([one, one], Bytes(), vocab_size=122).train[0]
+        Pairs([one, one], Few()).train[0]
 
 
 # -------------------------------------------------------------------------------------------

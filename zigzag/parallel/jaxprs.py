@@ -28,13 +28,9 @@ def _traced(fn, *args):
     return (fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, and of the jaxprs inside it."""
-    return (eqn for eqn, _ in equations_below(jaxpr))
-
-
 def equations_below(jaxpr: Any, above: tuple = ()) -> Iterator[tuple[Any, tuple]]:
-    """The same, each with the equations that it is inside of."""
+    """Every equation of a jaxpr, and of the jaxprs inside it, each with the equations that it is
+    inside of."""
     for eqn in jaxpr.eqns:
         yield eqn, above
         for inner in jaxprs_in_params(eqn.params):
@@ -119,14 +115,14 @@ def labelled(fn: Callable) -> Callable:
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
     """The names that `named` has given to values of a function, with DIFFERENTIATED among them if
     the function itself takes a gradient through a named value."""
-    names = {eqn.params["name"] for eqn in equations(_traced(fn, *args))
+    names = {eqn.params["name"] for eqn, _ in equations_below(_traced(fn, *args))
              if eqn.primitive.name == "name"}
     return {name.removeprefix(OURS) for name in names if name.startswith(OURS)}
 
 
 def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
     """Whether any operation of a function returns floats of fewer than 32 bits."""
-    dtypes = {v.aval.dtype for eqn in equations(_traced(fn, *args)) for v in eqn.outvars
+    dtypes = {v.aval.dtype for eqn, _ in equations_below(_traced(fn, *args)) for v in eqn.outvars
               if hasattr(v.aval, "dtype")}
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 

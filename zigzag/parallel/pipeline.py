@@ -96,14 +96,6 @@ def _last_tick(microbatch, S, V):
     return (S - 1) + group * S * V + (V - 1) * S + j
 
 
-def work_at(t: Any, stage: Any, S: int, V: int) -> tuple[Any, Any]:
-    """The microbatch and the chunk that a stage works on in tick t. The stage is idle if that
-    microbatch is not one of 0 ... M - 1."""
-    turn = t - stage
-    lap = S * V
-    return turn // lap * S + turn % S, turn % lap // S
-
-
 def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
     """In 1F1B, the microbatch that a stage takes forward in tick t and the one it takes backward.
 
@@ -237,7 +229,8 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
         stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
     In a tick, stage 0 takes a new microbatch if it is about to enter chunk 0, and else the one that
-    the last stage has sent around. While a run trains, its layers are stored in the order of the
+    the last stage has sent around. (A stage is idle if its microbatch is not one of 0 ... M - 1.)
+    While a run trains, its layers are stored in the order of the
     stages (layer_order in storage.py): a stage's V chunks are not neighbours in the model."""
     M, S, V, me = options.microbatches, axis_size("pipe"), options.chunks, lax.axis_index("pipe")
     xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)    # (as in gpipe)
@@ -245,19 +238,20 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
     numbers = jnp.arange(S * len(jax.tree.leaves(weights)[0])).reshape(V, S, -1)
 
     def tick(x, t):
-        microbatch, chunk = work_at(t, me, S, V)
+        turn, lap = t - me, S * V
+        microbatch, chunk = turn // lap * S + turn % S, turn % lap // S
         busy = (microbatch >= 0) & (microbatch < M)
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
 
         # Under a checkpoint, the backward pass picks the chunk's weights again; otherwise each tick
         # would save a copy.
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
-        def turn(x):
+        def work(x):
             return skip_idle(busy, lambda x: stack(
                 astype(pick(wide, chunk), weights), x, pick(pick(numbers, chunk), me),
                 pick(batch, microbatch)), x)
 
-        x, aux = turn(x)
+        x, aux = work(x)
         return send(x, 1), (x, aux)
 
     start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
@@ -381,7 +375,9 @@ class _Stage:
         # The head, for the microbatch that the last stage has just finished. Never skipped: all
         # stages take part in its collectives.
         valid = (finished >= 0) & (finished < M)
-        sums, dhead, dlast = self._head_gradients(jnp.where(last, y, 0), finished)
+        sums, vjp = jax.vjp(lambda params, y: self.head(params, y, finished), self.params,
+                            jnp.where(last, y, 0))
+        dhead, dlast = vjp(_one_and_zeros(sums))
         sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
 
         # Backward.
@@ -389,25 +385,18 @@ class _Stage:
         turn = (backward >= 0) & (backward < M)
         dweights, dx = skip_idle(turn, lambda dx: self._layer_gradients(
             pick(inputs, backward % (2 * S)), dx, backward), dx)
-        dembed = skip_idle(turn & first, lambda dx: self._embed_gradients(dx, backward), dx)
+        dembed, = skip_idle(turn & first, lambda dx: jax.vjp(
+            lambda params: self.embed(params, backward), self.params)[1](dx), dx)
 
         dparams, total = s.grads
         return _State(send(y, 1), send(dx, -1), dlast, inputs,
                       (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
                       add_to(s.sums, sums), add_to(s.aux, aux))
 
-    def _head_gradients(self, y, m):
-        """The head's sums, the gradient of params, and the cotangent of y."""
-        sums, vjp = jax.vjp(lambda params, y: self.head(params, y, m), self.params, y)
-        return sums, *vjp(_one_and_zeros(sums))
-
     def _layer_gradients(self, x, dy, m):
         """The gradient of weights and the cotangent of x. The layers are recomputed from x."""
         (_, aux), vjp = jax.vjp(lambda w, x: self.layers(w, x, m), self.weights, x)
         return vjp((dy, None if aux is None else _one_and_zeros(aux)))
-
-    def _embed_gradients(self, dx, m):
-        return jax.vjp(lambda params: self.embed(params, m), self.params)[1](dx)[0]
 
 
 def _one_and_zeros(sums):
