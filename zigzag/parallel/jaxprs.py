@@ -135,48 +135,44 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
     may. If a branch or the length of a loop depends on the batch, devices with different rows do
     not meet in the collectives that the compiler puts inside, and wait for ever. Calls into Python
     are the other reason."""
-    jaxpr, flow = _traced(fn, params, batch), _BatchFlow()
-    given = len(jax.tree.leaves(params))
-    flow.run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
-    return flow.why
+    reasons = [""]
 
+    def run(jaxpr, depends):
+        """For each result of a jaxpr whether it depends on the batch, given that of its operands.
+        """
+        return interpret(jaxpr, depends, lambda constant: False, equation)
 
-class _BatchFlow:
-    """A walk through a jaxpr that tells which values depend on the batch: a bool for each value."""
-
-    def __init__(self):
-        self.why = ""
-
-    def run(self, jaxpr, given):
-        return interpret(jaxpr, given, lambda constant: False, self.equation)
-
-    def equation(self, eqn, ins):
+    def equation(eqn, ins):
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             if ins[0]:
-                self.why = "branches on its data"
-            branches = [self.run(b.jaxpr, ins[1:]) for b in params["branches"]]
+                reasons.append("branches on its data")
+            branches = [run(b.jaxpr, ins[1:]) for b in params["branches"]]
             return [ins[0] or any(results) for results in zip(*branches)]
         if name == "while":
             n, m = params["cond_nconsts"], params["body_nconsts"]
-            outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
-            if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
-                self.why = "has a loop whose length depends on its data"
+            outs = loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
+            if run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
+                reasons.append("has a loop whose length depends on its data")
             return outs
         if name == "scan":
-            return self.loop(params["jaxpr"].jaxpr, *scan_operands(eqn, ins))
+            return loop(params["jaxpr"].jaxpr, *scan_operands(eqn, ins))
         if call := inner_call(eqn, ins):
-            return self.run(*call)
+            return run(*call)
         if "callback" in name or name == "debug_print":
-            self.why = "calls Python"
+            reasons.append("calls Python")
         return [any(ins)] * len(eqn.outvars)
 
-    def loop(self, body, fixed, carry, scanned=()):
+    def loop(body, fixed, carry, scanned=()):
         """The bools of a loop's results. Runs the body until no further carry depends on the batch.
         """
         while True:
-            outs = self.run(body, [*fixed, *carry, *scanned])
+            outs = run(body, [*fixed, *carry, *scanned])
             new = [a or b for a, b in zip(carry, outs)]
             if new == carry:
                 return carry + outs[len(carry):]
             carry = new
+
+    jaxpr, given = _traced(fn, params, batch), len(jax.tree.leaves(params))
+    run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
+    return reasons[-1]

@@ -293,7 +293,7 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
         stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       0' is the backward pass of microbatch 0; a
         stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       tick has a forward and a backward pass
 
-    In tick t (`_Stage.tick`), stage s
+    In tick t (`tick` in `_with_gradients`), stage s
 
       1. takes microbatch t - s forward and saves its input (which stage 0 first makes, by embed);
       2. computes its share of the head for the microbatch that the last stage has just finished,
@@ -328,54 +328,43 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
 
 def _with_gradients(parts, params, weights):
     """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes."""
-    S, M, stage = axis_size("pipe"), parts.options.microbatches, _Stage(parts, params, weights)
-    x = stage.zeros
-    grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
-    state = _State(x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, stage.me),
-                   zeros_of(stage.head, params, x, 0), zeros_of(stage.layers, weights, x, 0)[1])
-    state = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], lambda t, s: stage.tick(s, t), state)
-    return with_aux(state.sums, state.aux), astype(state.grads, (params, weights))
+    S, M, me = axis_size("pipe"), parts.options.microbatches, lax.axis_index("pipe")
+    batch, own = split_rows(parts.batch, M), len(jax.tree.leaves(weights)[0])
+    numbers = me * own + jnp.arange(own)
 
-
-class _Stage:
-    """One stage's work in a tick of 1F1B: see `one_forward_one_backward`."""
-
-    def __init__(self, parts, params, weights):
-        self.parts, self.params, self.weights = parts, params, weights
-        self.me, own = lax.axis_index("pipe"), len(jax.tree.leaves(weights)[0])
-        self.batch = split_rows(parts.batch, parts.options.microbatches)
-        self.numbers = self.me * own + jnp.arange(own)
-        self.zeros = self._marked(zeros_of(parts.embed, params, pick(self.batch, 0)))
-
-    def _marked(self, tree):
+    def marked(tree):
         """The tree with the varying type of the loop's carry, which must be the same every tick."""
-        return vary_like(tree, self.params, self.batch, self.weights, self.me)
+        return vary_like(tree, params, batch, weights, me)
 
-    def embed(self, params, m):
-        return self._marked(self.parts.embed(params, pick(self.batch, m)))
+    def embed(params, m):
+        return marked(parts.embed(params, pick(batch, m)))
 
-    def layers(self, weights, x, m):
-        return self._marked(self.parts.stack(weights, x, self.numbers, pick(self.batch, m)))
+    def layers(weights, x, m):
+        return marked(parts.stack(weights, x, numbers, pick(batch, m)))
 
-    def head(self, params, y, m):
-        return self.parts.head(params, y, pick(self.batch, m))
+    def head(params, y, m):
+        return parts.head(params, y, pick(batch, m))
 
-    def tick(self, s, t):
+    def layer_gradients(x, dy, m):
+        """The gradient of weights and the cotangent of x. The layers are recomputed from x."""
+        (_, aux), vjp = jax.vjp(lambda w, x: layers(w, x, m), weights, x)
+        return vjp((dy, None if aux is None else _one_and_zeros(aux)))
+
+    def tick(t, s):
         """The _State after tick t, from the state `s` before it."""
-        S, M = axis_size("pipe"), self.parts.options.microbatches
-        (forward, backward), finished = work_1f1b(t, self.me, S), t - (S - 1)
-        first, last = self.me == 0, self.me == S - 1
+        (forward, backward), finished = work_1f1b(t, me, S), t - (S - 1)
+        first, last = me == 0, me == S - 1
 
         busy = (forward >= 0) & (forward < M)
-        x = skip_idle(busy & first, lambda x: self.embed(self.params, forward), s.x, lambda x: x)
+        x = skip_idle(busy & first, lambda x: embed(params, forward), s.x, lambda x: x)
         inputs = jnp.where(busy, lax.dynamic_update_index_in_dim(
             s.inputs, x, forward % (2 * S), 0), s.inputs)
-        y, aux = skip_idle(busy, lambda x: self.layers(self.weights, x, forward), x)
+        y, aux = skip_idle(busy, lambda x: layers(weights, x, forward), x)
 
         # The head, for the microbatch that the last stage has just finished. Never skipped: all
         # stages take part in its collectives.
         valid = (finished >= 0) & (finished < M)
-        sums, vjp = jax.vjp(lambda params, y: self.head(params, y, finished), self.params,
+        sums, vjp = jax.vjp(lambda params, y: head(params, y, finished), params,
                             jnp.where(last, y, 0))
         dhead, dlast = vjp(_one_and_zeros(sums))
         sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
@@ -383,20 +372,22 @@ class _Stage:
         # Backward.
         dx = jnp.where(last, s.dlast, s.dx)
         turn = (backward >= 0) & (backward < M)
-        dweights, dx = skip_idle(turn, lambda dx: self._layer_gradients(
+        dweights, dx = skip_idle(turn, lambda dx: layer_gradients(
             pick(inputs, backward % (2 * S)), dx, backward), dx)
         dembed, = skip_idle(turn & first, lambda dx: jax.vjp(
-            lambda params: self.embed(params, backward), self.params)[1](dx), dx)
+            lambda params: embed(params, backward), params)[1](dx), dx)
 
         dparams, total = s.grads
         return _State(send(y, 1), send(dx, -1), dlast, inputs,
                       (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
                       add_to(s.sums, sums), add_to(s.aux, aux))
 
-    def _layer_gradients(self, x, dy, m):
-        """The gradient of weights and the cotangent of x. The layers are recomputed from x."""
-        (_, aux), vjp = jax.vjp(lambda w, x: self.layers(w, x, m), self.weights, x)
-        return vjp((dy, None if aux is None else _one_and_zeros(aux)))
+    x = marked(zeros_of(parts.embed, params, pick(batch, 0)))
+    grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
+    state = _State(x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, me),
+                   zeros_of(head, params, x, 0), zeros_of(layers, weights, x, 0)[1])
+    state = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], tick, state)
+    return with_aux(state.sums, state.aux), astype(state.grads, (params, weights))
 
 
 def _one_and_zeros(sums):
