@@ -33,9 +33,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     shape = network_of(config).source_shape(config.network)
     read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields,
                              shape=shape if len(shape) > 1 else ())
-    own = read(config.data, whole=bool(config.held_out))
-    other = read(config.held_out, whole=True) if config.held_out else None
-    held_out, description, digest = examples.beside(own, other)
+    own, held_out, description, digest = examples.opened(config, read)
     config = checks.check_vocabulary(config, tokenizer.vocab_size)
     config = schedules.with_steps(config, len(own.train))
     record = {"fingerprint": digest, "tokenizer_sha256": "", **tokenizer_record(tokenizer)}

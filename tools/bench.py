@@ -47,9 +47,6 @@ class BenchReporter(Reporter):
         if self.is_terminal:
             self.line(f"step {len(self.took)}/{self.steps}  {took:.3f} s", live=True)
 
-    def end(self, *_: Any) -> None:
-        pass
-
 
 def run(config: Any) -> None:
     """Measure a run of --data, in a folder that is removed again."""

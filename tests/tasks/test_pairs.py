@@ -5,12 +5,12 @@ import re
 import types
 import zipfile
 
+import jax
 import numpy as np
 import pytest
 
 import sample
 import train
-from tasks import examples
 from tasks.examples import Arrays, Pairs, collate_arrays
 from tasks.pairs import collate
 from tests.common import WORDS, command, digit_pairs, json_lines, net, opened, peer
@@ -297,6 +297,9 @@ def folder_of(path, arrays):
     return path
 
 
+LABELS = {"labels": jax.ShapeDtypeStruct((1,), np.int32)}
+
+
 def test_arrays_are_rows(tmp_path):
     """Rows of different examples put together, an array that is read completely for one row, an
     example in both splits."""
@@ -304,7 +307,7 @@ def test_arrays_are_rows(tmp_path):
     np.savez(tmp_path / "a.npz", **arrays)
     np.savez_compressed(tmp_path / "c.npz", **arrays)
     for path in (tmp_path / "a.npz", tmp_path / "c.npz", folder_of(tmp_path / "d", arrays)):
-        found = Arrays(path, names=("pixels", "labels"), below={"labels": 9})
+        found = Arrays(path, LABELS, {"labels": 9})
         assert (len(found.train), len(found.held_out)) == (18, 2)
         is_mapped = {isinstance(a, np.memmap) for a in found.arrays.values()}
         assert is_mapped == {path.name == "d"}
@@ -343,8 +346,9 @@ def test_bad_arrays_are_one_line(tmp_path):
     says("rows: .*'labels': 0", {**good, "labels": np.array(3)})
     says("0 examples; expected at least two", {"labels": np.array(3)})
     says("'seeds'", {"seeds": np.arange(4)})
-    says("no field 'pixel', .*did you mean 'pixels'", good, names=("pixel",))
-    says("labels has 8 in row .*expected 0 to 7", good, below={"labels": 8})
+    says("no field 'pixel', .*did you mean 'pixels'", good, shapes={"pixel": LABELS["labels"]})
+    says("labels has 8 in row .*expected 0 to 7", good, shapes=LABELS,
+         limits={"labels": 8})
     says("x has 4294967296", {"x": np.array([0, 2**32, 0, 0])})
     np.savez(tmp_path / "a.npz", **good)
     raw = (tmp_path / "a.npz").read_bytes()
@@ -377,8 +381,7 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
 
     def first(**changes):
         np.savez(tmp_path / "a.npz", **CLASSES | changes)
-        return examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1),
-                                    limits).train[0]
+        return Arrays(tmp_path / "a.npz", net.batch_shapes(config, 1), limits).train[0]
 
     def says(text, **changes):
         with pytest.raises(ConfigError, match=text):
