@@ -263,20 +263,6 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
 # -------------------------------------------------------------------------------------------
 # One forward, one backward
 
-class _State(NamedTuple):
-    """What 1F1B carries from tick to tick. x, dx and dlast are [b, T, D]."""
-    x: Array                # the next input of this stage: the previous stage's output of last tick
-    dx: Array               # the cotangent of this stage's output, for the microbatch that it takes
-                            # backward next: the next stage's input cotangent of last tick
-    dlast: Array            # what dx is on the other stages, for the last stage: the cotangent of
-                            # its output of last tick, from the head's backward pass
-    inputs: Array           # [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S),
-                            # saved until the stage takes m backward, 2 S - 1 ticks at most
-    grads: tuple            # gradients of (params, weights) so far, float32
-    sums: tuple             # the head's (sum, count, ...) so far
-    aux: Any                # the layers' aux so far
-
-
 class Parts(NamedTuple):
     """The parts of a loss, and how its rows are cut."""
     embed: Callable
@@ -327,7 +313,19 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
 
 
 def _with_gradients(parts, params, weights):
-    """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes."""
+    """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes. The loop
+    carries from tick to tick, with x, dx and dlast [b, T, D],
+
+        x           the next input of this stage: the previous stage's output of last tick
+        dx          the cotangent of this stage's output, for the microbatch that it takes backward
+                    next: the next stage's input cotangent of last tick
+        dlast       what dx is on the other stages, for the last stage: the cotangent of its output
+                    of last tick, from the head's backward pass
+        inputs      [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S), saved
+                    until the stage takes m backward, 2 S - 1 ticks at most
+        grads       gradients of (params, weights) so far, float32
+        sums, aux   the head's (sum, count, ...) and the layers' aux so far
+    """
     S, M, me = axis_size("pipe"), parts.options.microbatches, lax.axis_index("pipe")
     batch, own = split_rows(parts.batch, M), len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)
@@ -350,15 +348,15 @@ def _with_gradients(parts, params, weights):
         (_, aux), vjp = jax.vjp(lambda w, x: layers(w, x, m), weights, x)
         return vjp((dy, None if aux is None else _one_and_zeros(aux)))
 
-    def tick(t, s):
-        """The _State after tick t, from the state `s` before it."""
+    def tick(t, carry):
+        x, dx, dlast, inputs, (dparams, total), so_far, aux_so_far = carry
         (forward, backward), finished = work_1f1b(t, me, S), t - (S - 1)
         first, last = me == 0, me == S - 1
 
         busy = (forward >= 0) & (forward < M)
-        x = skip_idle(busy & first, lambda x: embed(params, forward), s.x, lambda x: x)
+        x = skip_idle(busy & first, lambda x: embed(params, forward), x, lambda x: x)
         inputs = jnp.where(busy, lax.dynamic_update_index_in_dim(
-            s.inputs, x, forward % (2 * S), 0), s.inputs)
+            inputs, x, forward % (2 * S), 0), inputs)
         y, aux = skip_idle(busy, lambda x: layers(weights, x, forward), x)
 
         # The head, for the microbatch that the last stage has just finished. Never skipped: all
@@ -366,28 +364,27 @@ def _with_gradients(parts, params, weights):
         valid = (finished >= 0) & (finished < M)
         sums, vjp = jax.vjp(lambda params, y: head(params, y, finished), params,
                             jnp.where(last, y, 0))
-        dhead, dlast = vjp(_one_and_zeros(sums))
+        dhead, next_dlast = vjp(_one_and_zeros(sums))
         sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
 
         # Backward.
-        dx = jnp.where(last, s.dlast, s.dx)
+        dx = jnp.where(last, dlast, dx)
         turn = (backward >= 0) & (backward < M)
         dweights, dx = skip_idle(turn, lambda dx: layer_gradients(
             pick(inputs, backward % (2 * S)), dx, backward), dx)
         dembed, = skip_idle(turn & first, lambda dx: jax.vjp(
             lambda params: embed(params, backward), params)[1](dx), dx)
 
-        dparams, total = s.grads
-        return _State(send(y, 1), send(dx, -1), dlast, inputs,
-                      (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
-                      add_to(s.sums, sums), add_to(s.aux, aux))
+        return (send(y, 1), send(dx, -1), next_dlast, inputs,
+                (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
+                add_to(so_far, sums), add_to(aux_so_far, aux))
 
     x = marked(zeros_of(parts.embed, params, pick(batch, 0)))
     grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
-    state = _State(x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, me),
-                   zeros_of(head, params, x, 0), zeros_of(layers, weights, x, 0)[1])
-    state = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], tick, state)
-    return with_aux(state.sums, state.aux), astype(state.grads, (params, weights))
+    start = (x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, me),
+             zeros_of(head, params, x, 0), zeros_of(layers, weights, x, 0)[1])
+    *_, grads, sums, aux = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], tick, start)
+    return with_aux(sums, aux), astype(grads, (params, weights))
 
 
 def _one_and_zeros(sums):
