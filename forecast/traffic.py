@@ -42,7 +42,8 @@ def expected_traffic(plan: Any) -> list[Collective]:
 
 def is_complete(plan: Any) -> bool:
     """Whether expected_traffic knows all that an update sends."""
-    return not _sends_more(plan) and _knows_activations(plan)
+    knows = _blocks(plan) is not None if plan.network else plan.sizes["tensor"] == 1
+    return knows and not _sends_more(plan)
 
 
 def _sends_more(plan):
@@ -58,19 +59,17 @@ def _sends_more(plan):
             or platform(plan.mesh) == "tpu" and jnp.dtype(c.dtype).itemsize == 4)
 
 
-def _knows_activations(plan):
-    if not plan.network:
-        return plan.sizes["tensor"] == 1
-    return plan.config.step == "shard_map" and (
-        plan.network.block_traffic(plan.config.network) is not None)
+def _blocks(plan):
+    """The Traffic of a network's blocks; None if there are no formulas for its activations."""
+    by_hand = plan.network and plan.config.step == "shard_map"
+    return plan.network.block_traffic(plan.config.network) if by_hand else None
 
 
 def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs)]
-    if plan.network and _knows_activations(plan):
-        blocks = plan.network.block_traffic(config.network)
+    if blocks := _blocks(plan):
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch)]
         rows += _experts(run) if config.network.experts else []
@@ -86,7 +85,6 @@ class _Run:
         self.sizes = mesh.shape
         # Bytes of a number. (Between CPU devices XLA sends 16-bit numbers in 32 bits.)
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
-        self.sum_itemsize = 4 if c.sum_dtype else self.itemsize     # for gradients over fsdp
 
         # The pipeline: its microbatches, and for each part of the batch its ticks.
         S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
@@ -151,6 +149,7 @@ def _fsdp(weights, run, gathers_by_layer):
     """3 (n-1)/n W: a layer's weights are gathered where it uses them, forward and backward, and
     their gradients are scattered, in each part of the batch and each pass through a stage's
     layers. Weights outside of layers are gathered once for all parts."""
+    of_gradients = 4 if run.model.sum_dtype else run.itemsize
     for leaf, decision in weights:
         split = spec_axes(decision.spec)
         if "fsdp" not in split:
@@ -162,7 +161,7 @@ def _fsdp(weights, run, gathers_by_layer):
             passes = run.passes
             gathers = passes * (2 + run.is_1f1b)
         yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
-        yield run.scatter("fsdp", passes * layers, W * run.sum_itemsize / layers)
+        yield run.scatter("fsdp", passes * layers, W * of_gradients / layers)
 
 
 # -------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from zigzag.commands import command_line, continued, programs
 from zigzag.core import chips
 from zigzag.core.errors import human_bytes
 from zigzag.parallel import hlo
-from zigzag.parallel.network import flops_of_update, network_of
+from zigzag.parallel.network import network_of
 from zigzag.parallel.pipeline import passes
 
 STYLE = """
@@ -75,11 +75,8 @@ def compiled(config: Any) -> Run:
     chip = chips.chip_of(device)
     about = (f"{device.device_kind}, as published" if chip else
              f"those of a {USUAL_CHIP}, as this device's ({device.device_kind}) are not known")
-    c, mesh = program.config, program.mesh
     expected = expected_traffic(program.plan)
-    sent, flops, note = estimate.work_of(
-        c, mesh, step, expected=expected,
-        flops=flops_of_update(c) / mesh.size)
+    sent, flops, note = estimate.work_of(program, step, expected)
     return Run(program, step, chip or chips.CHIPS[USUAL_CHIP], about, sent, expected, flops, note)
 
 

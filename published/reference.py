@@ -20,8 +20,7 @@ import numpy as np
 from published.llama import PLAIN, families_of, fields_of
 from published.record import as_config
 from zigzag.core.errors import one_line
-from zigzag.core.mesh import by_path, flatten
-from zigzag.parallel.attention import Calls
+from zigzag.core.mesh import by_path, flatten, within
 from zigzag.parallel.network import NETWORKS, model_type
 
 TOKENS, LAYERS = 64, 2      # an edit that is not in attention, and matters only beyond these, is
@@ -58,13 +57,13 @@ def _other_attention(network, c):
     """How the attention that the code asks for differs from plain causal attention to all tokens of
     the context; '' if it does not. (Traced, not computed: a window may be longer than TOKENS.)"""
     time = c.seq_len - (c.seq_len > 1 and c.seq_len % 2 == 0)   # (odd: one block, traced quickly)
-    ids, calls = jax.ShapeDtypeStruct((1, time), np.int32), Calls()
-    with calls.noted():
+    ids, calls = jax.ShapeDtypeStruct((1, time), np.int32), set()
+    with within(calls=calls.add):
         jax.eval_shape(lambda params, ids: network.forward(params, ids, c),
                        network.weight_shapes(c), ids)
-    if not calls.found:
+    if not calls:
         return "its attention does not call attend, which would say what it sees"
-    for a in calls:
+    for a in sorted(calls, key=str):
         if a.beyond or (a.queries, a.keys) != (time, time):
             return (f"its attention has {a.beyond or 'parts'}, of {a.queries:,} tokens to "
                     f"{a.keys:,}, in a row of {time:,}")

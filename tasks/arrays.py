@@ -19,13 +19,17 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     """The .npz or folder of .npy files of --data, and of --held_out."""
     network = network_of(config)
     shapes, limits = network.batch_shapes(config.network, 1), network.limits(config.network)
-    own = examples.open_arrays(config.data, shapes, limits, whole=bool(config.held_out))
-    other = examples.open_arrays(config.held_out, shapes, limits, "--held_out",
-                                 whole=True) if config.held_out else None
-    if other and other.arrays.keys() != own.arrays.keys():
+    for flag, paths in (("--data", config.data), ("--held_out", config.held_out)):
+        if len(paths) != 1 and (paths or flag == "--data"):
+            raise ConfigError(f"{flag} {' '.join(paths) or 'is not given'}: expected one .npz, or "
+                              f"one folder of .npy files, with {', '.join(shapes)}: a row in each "
+                              f"for each example")
+    own, held_out, description, digest = examples.opened(
+        config, lambda paths, whole: examples.Arrays(*paths, shapes, limits, whole))
+    other = held_out.examples
+    if other.arrays.keys() != own.arrays.keys():
         raise ConfigError(f"--held_out {config.held_out[0]}: has the arrays "
                           f"{', '.join(other.arrays)}; --data has {', '.join(own.arrays)}")
-    held_out, description, digest = examples.beside(own, other)
     config = schedules.with_steps(config, len(own.train))
     init, loss, _ = language(config)
     task = Task(init=init, loss=loss, collate=examples.collate_arrays, examples=own.train,

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -41,13 +41,15 @@ def _split(examples, is_held_out, what, whole):
     return Part(examples, np.flatnonzero(~marks)), Part(examples, np.flatnonzero(marks))
 
 
-def beside(own: Any, other: Any = None) -> tuple[Part, str, str]:
-    """(the held-out examples, a description, a digest) of a data set, evaluated on `other` if that
-    is given."""
-    if other is None:
-        return own.held_out, str(own), own.fingerprint
+def opened(config: Any, read: Callable) -> tuple[Any, Part, str, str]:
+    """(the data set that read(paths, whole=...) makes of --data, the held-out examples, which are
+    those of --held_out if that is given, a description, a digest)."""
+    own = read(config.data, whole=bool(config.held_out))
+    if not config.held_out:
+        return own, own.held_out, str(own), own.fingerprint
+    other = read(config.held_out, whole=True)
     digest = hashlib.sha256(f"{own.fingerprint} {other.fingerprint}".encode()).hexdigest()
-    return other.train, f"{own}\n         evaluated on {other}", digest
+    return own, other.train, f"{own}\n         evaluated on {other}", digest
 
 
 # -------------------------------------------------------------------------------------------
@@ -60,10 +62,9 @@ class Pairs:
     that of a source, and the first text says where it is (named_array)."""
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
-                 fields: tuple[str, str] = ("source", "target"), vocab_size: int = 0,
-                 whole: bool = False, shape: tuple[int, ...] = ()):
+                 fields: tuple[str, str] = ("source", "target"), whole: bool = False,
+                 shape: tuple[int, ...] = ()):
         self.tokenizer, self.fields, self.shape = tokenizer, tuple(fields), shape
-        self.vocab_size = vocab_size or tokenizer.vocab_size
         paths = [paths] if isinstance(paths, (str, Path)) else paths
         self.name = " ".join(map(str, paths))
         self.files = [file for path in paths for file in _jsonl_files(path)]
@@ -76,9 +77,10 @@ class Pairs:
             with open(file, "rb") as f:
                 for line, raw in enumerate(f, 1):       # (only \n ends a line of bytes)
                     if raw.strip():
-                        source, _ = texts_of(raw, f"{file} line {line}", self.fields)
+                        where = f"{file} line {line}"
+                        source, _ = texts_of(raw, where, self.fields)
                         if shape:
-                            named_array(source, f"{file} line {line}", file, shape)
+                            named_array(source, where, file, shape)
                             arrays.add(array_file(source, file)[0])
                         is_held_out.append(is_tenth(source))
                         self.places.extend((number, line, start))
@@ -107,11 +109,11 @@ class Pairs:
         return source, self._ids(target, where, self.fields[1])
 
     def _ids(self, text, where, field):
-        ids = np.array(self.tokenizer.with_ends(text), np.int64)
+        ids, count = np.array(self.tokenizer.with_ends(text), np.int64), self.tokenizer.vocab_size
         # (For an id that does not exist, a lookup would silently take another row.)
-        if (bad := (ids < 0) | (ids >= self.vocab_size)).any():
+        if (bad := (ids < 0) | (ids >= count)).any():
             raise ConfigError(f"{where}: {field!r} has the id {ids[bad][0]}; the vocabulary has "
-                              f"{self.vocab_size}")
+                              f"{count}")
         return ids.astype(np.int32)
 
     def __str__(self) -> str:
@@ -166,29 +168,44 @@ def _jsonl_files(path):
 # -------------------------------------------------------------------------------------------
 # Arrays
 
+# Arrays that a batch of token ids may have, too: {name: whether they are whole numbers}.
+OPTIONAL = {"mask": False, "token_types": True, "segments": True, "positions": True}
+
+
 class Arrays:
     """The arrays of a folder of .npy files, which are mapped into memory, or of a .npz, which is
     held there. They have the names of a batch's entries, and each has one row for each example.
-    `names` are the arrays that must exist; `below`, {name: count}, the bounds for ids and classes.
-    The last tenth is held out. Nothing is unpickled."""
+    `shapes` are those of a model's batch; ids and classes must be below their `limits`,
+    {name: count}. The last tenth is held out. Nothing is unpickled."""
 
-    def __init__(self, path: str | Path, names: Sequence[str] = (),
-                 below: dict[str, int] | None = None, whole: bool = False):
+    def __init__(self, path: str | Path, shapes: Mapping[str, Any] = {},
+                 limits: Mapping[str, int] = {}, whole: bool = False):
         path = self.path = existing(path)
-        self.below = below or {}
         files = [path] if path.is_file() else sorted(path.glob("*.npy"))
         self.arrays = _npz(path) if path.is_file() else {p.stem: read_npy(p) for p in files}
         if not self.arrays:
             raise ConfigError(f"{path}: no arrays in it; expected a .npz, or a folder of .npy "
                               f"files")
-        for name in names:
-            if name not in self.arrays:
-                raise ConfigError(f"{path}: {lacks(name, self.arrays)}")
         lengths = {name: a.shape[0] if a.ndim else 0 for name, a in self.arrays.items()}
         if len(set(lengths.values())) > 1 or "seeds" in lengths:
             raise ConfigError(f"{path}: arrays with these rows: {lengths}; expected a row in each "
                               f"for each example, and no name 'seeds' (of every batch's random "
                               f"numbers)")
+        wanted = {name: (x.shape[1:], x.dtype.kind == "i") for name, x in shapes.items()}
+        if "tokens" in shapes:
+            wanted = {name: (wanted["tokens"][0], is_whole) for name, is_whole in OPTIONAL.items()
+                      if name in lengths} | wanted
+        self.below = {}
+        for name, (row, is_whole) in wanted.items():
+            if name not in lengths:
+                raise ConfigError(f"{path}: {lacks(name, lengths)}")
+            found = self.arrays[name]
+            if found.shape[1:] != row or is_whole and found.dtype.kind not in "iu":
+                expected = "whole numbers" if is_whole else "numbers"
+                raise ConfigError(f"{path}: {name} has rows of {found.dtype}"
+                                  f"{list(found.shape[1:])}; expected {expected} of {list(row)}")
+            if is_whole and limits.get(name):
+                self.below[name] = limits[name]
         self.fingerprint = hashlib.sha256("".join(
             p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
         marks = np.zeros(next(iter(lengths.values())), bool)        # (_split takes the last tenth)
@@ -208,34 +225,6 @@ class Arrays:
                            for name, a in self.arrays.items())
         return (f"{self.path}: {len(self.train):,} examples to learn from, "
                 f"{len(self.held_out):,} held out, of {shapes}")
-
-
-# Arrays that a batch of token ids may have, too: {name: whether they are whole numbers}.
-OPTIONAL = {"mask": False, "token_types": True, "segments": True, "positions": True}
-
-
-def open_arrays(paths: Sequence[str], shapes: dict[str, Any], limits: dict[str, int],
-                flag: str = "--data", whole: bool = False) -> Arrays:
-    """The arrays of --data (or `flag`) for a model whose batch has these shapes. Ids and classes
-    must be below their `limits`, {name: count}."""
-    if len(paths) != 1:
-        raise ConfigError(f"{flag} {' '.join(paths) or 'is not given'}: expected one .npz, or one "
-                          f"folder of .npy files, with {', '.join(shapes)}: a row in each for each "
-                          f"example")
-    arrays = Arrays(paths[0], list(shapes), whole=whole)
-    wanted = {name: (shape.shape[1:], shape.dtype.kind == "i") for name, shape in shapes.items()}
-    if "tokens" in shapes:
-        wanted = {name: (wanted["tokens"][0], is_whole) for name, is_whole in OPTIONAL.items()
-                  if name in arrays.arrays} | wanted
-    for name, (row, is_whole) in wanted.items():
-        found = arrays.arrays[name]
-        if found.shape[1:] != row or is_whole and found.dtype.kind not in "iu":
-            expected = "whole numbers" if is_whole else "numbers"
-            raise ConfigError(f"{flag} {paths[0]}: {name} has rows of {found.dtype}"
-                              f"{list(found.shape[1:])}; expected {expected} of {list(row)}")
-        if is_whole and limits.get(name):
-            arrays.below[name] = limits[name]
-    return arrays
 
 
 def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

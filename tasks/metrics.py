@@ -23,9 +23,11 @@ def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
 def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
     """The share of the references' tokens that the prediction has at the same index. A reference
     may be a single id, such as a class."""
-    return {"accuracy": _mean(
-        at < len(p) and p[at] == r[at] for p, r in map(_as_lists, _pairs(predictions, references))
-        for at in range(len(r)))}
+    right = []
+    for pair in _pairs(predictions, references):
+        p, r = (x if isinstance(x, (str, list)) else [x] for x in map(_items, pair))
+        right += [at < len(p) and p[at] == x for at, x in enumerate(r)]
+    return {"accuracy": _mean(right)}
 
 
 def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
@@ -35,7 +37,8 @@ def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
         p, r = _squad_words(p), _squad_words(r)
         if not p or not r:
             return float(p == r)
-        return _f_measure(_common(collections.Counter(p), collections.Counter(r)), len(p), len(r))
+        common = collections.Counter(p) & collections.Counter(r)
+        return _f_measure(common.total(), len(p), len(r))
 
     return {"f1": _mean(score(p, r) for p, r in _pairs(predictions, references))}
 
@@ -50,7 +53,7 @@ def rouge(predictions: Sequence, references: Sequence, stem: Callable = lambda w
 
     def ngram_f1(p, r, n):
         p, r = (collections.Counter(zip(*(words[i:] for i in range(n)))) for words in (p, r))
-        return _f_measure(_common(p, r), p.total(), r.total())
+        return _f_measure((p & r).total(), p.total(), r.total())
 
     return {"rouge1": _mean(ngram_f1(p, r, 1) for p, r in pairs),
             "rouge2": _mean(ngram_f1(p, r, 2) for p, r in pairs),
@@ -111,10 +114,6 @@ def _items(x: Any) -> Any:
     return x if isinstance(x, str) or not hasattr(x, "__iter__") else list(x)
 
 
-def _as_lists(pair):
-    return [items if isinstance(items, (str, list)) else [items] for items in map(_items, pair)]
-
-
 def _words(x):
     return re.findall(r"[^\W_]+", x.lower()) if isinstance(x, str) else list(x)
 
@@ -124,10 +123,6 @@ def _squad_words(x):
         return list(x)
     without_punctuation = re.sub(r"[^\w\s]|_", "", x.lower())
     return re.sub(r"\b(a|an|the)\b", " ", without_punctuation).split()
-
-
-def _common(a, b):
-    return (a & b).total()
 
 
 def _f_measure(common, predicted, wanted):

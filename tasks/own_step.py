@@ -189,27 +189,23 @@ class OwnStep:
     def plan(self, number: int, call: Call) -> Plan:
         """The Plan of the call of this number in a trace."""
         if number not in self.plans:
-            self.plans[number] = self._plan(number, call)
+            def init(key):
+                known = {n: x for n, x in self.task.init(key).items() if n in call.trees}
+                return {**optax.tree.zeros_like(call.trees), **known}
+
+            known = {n: d for n, d in self.places.items() if n in call.trees}
+            exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
+            rows = jax.tree.leaves(call.batch)[0].shape[0]
+            timed = {name: said for name, said in self.task.timed.items() if name in call.batch}
+            with naming(str(call)):
+                plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
+                                 call.loss, call.batch, exactly, number not in self.as_one_device,
+                                 schedule=self.schedule, learned=call.name, timed=timed)
+            decisions = {n: jax.tree.map(lambda d, place: dataclasses.replace(
+                d, reason=place.reason), plan.decisions[n], places) for n, places in known.items()}
+            self.plans[number] = dataclasses.replace(plan, decisions=plan.decisions | decisions)
         # (Another trace has another function, which may close over other numbers.)
         return dataclasses.replace(self.plans[number], loss=with_checked_sums(call.loss)[0])
-
-    def _plan(self, number, call):
-        def init(key):
-            known = {n: x for n, x in self.task.init(key).items() if n in call.trees}
-            return {**optax.tree.zeros_like(call.trees), **known}
-
-        known = {n: d for n, d in self.places.items() if n in call.trees}
-        exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
-        rows = jax.tree.leaves(call.batch)[0].shape[0]
-        timed = {name: said for name, said in self.task.timed.items()
-                 if name in call.batch}
-        with naming(str(call)):
-            plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
-                             call.loss, call.batch, exactly, number not in self.as_one_device,
-                             schedule=self.schedule, learned=call.name, timed=timed)
-        decisions = {n: jax.tree.map(lambda d, place: dataclasses.replace(d, reason=place.reason),
-                                     plan.decisions[n], places) for n, places in known.items()}
-        return dataclasses.replace(plan, decisions={**plan.decisions, **decisions})
 
     # -- what a step calls
 

@@ -33,9 +33,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     shape = network_of(config).source_shape(config.network)
     read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields,
                              shape=shape if len(shape) > 1 else ())
-    own = read(config.data, whole=bool(config.held_out))
-    other = read(config.held_out, whole=True) if config.held_out else None
-    held_out, description, digest = examples.beside(own, other)
+    own, held_out, description, digest = examples.opened(config, read)
     config = checks.check_vocabulary(config, tokenizer.vocab_size)
     config = schedules.with_steps(config, len(own.train))
     record = {"fingerprint": digest, "tokenizer_sha256": "", **tokenizer_record(tokenizer)}
@@ -53,11 +51,12 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     network = network_of(config)
     width, *is_array = network.source_shape(config.network)
     length = config.network.seq_len
-    begin, end, pad = _ids_around(network, config, tokenizer)
-    to_batch = functools.partial(
-        functools.partial(collate_arrays, begin=begin) if is_array else
-        functools.partial(collate, source_len=width, start=begin[0]),
-        target_len=length, end=end, pad=pad)
+    if begin := network.source_ids(config.network):     # (a decoder: in its rows ids stand for it)
+        begin, end, pad = [*begin, tokenizer.prompt("")[-1]], tokenizer.ends[0], 0
+    else:
+        *begin, end, pad = special_ids(config.network, tokenizer)
+    to_batch = functools.partial(collate, source_len=0 if is_array else width, target_len=length,
+                                 begin=begin, end=end, pad=pad)
     if length <= len(begin):
         raise ConfigError(f"--seq_len {length}: {len(begin)} tokens come before a target")
 
@@ -89,56 +88,43 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
                 predicted=None if config.metric else 1, flops=flops_of_update(config))
 
 
-def _ids_around(network, config, tokenizer):
-    """(the ids before a target, the id that ends it, the id of padding)."""
-    if ids := network.source_ids(config.network):   # (a decoder, in whose rows ids stand for them)
-        return [*ids, tokenizer.prompt("")[-1]], tokenizer.ends[0], 0
-    start, end, pad = special_ids(config.network, tokenizer)
-    return [start], end, pad
-
-
 def collate(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int, target_len: int,
-            start: int, end: int | None = None, pad: int = 0) -> dict[str, np.ndarray]:
+            begin: Sequence[int], end: int | None = None, pad: int = 0) -> dict[str, np.ndarray]:
     """A batch for an encoder and a decoder, from pairs (source ids, target ids): source and
     source_mask [B, S]; tokens, targets and weights [B, T], where a weight is 0 if there is no
-    target. The decoder reads its targets shifted by one, after the id `start`, which is added
-    unless the target begins with it:
+    target. The decoder reads its targets shifted by one, after the ids `begin`; the last of these
+    is added unless the target begins with it:
 
-        start            ids of the target    tokens             targets
+        begin            ids of the target    tokens             targets
         T5: <pad>        a b </s>             <pad> a b          a b </s>
         BART: </s>       <s> a b </s>         </s> <s> a b       <s> a b </s>
         (others): <s>    <s> a b </s>         <s> a b            a b </s>
 
-    Sources and targets that are too long are cut, and still end with `end` if they did."""
-    source, source_mask = np.zeros((2, len(examples), source_len), np.int32)
-    source += pad
-    for row, (ids, _) in enumerate(examples):
-        ids = _cut(ids, source_len, end)
-        source[row, :len(ids)], source_mask[row, :len(ids)] = ids, 1
-    return {"source": source, "source_mask": source_mask,
-            **_collate_targets([target for _, target in examples], target_len, [start], end, pad)}
+    Sources and targets that are too long are cut, and still end with `end` if they did. With a
+    source_len of 0 sources are arrays, source [B, ...], and every target ends with `end`."""
+    sources, rows = zip(*examples)
+    if source_len:
+        source, source_mask = np.zeros((2, len(rows), source_len), np.int32)
+        source += pad
+        for row, ids in enumerate(sources):
+            ids = _cut(ids, source_len, end)
+            source[row, :len(ids)], source_mask[row, :len(ids)] = ids, 1
+        batch = {"source": source, "source_mask": source_mask}
+    else:
+        batch = {"source": np.stack(sources)}
+        rows = [ids if ids[-1] == end else np.append(ids, end) for ids in rows]
 
-
-def collate_arrays(examples: Sequence[tuple[np.ndarray, np.ndarray]], target_len: int,
-                   begin: Sequence[int], end: int, pad: int = 0) -> dict[str, np.ndarray]:
-    """The same from pairs (source array, target ids): source [B, ...], and tokens, targets and
-    weights. The target, which always ends with `end`, comes after the ids in `begin`."""
-    targets = [target if target[-1] == end else np.append(target, end) for _, target in examples]
-    return {"source": np.stack([source for source, _ in examples]),
-            **_collate_targets(targets, target_len, begin, end, pad)}
-
-
-def _collate_targets(rows, length, begin, end, pad):
-    tokens, targets = np.full((2, len(rows), length), pad, np.int32)
-    weights = np.zeros((len(rows), length), np.float32)
+    tokens, targets = np.full((2, len(rows), target_len), pad, np.int32)
+    weights = np.zeros(tokens.shape, np.float32)
     first = len(begin) - 1      # the place of the first target
     for row, ids in enumerate(rows):
         # (Where one id is both start and end, a target of that id alone is an empty text.)
-        ids = _cut(ids[1:] if len(ids) > 1 and ids[0] == begin[-1] else ids, length - first, end)
+        ids = ids[1:] if len(ids) > 1 and ids[0] == begin[-1] else ids
+        ids = _cut(ids, target_len - first, end)
         last = first + len(ids)
         tokens[row, :last], targets[row, first:last] = [*begin, *ids[:-1]], ids
         weights[row, first:last] = 1
-    return {"tokens": tokens, "targets": targets, "weights": weights}
+    return batch | {"tokens": tokens, "targets": targets, "weights": weights}
 
 
 def _cut(ids, length, end):

@@ -72,20 +72,15 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
     # (In groups, so that no answer is cut because another prompt is long.)
     for most, group in itertools.groupby(prompts, room):
         while some := list(itertools.islice(group, flags.batch)):
-            _write(model, some, most)
-
-
-def _write(model, prompts, tokens):
-    flags = model.flags
-    if tokens < flags.tokens:
-        note(f"--tokens {flags.tokens}: a beam search ends with the context, after {tokens}")
-    best = sample.beam_search(
-        model.params, [prompt.ids for prompt in prompts], model.c, flags.beams, tokens, model.ends,
-        model.sources(prompts), flags.length_penalty)
-    for prompt, of_prompt in zip(prompts, best):
-        for ids, score in of_prompt:
-            beam = prompt._replace(begin=f"{score:9.3f}  {prompt.begin}", score=score)
-            show([[(ids, ids)]], [beam], [model.answer(prompt, tokens)], flags)
+            if most < flags.tokens:
+                note(f"--tokens {flags.tokens}: a beam search ends with the context, after {most}")
+            best = sample.beam_search(
+                model.params, [prompt.ids for prompt in some], model.c, flags.beams, most,
+                model.ends, model.sources(some), flags.length_penalty)
+            for prompt, of_prompt in zip(some, best):
+                for ids, score in of_prompt:
+                    beam = prompt._replace(begin=f"{score:9.3f}  {prompt.begin}", score=score)
+                    show([[(ids, ids)]], [beam], [model.answer(prompt, most)], flags)
 
 
 def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, early_stop=False):

@@ -9,7 +9,7 @@ import tempfile
 import time
 import timeit
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,6 @@ class BenchReporter(Reporter):
         if self.is_terminal:
             self.line(f"step {len(self.took)}/{self.steps}  {took:.3f} s", live=True)
 
-    def end(self, *_: Any) -> None:
-        pass
-
 
 def run(config: Any) -> None:
     """Measure a run of --data, in a folder that is removed again."""
@@ -59,8 +56,9 @@ def run(config: Any) -> None:
 
 
 def bench(config: Any, mesh: Any, task: Task) -> None:
-    """--bench: time the updates of a run on --data, keep nothing, and print the results. Every
-    second update has a batch that was there before, which shows what the loader costs."""
+    """--bench: time the updates of a run on --data, keep nothing, and print the results, the last
+    line as JSON. Every second update has a batch that was there before, which shows what the loader
+    costs."""
     config = dataclasses.replace(config, out="", profile=0, steps=WARM + TIMED + 1)
     say = BenchReporter(WARM + TIMED)
     shapes = batch_shapes(config.batch, task.first_row)
@@ -80,35 +78,29 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
     begin = time.perf_counter()
     for at in range(10):
         next_batch(at)
-    took = say.took[WARM:]
-    bench_report(say, program.mesh, config.network.dtype, took=took[1::2],
-                          reused=took[::2], tokens=say.tokens, flops=task.flops,
-                          loader=(time.perf_counter() - begin) / 10)
+    loader = (time.perf_counter() - begin) / 10
 
-
-def bench_report(reporter: BenchReporter, mesh: Any, dtype: str, *, took: Sequence[float],
-                 reused: Sequence[float], tokens: int, flops: float, loader: float) -> None:
-    """Report the seconds that steps of `tokens` and `flops` took: by turns with one batch that is
-    used again, and with a new one. `loader` is the time in seconds to make a batch. The last line
-    is JSON."""
-    step, peak = statistics.median(took), memory_in_use("peak_bytes_in_use")
-    best, share = matmul_rate(mesh, dtype), mfu(flops, step, mesh)
-    reporter.line(f"step     {step * 1e3:.1f} ms, the median of {len(took)} (from "
-                  f"{min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}); the first, compiled, after "
-                  f"{reporter.first_step:.1f} s")
-    reporter.line(f"speed    {tokens / step:,.0f} tokens/s, {flops / step / 1e9:,.0f} Gflop/s "
-                  f"(counting {USUAL_COUNT}), {flops / step / best:.0%} of the "
-                  f"{best / 1e9:,.0f} that a matrix product reaches here, mfu "
-                  + ("n/a" if share is None else f"{share:.1%}"))
+    # By turns with one batch that is used again, and with a new one.
+    reused, took = say.took[WARM::2], say.took[WARM + 1::2]
+    step, flops, tokens = statistics.median(took), task.flops, say.tokens
+    best, share = matmul_rate(program.mesh, config.network.dtype), mfu(flops, step, program.mesh)
+    peak = memory_in_use("peak_bytes_in_use")
+    say.line(f"step     {step * 1e3:.1f} ms, the median of {len(took)} (from "
+             f"{min(took) * 1e3:.1f} to {max(took) * 1e3:.1f}); the first, compiled, after "
+             f"{say.first_step:.1f} s")
+    say.line(f"speed    {tokens / step:,.0f} tokens/s, {flops / step / 1e9:,.0f} Gflop/s "
+             f"(counting {USUAL_COUNT}), {flops / step / best:.0%} of the "
+             f"{best / 1e9:,.0f} that a matrix product reaches here, mfu "
+             + ("n/a" if share is None else f"{share:.1%}"))
     # (Of neighbours: what else the machine does changes more than this from second to second.)
     costs = statistics.median(new / old for new, old in zip(took, reused)) - 1
-    reporter.line(f"loader   a batch in {loader * 1e3:.1f} ms, while devices work, which adds "
-                  f"{costs:.1%} to the time of a step with one batch that is used again")
-    reporter.line(f"memory   {human_bytes(peak)} at most")
-    reporter.line(json.dumps({
+    say.line(f"loader   a batch in {loader * 1e3:.1f} ms, while devices work, which adds "
+             f"{costs:.1%} to the time of a step with one batch that is used again")
+    say.line(f"memory   {human_bytes(peak)} at most")
+    say.line(json.dumps({
         "tokens_per_second": round(tokens / step, 1), "step_seconds": step,
         "model_flops_per_second": flops / step, "matmul_flops_per_second": best,
-        "peak_bytes": peak, "first_step_seconds": round(reporter.first_step, 3)}))
+        "peak_bytes": peak, "first_step_seconds": round(say.first_step, 3)}))
 
 
 def matmul_rate(mesh: Any, dtype: str) -> float:

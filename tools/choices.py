@@ -11,13 +11,13 @@
 
 import json
 import math
-from typing import Any, Iterable, NamedTuple, Sequence
+from typing import Iterable, NamedTuple, Sequence
 
 import sample
 from zigzag.commands.sampling import Model
 from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Tokenizer
-from zigzag.generate.prompts import Flags, Input
+from zigzag.generate.prompts import Input
 
 # The fields of a line: our names first, then those of published files.
 QUESTION = ("question", "query", "ctx")
@@ -71,27 +71,21 @@ def split_ids(tokenizer: Tokenizer, context: str, text: str) -> tuple[Sequence[i
     return ids, min(len(tokenizer.prompt(context.rstrip())), len(ids) - 1)
 
 
-def logprobs(params: Any, config: Any, tokenizer: Tokenizer, items: Sequence[Item], batch: int
-             ) -> list[list[float]]:
+def logprobs(model: Model, items: Sequence[Item]) -> list[list[float]]:
     """The log-probabilities of the choices of each question."""
-    ids, given = zip(*(split_ids(tokenizer, item.question, f" {choice}")
+    ids, given = zip(*(split_ids(model.tokenizer, item.question, f" {choice}")
                        for item in items for choice in item.choices))
-    totals = iter(sample.score(params, ids, config, batch=batch, given=given))
+    totals = iter(sample.score(model.params, ids, model.c, batch=model.flags.batch, given=given))
     return [[next(totals)[0] for _ in item.choices] for item in items]
 
 
 def run(model: Model, file: Input) -> None:
-    """sample.py --choices: print how many questions of the file the model answers right."""
-    answer(model.params, model.c, model.tokenizer, read_items(file.lines), model.flags)
-
-
-def answer(params: Any, config: Any, tokenizer: Tokenizer, items: Sequence[Item], flags: Flags
-           ) -> None:
-    """Print the accuracies and, with --json, before them an object for each question."""
-    right, right_norm = [], []
+    """sample.py --choices: print how many questions of the file the model answers right, and, with
+    --json, before that an object for each question."""
+    items, flags, right, right_norm = read_items(file.lines), model.flags, [], []
     for at in range(0, len(items), 16 * flags.batch):
         some = items[at:at + 16 * flags.batch]
-        for item, logs in zip(some, logprobs(params, config, tokenizer, some, flags.batch)):
+        for item, logs in zip(some, logprobs(model, some)):
             best = logs.index(max(logs))
             norms = [log / len(text) for log, text in zip(logs, item.choices)]
             best_norm = norms.index(max(norms))

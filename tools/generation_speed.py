@@ -7,7 +7,6 @@ are printed.
 
 import statistics
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +20,9 @@ PROMPT, TOKENS, TURNS = 128, 128, 3
 
 
 def run(model: Model, file: None = None) -> None:
-    bench(model.params, model.c)
-
-
-def bench(params: Any, c: Any) -> None:
     """Print how many tokens per second sample.stream generates with these weights, greedily, in
     batches of 1 and 8."""
+    params, c = model.params, model.c
     weight_bytes = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
     array, total = jnp.ones(weight_bytes // 4, jnp.float32), jax.jit(jnp.sum)
     rng = np.random.default_rng(0)

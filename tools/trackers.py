@@ -42,18 +42,20 @@ def _tensorboard(out, own_id, began, config):
 def _wandb(out, own_id, began, config):
     """A run of Weights & Biases, in the project zigzag or WANDB_PROJECT. WANDB_MODE=offline keeps
     it in OUT/wandb, for `wandb sync`."""
-    opened = optional_package("wandb", "--log wandb").init(
-        project=os.environ.get("WANDB_PROJECT", "zigzag"), dir=str(out),
-        name=os.environ.get("WANDB_NAME", out.name), config=config, id=own_id, resume="allow")
-    return lambda step, numbers: opened.log(numbers, step=step), opened.finish
+    return _opened("wandb", config, dir=str(out), name=os.environ.get("WANDB_NAME", out.name),
+                   id=own_id)
 
 
 def _trackio(out, own_id, began, config):
     """A run of trackio, in the project zigzag or TRACKIO_PROJECT. (trackio knows runs by name.)"""
-    opened = optional_package("trackio", "--log trackio").init(
-        project=os.environ.get("TRACKIO_PROJECT", "zigzag"), name=f"{out.name}-{own_id}",
-        config=config, resume="allow")
-    return lambda step, numbers: opened.log(numbers, step=step), opened.finish
+    return _opened("trackio", config, name=f"{out.name}-{own_id}")
+
+
+def _opened(package, config, **given):
+    run = optional_package(package, f"--log {package}").init(
+        project=os.environ.get(f"{package.upper()}_PROJECT", "zigzag"), config=config,
+        resume="allow", **given)
+    return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 
 LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

@@ -18,7 +18,6 @@ from zigzag.commands import programs
 from zigzag.core import report
 from zigzag.core.errors import human_bytes
 from zigzag.run import loop
-from zigzag.run.continuing import record_of
 
 
 class Network(NamedTuple):
@@ -119,8 +118,8 @@ def test_a_start_is_short(capsys, tmp_path):
     program = program_of(config, "tensor=2,pipe=2")
     printed, whole = header(capsys, program), header(capsys, program, verbose=True)
     sizes = ("sizes    layers 2, d_model 32, heads 4, kv_heads 2, d_ff 64, experts 4, vocab_size "
-             "61, seq_len 16\ntraining 20 steps of 8 examples, adamw, lr up to 0.0156 after 3 steps "
-             "of warmup\noptions  ")
+             "61, seq_len 16\ntraining 20 steps of 8 examples, adamw, lr up to 0.0156 after 3 "
+             "steps of warmup\noptions  ")
     assert sizes in printed and sizes in whole and "mesh     pipe=2 tensor=2\n" in printed
     assert "memory   a device holds " in printed and "pipe     gpipe: " in printed
     assert re.search(r"^layers.attn_norm +\[2,32\] ", whole, re.M) and "attend   causal" in whole

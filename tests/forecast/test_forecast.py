@@ -11,52 +11,42 @@ import jax.numpy as jnp
 import pytest
 
 import shard
-from forecast import estimate as forecast
+from forecast import dry_run
+from forecast.estimate import cost_model
 from forecast.traffic import expected_traffic
-from tests.common import SMALL, check_network, command, full, net, peer, refused, slow, started
+from tests.common import SMALL, command, full, net, peer, refused, slow, started
 from tests.helpers import make, program_of
 from zigzag.core import chips
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import AXES, make_mesh, mesh_sizes
-from zigzag.run.plan import compiled
 
 # -------------------------------------------------------------------------------------------
 # --mesh auto
 
-def program_and_step(config):
-    program = program_of(config, config.mesh)
-    return program, compiled(program)
-
-
-def auto_mesh(config, lines, compile_program=program_and_step):
-    """The mesh chosen for the transformer on the devices here, and its compiled step."""
-    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
-    return forecast.auto_mesh(
-        config, jax.devices(), params, check=check_network,
-        compile_program=compile_program, say=lines.append,
-        flops=net.flops(config, config.batch * config.network.seq_len))
-
-
 WIDE = dict(batch=16, layers=4, d_model=128, d_ff=512, seq_len=64)
 
 
-def test_a_mesh_is_chosen_that_fits(monkeypatch):
+def test_a_mesh_is_chosen_that_fits(monkeypatch, capsys):
     """A chosen mesh over which the model does not divide, or that does not fit into memory."""
-    config, lines = make(mesh="auto", **WIDE), []
-    mesh, (program, step) = auto_mesh(config, lines)
-    assert math.prod(mesh_sizes(mesh).values()) == 8 and chips.peak_memory(step) > 0
-    assert {a: n for a, n in program.mesh.shape.items() if n > 1} == mesh_sizes(mesh)
-    assert "meshes of 8 devices" in lines[0] and mesh in lines[1] and "compiled" in lines[-1]
+    config = make(mesh="auto", **WIDE)
+    chosen, (program, step) = dry_run.choose_mesh(config)
+    lines = capsys.readouterr().out.splitlines()
+    assert math.prod(mesh_sizes(chosen.mesh).values()) == 8 and chips.peak_memory(step) > 0
+    assert {a: n for a, n in program.mesh.shape.items() if n > 1} == mesh_sizes(chosen.mesh)
+    assert "meshes of 8 devices" in lines[0] and chosen.mesh in lines[1]
+    assert "compiled" in lines[-1]
     with pytest.raises(ConfigError, match="no mesh of 8 devices divides"):
-        auto_mesh(change(config, batch=1, heads=1, kv_heads=1, head_dim=128, layers=1,
-                                      seq_len=1, d_ff=7), [])
+        dry_run.choose_mesh(change(config, batch=1, heads=1, kv_heads=1, head_dim=128, layers=1,
+                                   seq_len=1, d_ff=7))
     # (From here on with programs that are not compiled, but said to take so much memory.)
-    monkeypatch.setattr(forecast, "peak_memory", lambda step: step)
-    mesh, _ = auto_mesh(change(config, shards=4), [], lambda config: (None, 0))
-    assert mesh_sizes(mesh)["tensor"] == 4
+    monkeypatch.setattr(dry_run, "peak_memory", lambda step: step)
+    monkeypatch.setattr(dry_run, "ready_to_run", lambda config: (None, 0))
+    chosen, _ = dry_run.choose_mesh(change(config, shards=4))
+    assert mesh_sizes(chosen.mesh)["tensor"] == 4
+    monkeypatch.setattr(dry_run, "ready_to_run", lambda config: (None, 2**60))
     with pytest.raises(ConfigError, match="none of the 3 best has room"):
-        auto_mesh(config, [], lambda config: (None, 2**60))
+        dry_run.choose_mesh(config)
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "tensor=4", "data=2,fsdp=2,tensor=2", "seq=4",
@@ -67,8 +57,7 @@ def test_the_cost_model_is_near_the_expected_traffic(mesh):
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     sizes = {a: mesh_sizes(mesh).get(a, 1) for a in AXES}
     slow_links = chips.Chip(flops=1e12, memory=1e9, bandwidth=1e11, links=1.0)
-    estimate = forecast.cost_model(
-        config, params, sizes, slow_links, flops=net.flops(config, 16 * 64)).links
+    estimate = cost_model(config, params, sizes, slow_links, net.flops(config, 16 * 64)).links
     exact = sum(c.bytes for c in expected_traffic(program_of(config, mesh).plan))
     assert 0.5 < estimate / exact < 2
 
@@ -141,11 +130,11 @@ def test_bias_and_activation_and_dropout_and_sum_are_fused():
 def test_a_small_programs_numbers_are_not_all_zero():
     """memory 0.00 GiB, 0.00 Tflop, 0.0 ms, 161,635,550 tokens/s; other units for a large one, which
     the docs quote."""
-    assert [forecast._gib(2**30 * x) for x in (2.15, 0.29, 0.01)] == [
+    assert [dry_run._gib(2**30 * x) for x in (2.15, 0.29, 0.01)] == [
         "2.15 GiB", "0.29 GiB", "10.7 MB"]
-    assert [forecast._in_units(x, forecast.FLOPS, 2) for x in (2.4e11, 2.4e8, 2.4e3)] == [
+    assert [dry_run._in_units(x, dry_run.FLOPS, 2) for x in (2.4e11, 2.4e8, 2.4e3)] == [
         "0.24 Tflop", "0.24 Gflop", "0.00 Mflop"]
-    assert [forecast._in_units(x, forecast.TIMES) for x in (12.0, 1e-4, 9.8e-6)] == [
+    assert [dry_run._in_units(x, dry_run.TIMES) for x in (12.0, 1e-4, 9.8e-6)] == [
         "12,000.0 ms", "0.1 ms", "9.8 us"]
 
 

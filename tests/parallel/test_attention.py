@@ -337,8 +337,10 @@ def test_a_kernel_is_asked_for_what_it_can(name, dtype, time, width, kind):
     ("", 256, True, False, "NVIDIA H100")])
 def test_a_ring_asks_for_what_its_kernel_can(name, time, causal, window, kind):
     """Half of a device's tokens that are no whole block; a window, which its parts do not know."""
-    found = attention.ring_kernel_name("bfloat16", time, 64, causal, window, mesh_with(kind))
-    assert found == name
+    mesh = SimpleNamespace(shape={}, abstract_mesh=mesh_with(kind).abstract_mesh)
+    call = attention.Call(causal, "", attention.Known(causal, window), "bfloat16", 1, 1, time, time,
+                          64, True)
+    assert attention.kernel_for(call, True, mesh, ()) == name
 
 
 @pytest.mark.parametrize("causal", [False, True])

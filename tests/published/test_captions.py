@@ -9,7 +9,7 @@ import pytest
 import sample
 import train
 from tasks.examples import Pairs, named_array
-from tasks.pairs import collate_arrays
+from tasks.pairs import collate
 from tests.helpers import rows_in
 from tests.published.test_two_towers import blip2_folder
 from zigzag.core.errors import ConfigError
@@ -93,8 +93,8 @@ def test_blip2_is_fine_tuned_on_captions(tmp_path, capsys):
 
 def test_targets_after_several_ids():
     """A loss at the places that a picture has; the first target after the wrong id."""
-    batch = collate_arrays([(np.zeros(2), np.array([5, 6, 2])), (np.ones(2), np.array([1, 7]))],
-                           6, [9, 9, 1], 2)
+    batch = collate([(np.zeros(2), np.array([5, 6, 2])), (np.ones(2), np.array([1, 7]))], 0, 6,
+                    [9, 9, 1], 2)
     assert batch["tokens"].tolist() == [[9, 9, 1, 5, 6, 0], [9, 9, 1, 7, 0, 0]]
     assert batch["targets"].tolist() == [[0, 0, 5, 6, 2, 0], [0, 0, 7, 2, 0, 0]]
     assert batch["weights"].tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0]]

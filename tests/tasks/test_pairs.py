@@ -5,12 +5,12 @@ import re
 import types
 import zipfile
 
+import jax
 import numpy as np
 import pytest
 
 import sample
 import train
-from tasks import examples
 from tasks.examples import Arrays, Pairs, collate_arrays
 from tasks.pairs import collate
 from tests.common import WORDS, command, digit_pairs, json_lines, net, opened, peer
@@ -41,7 +41,7 @@ def test_the_decoder_sees_its_targets_one_place_later():
     """A decoder that sees the token that it must predict, or never sees the start of a text;
     padding that counts in the loss."""
     batch = collate(pairs_of(([5, 6, END], [7, 8, END]), ([9, END], [END])), 4, 5,
-                               START, END, pad=3)
+                    [START], END, pad=3)
     want = {"source": [[5, 6, 1, 3], [9, 1, 3, 3]], "source_mask": [[1, 1, 1, 0], [1, 1, 0, 0]],
             "tokens": [[0, 7, 8, 3, 3], [0, 3, 3, 3, 3]],
             "targets": [[7, 8, 1, 3, 3], [1, 3, 3, 3, 3]],
@@ -59,7 +59,7 @@ def test_the_decoder_sees_its_targets_one_place_later():
     (2, [], [], [])])
 def test_the_start_is_there_once(start, target, tokens, targets):
     """Two starts, or none; an empty text without a target."""
-    batch = collate(pairs_of(([5], target)), 1, 6, start, end=2)
+    batch = collate(pairs_of(([5], target)), 1, 6, [start], end=2)
     n = int(batch["weights"].sum())
     assert batch["tokens"][0, :n].tolist() == tokens
     assert batch["targets"][0, :n].tolist() == targets
@@ -75,7 +75,7 @@ def test_targets_are_shifted_as_in_transformers():
     for start, pad, begin, end in ((0, 0, [], 1), (2, 1, [0], 2)):
         rows = pairs_of(*(([5], [*begin, *rng.integers(4, 90, rng.integers(0, 9)), end])
                           for _ in range(20)))
-        batch = collate(rows, 1, 10, start, end, pad)
+        batch = collate(rows, 1, 10, [start], end, pad)
         is_target = batch["weights"] == 1
         labels = torch.tensor(np.where(is_target, batch["targets"], -100))
         config = types.SimpleNamespace(decoder_start_token_id=start, pad_token_id=pad)
@@ -89,12 +89,12 @@ def test_what_is_too_long_is_cut_and_still_ends():
     """A model that never learns to stop, because truncation removes the end; an encoder that sees
     no end; an end that is added to a text without one."""
     rows = pairs_of(([5, 6, 7, 8, END], [4, 5, 6, 7, END]), ([5, 6, 7, 8], [0, 4, 5, 6, 7, END]))
-    batch = collate(rows, 3, 4, START, END)
+    batch = collate(rows, 3, 4, [START], END)
     assert batch["source"].tolist() == [[5, 6, END], [5, 6, 7]]
     assert batch["targets"].tolist() == [[4, 5, 6, END]] * 2
     assert batch["tokens"].tolist() == [[0, 4, 5, 6]] * 2
     assert rows[0][0].tolist() == [5, 6, 7, 8, END], "the examples are as they were"
-    plain = collate(rows, 3, 4, START)
+    plain = collate(rows, 3, 4, [START])
     assert plain["source"][0].tolist() == [5, 6, 7] and plain["targets"][0].tolist() == [4, 5, 6, 7]
 
 
@@ -187,8 +187,11 @@ def test_data_without_pairs_is_one_line(tmp_path):
                        (tmp_path / "on.jsonl", "no such file.*'one.jsonl'")):
         with pytest.raises(ConfigError, match=says):
             Pairs([path], Bytes())
+    class Few(Bytes):
+        vocab_size = 122
+
     with pytest.raises(ConfigError, match="one.jsonl line 1: 'source' has the id 256; .* 122"):
-        Pairs([one, one], Bytes(), vocab_size=122).train[0]
+        Pairs([one, one], Few()).train[0]
 
 
 # -------------------------------------------------------------------------------------------
@@ -295,6 +298,9 @@ def folder_of(path, arrays):
     return path
 
 
+LABELS = {"labels": jax.ShapeDtypeStruct((1,), np.int32)}
+
+
 def test_arrays_are_rows(tmp_path):
     """Rows of different examples put together, an array that is read completely for one row, an
     example in both splits."""
@@ -302,7 +308,7 @@ def test_arrays_are_rows(tmp_path):
     np.savez(tmp_path / "a.npz", **arrays)
     np.savez_compressed(tmp_path / "c.npz", **arrays)
     for path in (tmp_path / "a.npz", tmp_path / "c.npz", folder_of(tmp_path / "d", arrays)):
-        found = Arrays(path, names=("pixels", "labels"), below={"labels": 9})
+        found = Arrays(path, LABELS, {"labels": 9})
         assert (len(found.train), len(found.held_out)) == (18, 2)
         is_mapped = {isinstance(a, np.memmap) for a in found.arrays.values()}
         assert is_mapped == {path.name == "d"}
@@ -341,8 +347,9 @@ def test_bad_arrays_are_one_line(tmp_path):
     says("rows: .*'labels': 0", {**good, "labels": np.array(3)})
     says("0 examples; expected at least two", {"labels": np.array(3)})
     says("'seeds'", {"seeds": np.arange(4)})
-    says("no field 'pixel', .*did you mean 'pixels'", good, names=("pixel",))
-    says("labels has 8 in row .*expected 0 to 7", good, below={"labels": 8})
+    says("no field 'pixel', .*did you mean 'pixels'", good, shapes={"pixel": LABELS["labels"]})
+    says("labels has 8 in row .*expected 0 to 7", good, shapes=LABELS,
+         limits={"labels": 8})
     says("x has 4294967296", {"x": np.array([0, 2**32, 0, 0])})
     np.savez(tmp_path / "a.npz", **good)
     raw = (tmp_path / "a.npz").read_bytes()
@@ -375,8 +382,7 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
 
     def first(**changes):
         np.savez(tmp_path / "a.npz", **CLASSES | changes)
-        return examples.open_arrays([str(tmp_path / "a.npz")], net.batch_shapes(config, 1),
-                                    limits).train[0]
+        return Arrays(tmp_path / "a.npz", net.batch_shapes(config, 1), limits).train[0]
 
     def says(text, **changes):
         with pytest.raises(ConfigError, match=text):

@@ -27,11 +27,6 @@ TRAINING = {
         # A weight of which a chip has less than some 300 kB is still all-gathered, while products
         # are computed: not by an all-reduce, of twice the bytes. On 64 chips 223.6 -> 197.6 ms.
         "xla_tpu_prefer_async_allgather_to_allreduce": True}}
-# For a program with a loop over stages beside gathers for one device (run/custom_loss.py): no data
-# says which comes first. In XLA's usual order of instructions some devices came to a collective of
-# the loop first, others to a gather, and all waited for ever (jax 0.10.2); not in this order.
-LOOP_BESIDE_GATHERS = {
-    "cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
 
 
 def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False

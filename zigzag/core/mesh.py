@@ -45,7 +45,7 @@ class Around(NamedTuple):
     timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline cuts by time
     part_of_time: bool = False  # in the head of a pipelined loss, which sees one stage's part of
                                 # the time: functions that need all of it refuse
-    calls: Any = None           # an attention.Calls, in which `attend` notes what it was asked for
+    calls: Any = None           # a function that `attend` tells what it was asked for (a Call)
 
 
 # (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)

@@ -20,7 +20,7 @@ B batch, T time of queries, S time of keys, H heads, K kv heads, N per head.
 
 import functools
 import math
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import ambient, around, mark_varying, may_unroll, untyped, varying, within
+from zigzag.core.mesh import ambient, around, mark_varying, may_unroll, untyped, varying
 from zigzag.parallel.remat import part, recomputed
 
 # SCORES: the most scores that a device has in memory at once. BLOCK: the fewest queries of a block;
@@ -165,10 +165,9 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
 class Call(NamedTuple):
     """What is known of one call of shard.attend, while a loss is traced."""
     causal: bool
-    by_kernel: bool     # it is a Known: a kernel may compute it
-    in_ring: bool       # and a ring's kernel may, too: the Known is causal just where attend is
-    softcap: bool       # it caps the scores
-    documents: bool     # a row has several
+    beyond: str         # what it is besides plain causal softmax attention; "": nothing
+    known: Known | None     # for a kernel; None: none may. (window, softcap and documents say
+                        # whether there are some, and local says nothing)
     dtype: str
     rows: int
     heads: int
@@ -176,32 +175,6 @@ class Call(NamedTuple):
     keys: int           # S
     width: int          # of a head, N
     same_shape: bool    # q, k and v have equal T and N
-    window: bool        # a query sees only the last keys
-    beyond: str         # what it is besides plain causal softmax attention; "": nothing
-
-
-def call_of(q: Array, k: Array, v: Array, asked: Asked) -> Call:
-    """The Call with these arguments of shard.attend."""
-    (rows, queries, heads, width), keys, known = q.shape, k.shape[1], asked.known
-    same_shape = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]        # T and N
-    return Call(
-        asked.causal, known is not None, known is not None and bool(known.causal) == asked.causal,
-        bool(known and known.softcap), known is not None and known.documents is not None,
-        q.dtype.name, rows, heads, queries, keys, width, same_shape,
-        bool(known and known.window), asked.beyond)
-
-
-class Calls:
-    """The different calls of shard.attend in what is traced `with calls.noted():`, sorted."""
-
-    def __init__(self) -> None:
-        self.found: set[Call] = set()
-
-    def noted(self) -> Any:
-        return within(calls=self)
-
-    def __iter__(self) -> Iterator[Call]:
-        return iter(sorted(self.found))
 
 
 def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
@@ -211,7 +184,7 @@ def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
     n = mesh.shape["seq"]
     own = call._replace(queries=call.queries // n)      # (the loss was traced with the whole time)
     kernel = kernel_for(own, n > 1, mesh, manual)
-    how = f"by the {kernel} kernel" + ", within documents" * call.documents if kernel else ""
+    how = f"by the {kernel} kernel" + ", within documents" * call.known.documents if kernel else ""
     if n == 1:
         return how or "by its formula, in blocks of queries"
     return "around a ring: " + (
@@ -295,46 +268,52 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bo
     return "cuDNN" if fits and dtype in (jnp.bfloat16, jnp.float16) else ""
 
 
-def ring_kernel_name(dtype: Any, time: int, width: int, causal: bool, window: bool,
-                     mesh: Any = None) -> str:
-    """The name of the kernel for a ring in which a device has `time` tokens (ring_kernel.py); '' if
-    it has none."""
-    parts = 2 if causal else 1
-    name = "" if window else kernel_name(dtype, time // parts, width, mesh)
-    return name if name == "splash" else ""
-
-
 def kernel_for(call: Call, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
     """The name of the kernel by which shard.attend computes this on a mesh, in a `ring` over seq or
     not; '' if by none. (A compiler cannot split a kernel, so every axis must be manual.)"""
+    known, T = call.known, call.queries
     is_own = all(size == 1 or axis in manual for axis, size in mesh.shape.items())
-    if not (call.by_kernel and call.same_shape and is_own) or ring and not call.in_ring:
+    if known is None or not (call.same_shape and is_own):
         return ""
-    dtype, T, width = call.dtype, call.queries, call.width
-    if ring:
-        return ring_kernel_name(dtype, T, width, call.causal, call.window, mesh)
-    return kernel_name(dtype, T, width, mesh, call.softcap,
-                       call.rows * T * T if call.documents else 0)
+    if not ring:
+        return kernel_name(call.dtype, T, call.width, mesh, known.softcap,
+                           call.rows * T * T if known.documents else 0)
+    # (ring_kernel.py knows no window, and is causal just where the ring is.)
+    name = kernel_name(call.dtype, T // 2 if call.causal else T, call.width, mesh)
+    fits = name == "splash" and not known.window and bool(known.causal) == call.causal
+    return name if fits else ""
 
 
 def kernel_fits(q: Array, k: Array, v: Array, asked: Asked) -> bool:
     """Whether a kernel computes attend's result for these arguments, on the ambient mesh. (Who
-    collects `Calls` finds this one among them.)"""
-    mesh, call = jax.sharding.get_abstract_mesh(), call_of(q, k, v, asked)
-    if around().calls is not None:
-        around().calls.found.add(call)
+    asks for `calls` is told of this one.)"""
+    known = asked.known and asked.known._replace(
+        window=bool(asked.known.window), local=None, softcap=bool(asked.known.softcap),
+        documents=asked.known.documents is not None)
+    same_shape = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]        # T and N
+    (rows, queries, heads, width), keys = q.shape, k.shape[1]
+    call = Call(asked.causal, asked.beyond, known, q.dtype.name, rows, heads, queries, keys, width,
+                same_shape)
+    if around().calls:
+        around().calls(call)
+    mesh = jax.sharding.get_abstract_mesh()
     return bool(kernel_for(call, "seq" in varying(q), mesh, mesh.manual_axes))
 
 
-def run_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
-    """Attention by the device's kernel: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N]."""
-    if kernel_name(q.dtype, q.shape[1], q.shape[3]) != "splash":
-        return _cudnn(q, k, v, known)
-    if known.local is None:
-        return _splash(q, k, v, known)
-    near = known._replace(local=None)
-    return lax.cond(known.local, *[functools.partial(_splash, known=either) for either in (
-        near, near._replace(window=0))], q, k, v)
+def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
+    """Attention by the device's kernel, inside a shard_map too: q [B, T, H, N], k and v
+    [B, T, K, N] -> [B, T, H, N]."""
+    def run(qkv, traced):
+        here = known._replace(**traced)
+        if kernel_name(q.dtype, q.shape[1], q.shape[3]) != "splash":
+            return _cudnn(*qkv, here)
+        if here.local is None:
+            return _splash(*qkv, here)
+        near = here._replace(local=None)
+        return lax.cond(here.local, *[functools.partial(_splash, known=either) for either in (
+            near, near._replace(window=0))], *qkv)
+
+    return without_types(run)((q, k, v), {"documents": known.documents, "local": known.local})
 
 
 def _cudnn(q, k, v, known):
@@ -387,14 +366,6 @@ def by_row_or_head(kernel: Callable, q: Array, k: Array, v: Array,
     return [x.reshape(B, H, T, *x.shape[dims:]) for x in jax.tree.leaves(found)]
 
 
-def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
-    """run_kernel, inside a shard_map too."""
-    def run(qkv, traced):
-        return run_kernel(*qkv, known._replace(**traced))
-
-    return without_types(run)((q, k, v), {"documents": known.documents, "local": known.local})
-
-
 def without_types(fn: Callable) -> Callable:
     """fn(qkv, others), which has a gradient for qkv alone, inside a shard_map too.
 
@@ -441,7 +412,7 @@ def zigzag_order(time: int, devices: int) -> np.ndarray:
     """The slots of a row in the order of the devices that hold them. With 8 tokens on 2 devices:
     0 1 6 7 | 2 3 4 5."""
     parts = np.arange(time).reshape(2 * devices, -1)
-    return np.concatenate([p for i in range(devices) for p in (parts[i], parts[-1 - i])])
+    return np.stack([parts, parts[::-1]], 1)[:devices].reshape(-1)
 
 
 def shard_time(batch: dict[str, Array], mesh: Any, row_axes: Any = None,

@@ -15,7 +15,6 @@ Here a device runs 5 all-reduces. Above each pattern below is an example of a li
 """
 
 import collections
-import dataclasses
 import functools
 import math
 import re
@@ -45,7 +44,7 @@ def collectives(compiled: Any) -> list[Collective]:
         found = _COLLECTIVE.search(line)
         # On TPU, a collective that overlaps with other work occurs in every computation of its
         # chain. Count it in the one that starts it.
-        if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation.text):
+        if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation):
             rows.append(_row(found, line, mesh, times))
     return add_up(rows)
 
@@ -95,27 +94,22 @@ _CONSTANT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
 _RESULT = re.compile(r"^ *(?:ROOT )?%([\w.\-]+) = \w+\[([\d,]*)\]", re.M)
 
 
-@dataclasses.dataclass
-class _Computation:
-    text: str
-
-    @functools.cached_property
-    def shapes(self):
-        """{name: shape} of the values that this computation makes."""
-        return {name: _ints(dims) for name, dims in _RESULT.findall(self.text)}
+@functools.lru_cache(maxsize=64)
+def _shapes(computation):
+    """{name: shape} of the values that this computation makes."""
+    return {name: _ints(dims) for name, dims in _RESULT.findall(computation)}
 
 
 def _executed(text, ragged=1.0, one_branch=False):
-    """Yield (line, how often it runs, its computation) for each line that runs: of all branches, or
-    of the one with the most products."""
+    """Yield (line, how often it runs, its computation's text) for each line that runs: of all
+    branches, or of the one with the most products."""
     _, *parts = _HEADER.split(text)     # for each computation: "ENTRY " or None, its name, its text
     entries, names, texts = parts[::3], parts[1::3], parts[2::3]
-    computations = dict(zip(names, map(_Computation, texts)))
+    computations = dict(zip(names, texts))
 
     def visit(name, times):
-        computation = computations[name]
-        for line in computation.text.splitlines():
-            yield line, times, computation
+        for line in computations[name].splitlines():
+            yield line, times, computations[name]
             inside = times * _repeats(line, computations, ragged)
             callees = _NAME.findall(" ".join(_CALLS.findall(line)))
             if one_branch and " conditional(" in line:
@@ -129,7 +123,7 @@ def _executed(text, ragged=1.0, one_branch=False):
 def _repeats(line, computations, ragged):
     """How often a line runs the computations that it calls."""
     if " while(" in line:
-        trips, condition = _TRIP_COUNT.search(line), computations[_CONDITION.search(line)[1]].text
+        trips, condition = _TRIP_COUNT.search(line), computations[_CONDITION.search(line)[1]]
         if not trips and "direction=LT" in condition:
             # A loop that counts from 0 while the counter is less than a constant.
             trips = _CONSTANT.search(condition)
@@ -247,7 +241,7 @@ def _operations(line, computation, ragged):
             return _splash_operations(found[1], line)
     if not (found := _PRODUCT.match(line)):
         return 0
-    left, right = (computation.shapes[name] for name in _NAME.findall(found["operands"]))
+    left, right = (_shapes(computation)[name] for name in _NAME.findall(found["operands"]))
     result = _ints(found["shape"])
     if found["kind"] == "convolution":
         return 2 * _convolution_products(result, left, right, found["options"])

@@ -28,13 +28,9 @@ def _traced(fn, *args):
     return (fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, and of the jaxprs inside it."""
-    return (eqn for eqn, _ in equations_below(jaxpr))
-
-
 def equations_below(jaxpr: Any, above: tuple = ()) -> Iterator[tuple[Any, tuple]]:
-    """The same, each with the equations that it is inside of."""
+    """Every equation of a jaxpr, and of the jaxprs inside it, each with the equations that it is
+    inside of."""
     for eqn in jaxpr.eqns:
         yield eqn, above
         for inner in jaxprs_in_params(eqn.params):
@@ -119,14 +115,14 @@ def labelled(fn: Callable) -> Callable:
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
     """The names that `named` has given to values of a function, with DIFFERENTIATED among them if
     the function itself takes a gradient through a named value."""
-    names = {eqn.params["name"] for eqn in equations(_traced(fn, *args))
+    names = {eqn.params["name"] for eqn, _ in equations_below(_traced(fn, *args))
              if eqn.primitive.name == "name"}
     return {name.removeprefix(OURS) for name in names if name.startswith(OURS)}
 
 
 def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
     """Whether any operation of a function returns floats of fewer than 32 bits."""
-    dtypes = {v.aval.dtype for eqn in equations(_traced(fn, *args)) for v in eqn.outvars
+    dtypes = {v.aval.dtype for eqn, _ in equations_below(_traced(fn, *args)) for v in eqn.outvars
               if hasattr(v.aval, "dtype")}
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
@@ -139,48 +135,44 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
     may. If a branch or the length of a loop depends on the batch, devices with different rows do
     not meet in the collectives that the compiler puts inside, and wait for ever. Calls into Python
     are the other reason."""
-    jaxpr, flow = _traced(fn, params, batch), _BatchFlow()
-    given = len(jax.tree.leaves(params))
-    flow.run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
-    return flow.why
+    reasons = [""]
 
+    def run(jaxpr, depends):
+        """For each result of a jaxpr whether it depends on the batch, given that of its operands.
+        """
+        return interpret(jaxpr, depends, lambda constant: False, equation)
 
-class _BatchFlow:
-    """A walk through a jaxpr that tells which values depend on the batch: a bool for each value."""
-
-    def __init__(self):
-        self.why = ""
-
-    def run(self, jaxpr, given):
-        return interpret(jaxpr, given, lambda constant: False, self.equation)
-
-    def equation(self, eqn, ins):
+    def equation(eqn, ins):
         name, params = eqn.primitive.name, eqn.params
         if name == "cond":
             if ins[0]:
-                self.why = "branches on its data"
-            branches = [self.run(b.jaxpr, ins[1:]) for b in params["branches"]]
+                reasons.append("branches on its data")
+            branches = [run(b.jaxpr, ins[1:]) for b in params["branches"]]
             return [ins[0] or any(results) for results in zip(*branches)]
         if name == "while":
             n, m = params["cond_nconsts"], params["body_nconsts"]
-            outs = self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
-            if self.run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
-                self.why = "has a loop whose length depends on its data"
+            outs = loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
+            if run(params["cond_jaxpr"].jaxpr, ins[:n] + outs)[0]:
+                reasons.append("has a loop whose length depends on its data")
             return outs
         if name == "scan":
-            return self.loop(params["jaxpr"].jaxpr, *scan_operands(eqn, ins))
+            return loop(params["jaxpr"].jaxpr, *scan_operands(eqn, ins))
         if call := inner_call(eqn, ins):
-            return self.run(*call)
+            return run(*call)
         if "callback" in name or name == "debug_print":
-            self.why = "calls Python"
+            reasons.append("calls Python")
         return [any(ins)] * len(eqn.outvars)
 
-    def loop(self, body, fixed, carry, scanned=()):
+    def loop(body, fixed, carry, scanned=()):
         """The bools of a loop's results. Runs the body until no further carry depends on the batch.
         """
         while True:
-            outs = self.run(body, [*fixed, *carry, *scanned])
+            outs = run(body, [*fixed, *carry, *scanned])
             new = [a or b for a, b in zip(carry, outs)]
             if new == carry:
                 return carry + outs[len(carry):]
             carry = new
+
+    jaxpr, given = _traced(fn, params, batch), len(jax.tree.leaves(params))
+    run(jaxpr, [i >= given for i in range(len(jaxpr.invars))])
+    return reasons[-1]

@@ -100,13 +100,18 @@ def with_hits(total: Any, count: Any, hits: Any, c: Any) -> tuple:
     return (total, count, {"accuracy": hits}) if c.accuracy else (total, count)
 
 
+def model_type(published: str) -> Any:
+    """The model_type in the config.json of a published model; "" if there is no model; None if the
+    text is no config.json."""
+    try:
+        return json.loads(published or '{"model_type": ""}')["model_type"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
 def check_published(c: Any) -> None:
     """Refuse a `published` that is not a config.json, in a run written by another program."""
-    try:
-        known = json.loads(c.published or '{"model_type": ""}')
-    except (ValueError, RecursionError):
-        known = None
-    if not isinstance(known, dict) or not isinstance(known.get("model_type"), str):
+    if not isinstance(model_type(c.published), str):
         raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
                           f"model, with its model_type")
 
@@ -340,14 +345,6 @@ class Network:
                  jax.tree.map(lambda _: PartitionSpec(), shapes))
         return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
                             shardings(specs, mesh))
-
-
-def model_type(published: str) -> str:
-    """The model_type in the config.json of a published model; "" if there is none."""
-    try:
-        return json.loads(published)["model_type"] if published else ""
-    except (ValueError, TypeError, KeyError):       # (check_published refuses it)
-        return ""
 
 
 def network_of(config: Any) -> Network:

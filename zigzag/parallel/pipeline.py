@@ -96,14 +96,6 @@ def _last_tick(microbatch, S, V):
     return (S - 1) + group * S * V + (V - 1) * S + j
 
 
-def work_at(t: Any, stage: Any, S: int, V: int) -> tuple[Any, Any]:
-    """The microbatch and the chunk that a stage works on in tick t. The stage is idle if that
-    microbatch is not one of 0 ... M - 1."""
-    turn = t - stage
-    lap = S * V
-    return turn // lap * S + turn % S, turn % lap // S
-
-
 def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
     """In 1F1B, the microbatch that a stage takes forward in tick t and the one it takes backward.
 
@@ -237,7 +229,8 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
         stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
     In a tick, stage 0 takes a new microbatch if it is about to enter chunk 0, and else the one that
-    the last stage has sent around. While a run trains, its layers are stored in the order of the
+    the last stage has sent around. (A stage is idle if its microbatch is not one of 0 ... M - 1.)
+    While a run trains, its layers are stored in the order of the
     stages (layer_order in storage.py): a stage's V chunks are not neighbours in the model."""
     M, S, V, me = options.microbatches, axis_size("pipe"), options.chunks, lax.axis_index("pipe")
     xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)    # (as in gpipe)
@@ -245,19 +238,20 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
     numbers = jnp.arange(S * len(jax.tree.leaves(weights)[0])).reshape(V, S, -1)
 
     def tick(x, t):
-        microbatch, chunk = work_at(t, me, S, V)
+        turn, lap = t - me, S * V
+        microbatch, chunk = turn // lap * S + turn % S, turn % lap // S
         busy = (microbatch >= 0) & (microbatch < M)
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
 
         # Under a checkpoint, the backward pass picks the chunk's weights again; otherwise each tick
         # would save a copy.
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
-        def turn(x):
+        def work(x):
             return skip_idle(busy, lambda x: stack(
                 astype(pick(wide, chunk), weights), x, pick(pick(numbers, chunk), me),
                 pick(batch, microbatch)), x)
 
-        x, aux = turn(x)
+        x, aux = work(x)
         return send(x, 1), (x, aux)
 
     start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
@@ -268,20 +262,6 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
 
 # -------------------------------------------------------------------------------------------
 # One forward, one backward
-
-class _State(NamedTuple):
-    """What 1F1B carries from tick to tick. x, dx and dlast are [b, T, D]."""
-    x: Array                # the next input of this stage: the previous stage's output of last tick
-    dx: Array               # the cotangent of this stage's output, for the microbatch that it takes
-                            # backward next: the next stage's input cotangent of last tick
-    dlast: Array            # what dx is on the other stages, for the last stage: the cotangent of
-                            # its output of last tick, from the head's backward pass
-    inputs: Array           # [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S),
-                            # saved until the stage takes m backward, 2 S - 1 ticks at most
-    grads: tuple            # gradients of (params, weights) so far, float32
-    sums: tuple             # the head's (sum, count, ...) so far
-    aux: Any                # the layers' aux so far
-
 
 class Parts(NamedTuple):
     """The parts of a loss, and how its rows are cut."""
@@ -299,7 +279,7 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
         stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       0' is the backward pass of microbatch 0; a
         stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       tick has a forward and a backward pass
 
-    In tick t (`_Stage.tick`), stage s
+    In tick t (`tick` in `_with_gradients`), stage s
 
       1. takes microbatch t - s forward and saves its input (which stage 0 first makes, by embed);
       2. computes its share of the head for the microbatch that the last stage has just finished,
@@ -333,81 +313,78 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
 
 
 def _with_gradients(parts, params, weights):
-    """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes."""
-    S, M, stage = axis_size("pipe"), parts.options.microbatches, _Stage(parts, params, weights)
-    x = stage.zeros
-    grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
-    state = _State(x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, stage.me),
-                   zeros_of(stage.head, params, x, 0), zeros_of(stage.layers, weights, x, 0)[1])
-    state = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], lambda t, s: stage.tick(s, t), state)
-    return with_aux(state.sums, state.aux), astype(state.grads, (params, weights))
+    """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes. The loop
+    carries from tick to tick, with x, dx and dlast [b, T, D],
 
+        x           the next input of this stage: the previous stage's output of last tick
+        dx          the cotangent of this stage's output, for the microbatch that it takes backward
+                    next: the next stage's input cotangent of last tick
+        dlast       what dx is on the other stages, for the last stage: the cotangent of its output
+                    of last tick, from the head's backward pass
+        inputs      [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S), saved
+                    until the stage takes m backward, 2 S - 1 ticks at most
+        grads       gradients of (params, weights) so far, float32
+        sums, aux   the head's (sum, count, ...) and the layers' aux so far
+    """
+    S, M, me = axis_size("pipe"), parts.options.microbatches, lax.axis_index("pipe")
+    batch, own = split_rows(parts.batch, M), len(jax.tree.leaves(weights)[0])
+    numbers = me * own + jnp.arange(own)
 
-class _Stage:
-    """One stage's work in a tick of 1F1B: see `one_forward_one_backward`."""
-
-    def __init__(self, parts, params, weights):
-        self.parts, self.params, self.weights = parts, params, weights
-        self.me, own = lax.axis_index("pipe"), len(jax.tree.leaves(weights)[0])
-        self.batch = split_rows(parts.batch, parts.options.microbatches)
-        self.numbers = self.me * own + jnp.arange(own)
-        self.zeros = self._marked(zeros_of(parts.embed, params, pick(self.batch, 0)))
-
-    def _marked(self, tree):
+    def marked(tree):
         """The tree with the varying type of the loop's carry, which must be the same every tick."""
-        return vary_like(tree, self.params, self.batch, self.weights, self.me)
+        return vary_like(tree, params, batch, weights, me)
 
-    def embed(self, params, m):
-        return self._marked(self.parts.embed(params, pick(self.batch, m)))
+    def embed(params, m):
+        return marked(parts.embed(params, pick(batch, m)))
 
-    def layers(self, weights, x, m):
-        return self._marked(self.parts.stack(weights, x, self.numbers, pick(self.batch, m)))
+    def layers(weights, x, m):
+        return marked(parts.stack(weights, x, numbers, pick(batch, m)))
 
-    def head(self, params, y, m):
-        return self.parts.head(params, y, pick(self.batch, m))
+    def head(params, y, m):
+        return parts.head(params, y, pick(batch, m))
 
-    def tick(self, s, t):
-        """The _State after tick t, from the state `s` before it."""
-        S, M = axis_size("pipe"), self.parts.options.microbatches
-        (forward, backward), finished = work_1f1b(t, self.me, S), t - (S - 1)
-        first, last = self.me == 0, self.me == S - 1
+    def layer_gradients(x, dy, m):
+        """The gradient of weights and the cotangent of x. The layers are recomputed from x."""
+        (_, aux), vjp = jax.vjp(lambda w, x: layers(w, x, m), weights, x)
+        return vjp((dy, None if aux is None else _one_and_zeros(aux)))
+
+    def tick(t, carry):
+        x, dx, dlast, inputs, (dparams, total), so_far, aux_so_far = carry
+        (forward, backward), finished = work_1f1b(t, me, S), t - (S - 1)
+        first, last = me == 0, me == S - 1
 
         busy = (forward >= 0) & (forward < M)
-        x = skip_idle(busy & first, lambda x: self.embed(self.params, forward), s.x, lambda x: x)
+        x = skip_idle(busy & first, lambda x: embed(params, forward), x, lambda x: x)
         inputs = jnp.where(busy, lax.dynamic_update_index_in_dim(
-            s.inputs, x, forward % (2 * S), 0), s.inputs)
-        y, aux = skip_idle(busy, lambda x: self.layers(self.weights, x, forward), x)
+            inputs, x, forward % (2 * S), 0), inputs)
+        y, aux = skip_idle(busy, lambda x: layers(weights, x, forward), x)
 
         # The head, for the microbatch that the last stage has just finished. Never skipped: all
         # stages take part in its collectives.
         valid = (finished >= 0) & (finished < M)
-        sums, dhead, dlast = self._head_gradients(jnp.where(last, y, 0), finished)
+        sums, vjp = jax.vjp(lambda params, y: head(params, y, finished), params,
+                            jnp.where(last, y, 0))
+        dhead, next_dlast = vjp(_one_and_zeros(sums))
         sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
 
         # Backward.
-        dx = jnp.where(last, s.dlast, s.dx)
+        dx = jnp.where(last, dlast, dx)
         turn = (backward >= 0) & (backward < M)
-        dweights, dx = skip_idle(turn, lambda dx: self._layer_gradients(
+        dweights, dx = skip_idle(turn, lambda dx: layer_gradients(
             pick(inputs, backward % (2 * S)), dx, backward), dx)
-        dembed = skip_idle(turn & first, lambda dx: self._embed_gradients(dx, backward), dx)
+        dembed, = skip_idle(turn & first, lambda dx: jax.vjp(
+            lambda params: embed(params, backward), params)[1](dx), dx)
 
-        dparams, total = s.grads
-        return _State(send(y, 1), send(dx, -1), dlast, inputs,
-                      (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
-                      add_to(s.sums, sums), add_to(s.aux, aux))
+        return (send(y, 1), send(dx, -1), next_dlast, inputs,
+                (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
+                add_to(so_far, sums), add_to(aux_so_far, aux))
 
-    def _head_gradients(self, y, m):
-        """The head's sums, the gradient of params, and the cotangent of y."""
-        sums, vjp = jax.vjp(lambda params, y: self.head(params, y, m), self.params, y)
-        return sums, *vjp(_one_and_zeros(sums))
-
-    def _layer_gradients(self, x, dy, m):
-        """The gradient of weights and the cotangent of x. The layers are recomputed from x."""
-        (_, aux), vjp = jax.vjp(lambda w, x: self.layers(w, x, m), self.weights, x)
-        return vjp((dy, None if aux is None else _one_and_zeros(aux)))
-
-    def _embed_gradients(self, dx, m):
-        return jax.vjp(lambda params: self.embed(params, m), self.params)[1](dx)[0]
+    x = marked(zeros_of(parts.embed, params, pick(batch, 0)))
+    grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
+    start = (x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, me),
+             zeros_of(head, params, x, 0), zeros_of(layers, weights, x, 0)[1])
+    *_, grads, sums, aux = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], tick, start)
+    return with_aux(sums, aux), astype(grads, (params, weights))
 
 
 def _one_and_zeros(sums):

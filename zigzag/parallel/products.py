@@ -52,14 +52,6 @@ class Adapted:
         return self.w.ndim
 
 
-def on_columns(fn: Callable, tree: Any) -> Any:
-    """Apply fn to all arrays with columns in a tree of weights: to each plain weight, and to w and
-    b of an Adapted one."""
-    return jax.tree.map(
-        lambda w: Adapted(fn(w.w), w.a, fn(w.b)) if isinstance(w, Adapted) else fn(w), tree,
-        is_leaf=lambda w: isinstance(w, Adapted))
-
-
 def merged(w: Array | Adapted) -> Array:
     """The weight as one array: w, or w + a b with its adapter."""
     return w.w + jnp.tensordot(w.a, w.b, 1) if isinstance(w, Adapted) else w
@@ -155,19 +147,21 @@ def repeat_kv(w: Any, heads: int) -> Any:
     until tensor divides them, and a device takes the ones that its own queries use. The gradient of
     a kv head is the sum over its copies, on a device (the transpose of the repeat) and over devices
     (that of the mark)."""
-    return on_columns(lambda w: _repeat_kv(w, heads), w)
+    def repeated(w):
+        if isinstance(w, Adapted):
+            return Adapted(repeated(w.w), w.a, repeated(w.b))
+        count = math.lcm(w.shape[1], max(axis_size("tensor"), around().tensor))
+        if is_split(w) or count == w.shape[1] or heads % count:
+            return w
+        times = count // w.shape[1]
+        if axis_size("tensor") > 1:
+            return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
+        # (For the rule, which traces the block before there is a mesh; tensor will have
+        # around().tensor devices. The rule can trace through an einsum, and not through a repeat.)
+        return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times,
+                                                       1))
 
-
-def _repeat_kv(w, heads):
-    count = math.lcm(w.shape[1], max(axis_size("tensor"), around().tensor))
-    if is_split(w) or count == w.shape[1] or heads % count:
-        return w
-    times = count // w.shape[1]
-    if axis_size("tensor") > 1:
-        return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-    # (For the rule, which traces the block before there is a mesh; tensor will have around().tensor
-    # devices. The rule can trace through an einsum, and not through a repeat.)
-    return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times, 1))
+    return jax.tree.map(repeated, w, is_leaf=lambda w: isinstance(w, Adapted))
 
 
 # -------------------------------------------------------------------------------------------

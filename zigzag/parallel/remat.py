@@ -121,9 +121,11 @@ def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -
         return jax.tree.map(lambda a: checkpoint_name(a, "stream"), x)
 
     def loop(body, x, stack):
+        # (A loop copies what it keeps for the backward pass into arrays of all layers.)
+        unrolls = remat == "none" and may_unroll() and (
+            len(jax.tree.leaves(stack)[0]) <= UNROLLED)
         with within(again=how.parts):
-            return lax.scan(lambda x, layer: body(named(x), layer), x, stack,
-                            unroll=unrolls(stack, remat))
+            return lax.scan(lambda x, layer: body(named(x), layer), x, stack, unroll=unrolls)
 
     kept = body
     if how.policy == "offload":     # (an argument is kept on the device; a name inside is not)
@@ -158,9 +160,3 @@ def recomputed(fn: Callable) -> Callable:
         return jax.tree.unflatten(jax.tree.structure(results), again(traced.consts, arrays))
 
     return call
-
-
-def unrolls(stacked: Any, remat: str) -> bool:
-    """Whether a loop over layers is unrolled, if their weights and inputs are stacked like this. (A
-    loop copies what it keeps for the backward pass into arrays of all layers.)"""
-    return may_unroll() and remat == "none" and len(jax.tree.leaves(stacked)[0]) <= UNROLLED

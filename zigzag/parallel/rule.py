@@ -70,7 +70,7 @@ from zigzag.core.mesh import (
     trimmed,
     within,
 )
-from zigzag.parallel.trace import trace
+from zigzag.parallel.trace import reached, trace
 
 # Not worth a reduction: a group NARROW times narrower than what its columns read (a low rank, a few
 # labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
@@ -130,11 +130,12 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     sizes = _axis_sizes(mesh)
     _, leaves, tree = flatten(params)
     choice, places = _choice(fn, params, args, sizes["tensor"])
-    rows = choice.rows() if mesh_axes is None else [
-        _row_of_table(row) for row in tree.flatten_up_to(mesh_axes)]
+    rows = choice.rows() if mesh_axes is None else (
+        ({axis: [d for d, name in enumerate(row) if name == axis] for axis in AXES},
+         "as its row says") for row in tree.flatten_up_to(mesh_axes))
     decisions = [Decision(P(), "not an array")] * len(leaves)
-    for leaf, (i, row) in enumerate(zip(places.values(), rows)):
-        decisions[i] = _decide(choice.facts, leaf, row, mesh, fsdp_min)
+    for leaf, (i, (dims, whole)) in enumerate(zip(places.values(), rows)):
+        decisions[i] = _decide(choice.facts, leaf, dims, whole, mesh, fsdp_min)
     shapes = {path: leaves[i].shape for path, i in places.items()}
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
@@ -175,14 +176,12 @@ def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
     """The groups of a function's dimensions, those that are split first, each kind by price (step 3
     of the rule). For learn/prices.py."""
     (choice, places), found = _choice(fn, params, args, shards), []
-    paths = list(places)
+    paths, facts = list(places), choice.facts
     _, verdicts = choice.split()
     for group, members in choice.members.items():
-        costs = choice.facts.costs[group]
-        named = [(paths[leaf], d, " ".join(sorted(choice.facts.roles[leaf][d])))
-                 for leaf, d in members]
-        found.append(Group(named, choice.size(group), sum(c.count for c in costs),
-                           sum(c.bytes for c in costs), choice.price(group), verdicts[group]))
+        named = [(paths[leaf], d, " ".join(sorted(facts.roles[leaf][d]))) for leaf, d in members]
+        found.append(Group(named, choice.size(group), facts.reductions[group], facts.bytes[group],
+                           choice.price(group), verdicts[group]))
     return sorted(found, key=lambda g: (g.verdict != "split", g.price, g.members))
 
 
@@ -192,16 +191,6 @@ def _axis_sizes(mesh):
 
 # -------------------------------------------------------------------------------------------
 # The choice for the tensor axis
-
-class _Row(NamedTuple):
-    """What may be split of a leaf, as a row of a table of weights or the rule says."""
-    dims: dict[str, Sequence[int]]      # {axis: the dimensions of which it splits one}
-    whole: str = "as its row says"      # why tensor splits none
-
-
-def _row_of_table(mesh_axes):
-    return _Row({axis: [d for d, name in enumerate(mesh_axes) if name == axis] for axis in AXES})
-
 
 class _Choice:
     """The choice of the groups to split over `tensor`, from the facts about a function."""
@@ -220,13 +209,9 @@ class _Choice:
         # with a weight of their own are a batch dimension too, but the output weight contracts
         # them.)
         self.experts = facts.groups_with("batch") - self.read
-        self.onward = defaultdict(set)      # {group: the only groups that can carry its split on}
-        for a, b, only_way in facts.reshards:
-            if only_way:
-                self.onward[a].add(b)
         self.forbidden = self.forbid_tables() | facts.forbidden
         # A group whose split could only go on as one of forbidden groups is forbidden itself.
-        while new := {a: self.forbidden[min(bs)] for a, bs in self.onward.items()
+        while new := {a: self.forbidden[min(bs)] for a, bs in facts.onward.items()
                       if a not in self.forbidden and bs <= self.forbidden.keys()}:
             self.forbidden |= new
         # Weights in groups of one form (the same shapes and dimensions: one for each layer, say)
@@ -242,7 +227,7 @@ class _Choice:
     def price(self, group):
         """(bytes + 256 KiB x reductions) / weight elements. (The costs include reshards: sending a
         value that must be split along another dimension.)"""
-        paid = sum(c.bytes + LATENCY * c.count for c in self.facts.costs[group])
+        paid = self.facts.bytes[group] + LATENCY * self.facts.reductions[group]
         return paid / self.size(group)
 
     def form(self, group):
@@ -309,9 +294,8 @@ class _Choice:
         """The groups, without any that no weight makes and that is not reached by a reshard of
         one that is: a matrix that reads four neighbouring positions of a residual stream side by
         side would be split along its input, which nothing before it has split."""
-        reach = groups & self.facts.groups_with("free", "indexed", "batch", "grouped")
-        while new := {b for a, b, _ in self.facts.reshards if a in reach} - reach:
-            reach |= new
+        reach = reached(groups & self.facts.groups_with("free", "indexed", "batch", "grouped"),
+                        self.facts.reshards)
         refused.update(dict.fromkeys(groups - reach, "it reads what comes in whole"))
         return groups & reach
 
@@ -319,25 +303,22 @@ class _Choice:
         """The groups, without those whose slices would all have to be gathered because no group
         that they go on to is split. The slices of a fused query, key and value stay split, by
         heads; the slices of a modulation (scale and shift of an unsplit stream) would not."""
-        while True:
-            reach = set(groups)
-            while new := {a for a, bs in self.onward.items() if bs & reach} - reach:
-                reach |= new
-            lost = {g for g in groups
-                    if self.onward[g] & self.members.keys() and not self.onward[g] & reach}
-            if not lost:
-                return groups
+        onward = self.facts.onward
+        back = {(b, a) for a, bs in onward.items() for b in bs}
+        while lost := {g for g in groups if onward[g] & self.members.keys()
+                       and not onward[g] & reached(groups, back)}:
             refused.update(dict.fromkeys(lost, "its slices would be gathered again"))
             groups = groups - lost
+        return groups
 
     def rows(self):
-        """The rule's _Row for each leaf."""
+        """For each leaf ({axis: the dimensions of which it splits one}, why tensor splits none)."""
         (chosen, verdicts), rows = self.split() if self.shards > 1 else ({}, {}), []
         for leaf, groups in enumerate(self.facts.groups):
             dims = {"tensor": [chosen[leaf]] if leaf in chosen else [],
                     "pipe": self.facts.dims(leaf, "stacked"), "expert": self.expert_dims(leaf),
                     "fsdp": range(len(groups))}
-            rows.append(_Row(dims, self.why_whole(leaf, verdicts)))
+            rows.append((dims, self.why_whole(leaf, verdicts)))
         return rows
 
     # -- refusals
@@ -373,8 +354,8 @@ class _Choice:
         if tables and not columns and all(
                 SHORT * n <= self.sizes[w] // n for n, w in zip(lengths, tables)):
             return f"{lengths[0]} rows are not worth a reduction"
-        has, sent = 4 * self.size(group), sum(c.bytes for c in self.facts.costs[group])
-        if tables and not columns and has < LATENCY and sent > SHORT * has:
+        has = 4 * self.size(group)
+        if tables and not columns and has < LATENCY and self.facts.bytes[group] > SHORT * has:
             return f"{lengths[0]} rows, each looked up often, are not worth a reduction"
         if tables or self.size_by_form[self.form(group)] >= ENDS * sum(self.sizes):
             return ""
@@ -408,22 +389,22 @@ class _Choice:
 # -------------------------------------------------------------------------------------------
 # All axes
 
-def _decide(facts, leaf, row, mesh, fsdp_min):
-    """The Decision for one leaf: of the dimensions that its _Row has for an axis, tensor, pipe and
-    expert split the first, and fsdp the largest that is left."""
+def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
+    """The Decision for one leaf: of the dimensions `dims` for an axis, tensor, pipe and expert
+    split the first, and fsdp the largest that is left. `whole` says why, if tensor has none."""
     sizes, shape, roles = _axis_sizes(mesh), facts.shapes[leaf], facts.roles[leaf]
     entries, why = [None] * len(shape), []
-    reasons = {"tensor": _why_split(facts, leaf, row), "pipe": "pipe: it counts layers",
+    reasons = {"tensor": _why_split(facts, leaf, dims, whole), "pipe": "pipe: it counts layers",
                "expert": "expert: it counts experts"}
     for axis, reason in reasons.items():
-        free = [d for d in row.dims[axis] if entries[d] is None]
+        free = [d for d in dims[axis] if entries[d] is None]
         if free and shape[free[0]] % sizes[axis]:
             reason = f"whole over {axis}: {shape[free[0]]} does not divide by {sizes[axis]}"
         elif free:
             entries[free[0]] = axis
         if sizes[axis] > 1 and (free or axis == "tensor"):
             why.append(reason)
-    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min, row.dims["fsdp"])
+    _put_on_largest(entries, shape, "fsdp", sizes["fsdp"], fsdp_min, dims["fsdp"])
     if "fsdp" in entries:
         why.append("fsdp: gathered where it is used")
     elif sizes["fsdp"] > 1:
@@ -439,11 +420,11 @@ def _decide(facts, leaf, row, mesh, fsdp_min):
                     bool(facts.dims(leaf, "stacked")), (contracted, free))
 
 
-def _why_split(facts, leaf, row):
-    """Why tensor splits the dimension that the row has for it, or why it splits none."""
-    roles = set().union(*[facts.roles[leaf][d] for d in row.dims["tensor"]])
-    if not row.dims["tensor"]:
-        return f"whole: {row.whole}"
+def _why_split(facts, leaf, dims, whole):
+    """Why tensor splits its dimension of the leaf, or why it splits none."""
+    roles = set().union(*[facts.roles[leaf][d] for d in dims["tensor"]])
+    if not dims["tensor"]:
+        return f"whole: {whole}"
     if "indexed" in roles:
         return "table: looked up by row" + (", and used again as a product's columns"
                                             if "free" in roles else "")

@@ -27,11 +27,18 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
     if not manual:          # --step jit: the compiler inserts what is needed
         return weights
 
+    def gather(w, axis, dim, spec):
+        if axis != "tensor":
+            return all_gather(w, axis, dim, spec, sum_dtype if axis != "expert" else "")
+        # (Its gradient is equal on all devices: the transpose is a slice.)
+        return beside_auto_tensor(lambda w: lax.all_gather(
+            w, axis, axis=dim, tiled=True, to="invarying"), spec)(w)
+
     def convert(w, decision):
         stored, used = full_spec(decision.spec, w.ndim), full_spec(decision.used, w.ndim)
         for dim, axis in enumerate(stored):
             if axis in manual and axis != used[dim]:
-                w = _all_gather(w, axis, dim, P(*stored), sum_dtype)
+                w = gather(w, axis, dim, P(*stored))
                 if axis == "pipe" and dim == 0:
                     order = layer_order(w.shape[0], sizes["pipe"], chunks, back=True)
                     w = w if order is None else w[order]
@@ -41,13 +48,6 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
         return w
 
     return jax.tree.map(convert, weights, decisions)
-
-
-def _all_gather(w, axis, dim, spec, sum_dtype):
-    if axis == "tensor":        # its gradient is equal on all devices: the transpose is a slice
-        return beside_auto_tensor(lambda w: lax.all_gather(
-            w, axis, axis=dim, tiled=True, to="invarying"), spec)(w)
-    return all_gather(w, axis, dim, spec, sum_dtype if axis != "expert" else "")
 
 
 def _own(w, dim, axis, size, chunks):
@@ -78,17 +78,13 @@ def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> A
     has room for, and the devices would wait for ever."""
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(places)
-    moved = [i for i, (x, place) in enumerate(zip(leaves, places))
-             if "pipe" in place.spec[:1] and _order(x, place, chunks, back) is not None]
+    moved = [i for i, (x, place) in enumerate(zip(leaves, places)) if "pipe" in place.spec[:1]
+             and layer_order(len(x), place.mesh.shape["pipe"], chunks) is not None]
     if moved:
         program = _compiled(chunks, back, tuple(places[i] for i in moved))
         for i, x in zip(moved, program([leaves[i] for i in moved])):
             leaves[i] = x
     return structure.unflatten(leaves)
-
-
-def _order(x, place, chunks, back):
-    return layer_order(x.shape[0], place.mesh.shape["pipe"], chunks, back)
 
 
 @functools.cache
@@ -98,7 +94,7 @@ def _compiled(chunks, back, places):
         for x, place in zip(arrays, places):
             if done:    # one after the other, or all would be gathered in memory at once
                 x, done[-1] = lax.optimization_barrier((x, done[-1]))
-            done.append(x[_order(x, place, chunks, back)])
+            done.append(x[layer_order(len(x), place.mesh.shape["pipe"], chunks, back)])
         return done
 
     return jax.jit(permute, out_shardings=list(places))

@@ -116,8 +116,8 @@ def parameters(table: Any, padding: int, visits: float) -> tuple[int, int]:
             size -= size // w.shape[w.axes.index("V")] * padding
         return size, round(size * visits) if w.is_of_experts else size
 
-    pairs = [sizes(w) for w in jax.tree.leaves(table)]
-    return sum(size for size, _ in pairs), sum(visited for _, visited in pairs)
+    all_of_them, visited = map(sum, zip(*map(sizes, jax.tree.leaves(table))))
+    return all_of_them, visited
 
 
 def product_flops(table: Any, visits: float = 1.0, tied: bool = False) -> float:

@@ -35,7 +35,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple, Sequence
 
 from jax.extend.core import Literal
@@ -61,12 +61,6 @@ INSIDE_A_HEAD = "a split would fall inside a head"
 MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"}
 
 
-class Cost(NamedTuple):
-    """What splitting a group costs at one place of the computation."""
-    count: int              # of collectives in a step
-    bytes: float            # in all of them
-
-
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What the computation does with the dimensions of its parameters (leaves 0, 1, ...). A group
@@ -76,9 +70,12 @@ class Facts:
     roles: list[defaultdict[int, set[str]]]     # for each leaf, {dimension: its roles}
     first_use: dict[int, int]               # {leaf: the number of its first use}
     made: set[int]                          # groups that a weight makes before a weight reads them
-    costs: defaultdict[int, list[Cost]]     # {group: its costs}
+    reductions: Counter[int]                # {group: the collectives in a step, if it is split}
+    bytes: Counter[int]                     # {group: the bytes in all of these}
     forbidden: dict[int, str]               # {group: why it cannot be split}
-    reshards: list[tuple[int, int, bool]]   # (from group, to group, whether it is the only way on)
+    reshards: set[tuple[int, int]]          # (from group, to group)
+    onward: defaultdict[int, set[int]]      # {group: those of these groups without which a split of
+                                            # it does not go on}
     added_tables: list[frozenset]           # (leaf, dimension)s of tables whose rows are added
 
     def groups_with(self, *roles: str) -> set[int]:
@@ -93,6 +90,13 @@ class Facts:
 
     def is_matrix(self, leaf: int) -> bool:
         return any(names & MATRIX for names in self.roles[leaf].values())
+
+
+def reached(groups: set[int], steps: set[tuple[int, int]]) -> set[int]:
+    """The groups, and all to which steps (from, to) lead from them."""
+    while new := {b for a, b in steps if a in groups} - groups:
+        groups = groups | new
+    return groups
 
 
 def trace(closed: Any, count: int, shards: int) -> Facts:
@@ -156,7 +160,8 @@ class _Walk:
         self.parent = []                # the union-find: for each group, its parent
         self.repeat = 1                 # the number of turns of the scans around this equation
         self.uses = []                  # (leaf, dimension, role), in the order of the computation
-        self.costs = []                 # (group, key, Cost): costs with one key count once
+        self.costs = []                 # (group, key, collectives in a step, bytes in all of them):
+                                        # costs with one key count once
         self.forbidden = []             # (group, why)
         self.reshards = []              # (from group, to group, whether it is the only way on)
         self.heads = []                 # groups that count attention heads
@@ -189,8 +194,7 @@ class _Walk:
         """Note that splitting the group costs a reduction of `value` (or a reshard), once for each
         turn of the loops around. Costs of a group with the same key count once."""
         size = math.prod(value.shape) * value.dtype.itemsize
-        self.costs.append((group, key or len(self.costs),
-                           Cost(self.repeat, float(size * self.repeat))))
+        self.costs.append((group, key or len(self.costs), self.repeat, size * self.repeat))
 
     def reshard(self, a, b, value, only_way=True):
         """Note that a split of group `a` can go on as a split of `b` by sending `value`."""
@@ -282,19 +286,14 @@ class _Walk:
         for d in gone if eqn.primitive.name in REDUCTIONS else ():
             self.cost(x.groups[d], outs[0])
 
-    def broadcast(self, eqn, ins, outs):
-        x, out = ins[0], outs[0]
-        for d, o in enumerate(eqn.params["broadcast_dimensions"]):
-            if x.shape[d] == out.shape[o]:
-                self.same(x, d, out, o)
-
-    def transpose(self, eqn, ins, outs):
-        self.keep(ins[0], eqn.params["permutation"], outs[0])
-
-    def stack(self, eqn, ins, outs):
+    def arrange(self, eqn, ins, outs):
+        """Transposes, broadcasts and stacks, which put dimensions into other places."""
+        out, params = outs[0], eqn.params
+        places = params.get("broadcast_dimensions", out.dims_without([params.get("axis")]))
         for x in ins:
-            for d, o in enumerate(outs[0].dims_without([eqn.params["axis"]])):
-                self.same(x, d, outs[0], o)
+            for d, o in zip(params.get("permutation", x.dims_without()), places):
+                if x.shape[d] == out.shape[o]:
+                    self.same(x, d, out, o)
 
     def reshape(self, eqn, ins, outs):
         """Unite the dimensions that bear a split before and after. A split survives a reshape if
@@ -536,7 +535,7 @@ class _Walk:
     def facts(self, leaves):
         """The Facts, with every group named by the root of its union-find tree."""
         roles = [defaultdict(set) for _ in leaves]
-        costs = defaultdict(list)
+        reductions, sent = Counter(), Counter()
         first_use, is_made = {}, {}
         groups = [[self.find(group) for group in leaf.groups] for leaf in leaves]
         for when, (leaf, d, role) in enumerate(self.uses):
@@ -544,18 +543,22 @@ class _Walk:
             first_use.setdefault(leaf, when)
             if role in ("free", "indexed", "batch", "grouped", "contracted"):
                 is_made.setdefault(groups[leaf][d], role != "contracted")
-        reshards = [(self.find(a), self.find(b), only) for a, b, only in self.reshards]
-        made = {group for group, first in is_made.items() if first}
-        while new := {b for a, b, _ in reshards if a in made} - made:
-            made |= new
-        counted_once = {(self.find(group), key): cost for group, key, cost in self.costs}
-        for (group, _), cost in counted_once.items():
-            costs[group].append(cost)
+        reshards, onward = set(), defaultdict(set)
+        for a, b, only_way in self.reshards:
+            a, b = self.find(a), self.find(b)
+            reshards.add((a, b))
+            if only_way:
+                onward[a].add(b)
+        made = reached({group for group, first in is_made.items() if first}, reshards)
+        counted_once = {(self.find(group), key): cost for group, key, *cost in self.costs}
+        for (group, _), (count, size) in counted_once.items():
+            reductions[group] += count
+            sent[group] += size
         self.forbid_inside_heads(groups, roles)
         self.forbid_indivisible()
         forbidden = {self.find(group): why for group, why in reversed(self.forbidden)}
-        return Facts(self.shapes, groups, roles, first_use, made, costs, forbidden, reshards,
-                     self.added_tables)
+        return Facts(self.shapes, groups, roles, first_use, made, reductions, sent, forbidden,
+                     reshards, onward, self.added_tables)
 
     def forbid_inside_heads(self, groups, roles):
         """Forbid the inside of heads: if a weight makes or reads heads, the last other dimension
@@ -599,9 +602,7 @@ _METHODS = {
     **dict.fromkeys(REDUCTIONS | {"squeeze", "unstack"}, _Walk.drop),
     **dict.fromkeys(("dot_general", "ragged_dot_general"), _Walk.dot),
     "conv_general_dilated": _Walk.convolution,
-    "broadcast_in_dim": _Walk.broadcast,
-    "transpose": _Walk.transpose,
-    "stack": _Walk.stack,
+    **dict.fromkeys(("broadcast_in_dim", "transpose", "stack"), _Walk.arrange),
     "reshape": _Walk.reshape,
     "gather": _Walk.gather,
     "scatter": _Walk.scatter,

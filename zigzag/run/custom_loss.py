@@ -32,10 +32,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core import edited as tested
-from zigzag.core.compiler import LOOP_BESIDE_GATHERS
 from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.hosts import process_allgather
-from zigzag.core.mesh import by_path, cast, platform, shardings, untyped
+from zigzag.core.mesh import by_path, cast, shardings, untyped
 from zigzag.parallel.jaxprs import computes_in_16_bits
 from zigzag.parallel.storage import permute_layers
 from zigzag.run.modes import BY_HAND, JIT
@@ -183,17 +182,18 @@ def _find_difference(plan, make_batch, compute):
     given = [(make_batch(at, cut * each), jax.random.key(config.seed + at)) for at in range(3)]
     is_narrow = plan.dtype != "float32" or computes_in_16_bits(
         plan.loss, _as_computed(plan), given[0][0])
-    options = plan.compiler_options
-    if plan.sizes["pipe"] > 1:
-        options |= LOOP_BESIDE_GATHERS.get(platform(plan.mesh), {})
-    compiled = jax.jit(
-        functools.partial(_beside_one_device, plan, compute, is_narrow),
-        out_shardings=jax.NamedSharding(plan.mesh, P()),
-        compiler_options=options).lower(*given[0]).compile()
+    # (Two programs. In one, the collectives of a pipeline's loop and the gathers for one device
+    # had no order, so that some devices came to the one first, others to the other, and all waited
+    # for ever.)
+    compiled = functools.partial(jax.jit, compiler_options=plan.compiler_options)
+    on_mesh = compiled(functools.partial(_at_new_weights, plan, compute)).lower(*given[0]).compile()
+    beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
+                      out_shardings=jax.NamedSharding(plan.mesh, P())).lower(
+        on_mesh.out_info, *given[0]).compile()
     process_allgather("compiled")               # all compile before any device waits for another
     apart = []                                  # for each batch: whether something differs
     for args in given:
-        found = jax.device_get(compiled(*args))
+        found = jax.device_get(beside(jax.block_until_ready(on_mesh(*args)), *args))
         gradients = [value.size for name, value in found.items() if _is_gradient(name)]
         if gradients and not np.any(gradients) or not np.isfinite(
                 [found["the sum"].size, found["the count"].size, *gradients]).all():
@@ -263,26 +263,34 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
     return sums, gradient
 
 
-def _beside_one_device(plan, compute, is_narrow, batch, key):
-    """{name: Value} of compute(params, batch), at new weights moved at random. For the noise, they
-    are moved twice more, by rounding errors."""
+def _new_weights(plan, key):
+    """New weights, moved at random, as they are sharded."""
     params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
-    params = cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
+    return cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
+
+
+def _at_new_weights(plan, compute, batch, key):
+    """{name: value} of compute(params, batch)."""
+    with jax.default_matmul_precision("highest"):
+        return _named(*compute(_new_weights(plan, key), batch))
+
+
+def _beside_one_device(plan, is_narrow, found, batch, key):
+    """{name: Value} of what was `found` on the mesh. For the noise, one device's weights are moved
+    twice more, by rounding errors."""
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
+    held = any(name.startswith("the held-out") for name in found)
+
+    def three(params, batch, key):
+        def one(i):
+            moved = _moved(params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding))
+            return _named(*sums_and_gradient(plan.loss, *plan.in_two(moved), batch),
+                          plan.loss(moved, held_out(batch)) if held else ())
+
+        return jax.lax.map(one, jnp.arange(3))
 
     with jax.default_matmul_precision("highest"):
-        sums, gradient, held = compute(params, batch)
-
-        def three(params, batch, key):
-            def one(i):
-                moved = _moved(params, jax.random.fold_in(key, i), jnp.where(i == 0, 0, rounding))
-                return _named(*sums_and_gradient(plan.loss, *plan.in_two(moved), batch),
-                              plan.loss(moved, held_out(batch)) if held else ())
-
-            return jax.lax.map(one, jnp.arange(3))
-
-        wanted = untyped(three)(_whole(params), _whole(batch), key)
-    found = _named(sums, gradient, held)
+        wanted = untyped(three)(_whole(_new_weights(plan, key)), _whole(batch), key)
     for name, x in wanted.items():
         if x.shape[1:] != found[name].shape:
             raise ConfigError(f"{name} has the shape {list(found[name].shape)} on this mesh, and "

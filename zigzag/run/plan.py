@@ -36,11 +36,11 @@ from zigzag.core.mesh import (
     row_groups,
     shardings,
     spec_axes,
+    within,
     without_axis,
 )
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel import low_rank
-from zigzag.parallel.attention import Calls
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.parallel.network import check_tensor
 from zigzag.parallel.pipeline import can_skip
@@ -250,8 +250,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
     few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
-    calls = Calls()
-    with calls.noted():
+    calls = set()       # the different ones of shard.attend
+    with within(calls=calls.add):
         jaxpr, sums = _traced(loss, weights, few, batch)
     if config.network.accuracy and "accuracy" not in sums[2]:
         raise ConfigError("--accuracy true: this loss returns no sum of the name accuracy (return "
@@ -274,8 +274,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
         decisions = _whole_over_tensor(decisions, why)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
-                config.network.dtype, config.accumulate, names, tuple(calls), schedule,
-                tuple(timed.items()), strips.least(config) if trusted else 0, learned)
+                config.network.dtype, config.accumulate, names, tuple(sorted(calls, key=str)),
+                schedule, tuple(timed.items()), strips.least(config) if trusted else 0, learned)
     _check_axes(plan, names, why)
     return plan
 
