@@ -113,7 +113,7 @@ class KeepRows(report.Reporter):
         super().__init__(steps=1)
         self.rows, self.lines = rows, lines
 
-    def line(self, text):
+    def line(self, text, **_):
         self.lines.append(text)
 
     def header(self, *_, **__):

@@ -55,18 +55,17 @@ def fake_mesh(processes, each, kind="TPU v5 lite", platform="tpu"):
 def test_the_header_has_a_line_for_each_process(capsys):
     """A header that does not show that a host is missing, or has fewer devices than the others."""
     reporter = report.Reporter(steps=10)
-    reporter.header(Config(), fake_mesh(2, 2), ["node-a", "node-b"],
-                    ["the sizes", "", "weights  5 parameters"])
+    reporter.header(Config(), fake_mesh(2, 2), ["node-a", "node-b"])
     assert capsys.readouterr().out.splitlines() == [
         "=== zigzag on 4 x TPU v5 lite | float32 | step by shard_map ===",
         "devices  process 0 on node-a: 2 x TPU v5 lite",
         "devices  process 1 on node-b: 2 x TPU v5 lite",
-        "mesh     data=2 tensor=2", "the sizes", "weights  5 parameters"]
-    reporter.header(Config(), fake_mesh(1, 2, "cpu", "cpu"), ["laptop"], [])
+        "mesh     data=2 tensor=2"]
+    reporter.header(Config(), fake_mesh(1, 2, "cpu", "cpu"), ["laptop"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("=== zigzag on 2 simulated CPU devices, no accelerator was found |")
-    assert lines[1] == "devices  process 0 on laptop: 2 x cpu"
-    reporter.header(Config(topology="v5e:2x2"), fake_mesh(1, 4), ["laptop"], [])
+    assert lines[1] == "mesh     tensor=2"
+    reporter.header(Config(topology="v5e:2x2"), fake_mesh(1, 4), ["laptop"])
     lines = capsys.readouterr().out.splitlines()
     assert "that are not here: compiled, not run" in lines[0] and lines[1].startswith("mesh")
 
@@ -124,7 +123,9 @@ def test_a_start_is_short(capsys, tmp_path):
     assert "memory   a device holds " in printed and "pipe     gpipe: " in printed
     assert re.search(r"^layers.attn_norm +\[2,32\] ", whole, re.M) and "attend   causal" in whole
     assert "layers." not in printed and printed.count("\n") == 9
-    assert header(capsys, program_of(config, "")).count("\n") == 6      # (of 8: data, ready)
+    # (Beside the lines of the data and of the compilation; many options take more lines.)
+    lines = header(capsys, program_of(config, "")).splitlines()
+    assert len([line for line in lines if line[0] != " "]) == 6
     batch = {"x": jax.ShapeDtypeStruct((8, 3), "float32")}
     custom = build(config, mesh_of(""), lambda key: {"w": jnp.ones(3)},
                    lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])), batch)
