@@ -7,6 +7,7 @@ import pytest
 from tests import parts
 from tests.parts import PARTS, is_there
 from tests.readme import AGENTS, PAGES, README, ROOT
+from tests.sizes import PLAIN, lines
 
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -66,6 +67,8 @@ def test_readme_has_the_table_of_parts():
     """Lines, or what needs what, of an earlier commit."""
     table = README.read_text().split("<!-- parts -->\n")[1].split("<!-- end of parts -->")[0]
     assert table == parts.table() or not all(map(is_there, PARTS)), "python -m tests.parts"
+    rest = parts.lines("zigzag") + lines(*(ROOT / name for name in PLAIN))
+    assert f"remain: {rest:,} lines" in README.read_text()
 
 
 def test_every_page_is_linked_from_readme():
