@@ -16,6 +16,9 @@ def _check_save(picture):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
+    # training
+    minutes: float = flag(0.0, recorded=False)  # in place of steps: as many as this time allows, by
+                                    # the speed of some steps that are measured first
     # saving
     log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
 

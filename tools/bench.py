@@ -1,6 +1,7 @@
 """python train.py --bench: the time of training steps, and the rate of matrix products for
-comparison. (generation_speed.py has sample.py's.)"""
+comparison. (generation_speed.py has sample.py's.) And --minutes, as a number of steps."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -9,7 +10,7 @@ import tempfile
 import time
 import timeit
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,18 @@ import train
 from zigzag.commands import programs
 from zigzag.commands.training import opener
 from zigzag.core.chips import USUAL_COUNT, memory_in_use, mfu
-from zigzag.core.errors import human_bytes
+from zigzag.core.errors import ConfigError, human_bytes
 from zigzag.core.mesh import platform
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_shapes
+from zigzag.disk.checkpoint import newest_step
 from zigzag.run import source
 from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
+from zigzag.run.plan import Program
 from zigzag.run.task import Task
 
-# The updates: before the measurement, and in it.
-WARM, TIMED = 6, 60
+# The updates: before the measurement, and in it (for --minutes).
+WARM, TIMED, FEW = 6, 60, 20
 
 
 class BenchReporter(Reporter):
@@ -47,20 +50,42 @@ class BenchReporter(Reporter):
 
 
 def run(config: Any) -> None:
-    """Measure a run of --data, in a folder that is removed again."""
+    """--bench: measure a run of --data, in a folder that is removed again."""
     config, mesh = programs.on_machine(config)
+    with opened(config) as (config, task):
+        bench(config, mesh, task)
+
+
+def steps_in(minutes: float, config: Any, mesh: Any) -> int:
+    """The steps of a new run that fit into this time, by the speed of some that are not kept.
+    (Compiling, evaluations and saves are not counted.)"""
+    if newest_step(config.out):
+        raise ConfigError(f"--minutes {minutes:g}: --out {config.out} holds a run, and its steps "
+                          f"follow from the time it was given first; leave --minutes out to go on "
+                          f"to its end, or give --steps")
+    with opened(config) as (small, task):
+        say = BenchReporter(WARM + FEW)
+        say.is_quiet = True
+        train_some(small, mesh, task, say)
+    step = statistics.median(say.took[WARM:])
+    steps = max(1, round(60 * minutes / step))
+    print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {steps:,} steps")
+    return steps
+
+
+@contextlib.contextmanager
+def opened(config: Any) -> Iterator[tuple[Any, Task]]:
+    """The configuration for --data, and the task, in a folder that is removed again."""
     _, tokenizer, _ = source.first_weights(config)
     with tempfile.TemporaryDirectory() as folder, opener(source.kind_of(config))(
             config, tokenizer, Path(folder) / "run") as learned:
-        bench(learned.config, mesh, learned.make_task())
+        yield learned.config, learned.make_task()
 
 
-def bench(config: Any, mesh: Any, task: Task) -> None:
-    """--bench: time the updates of a run on --data, keep nothing, and print the results, the last
-    line as JSON. Every second update has a batch that was there before, which shows what the loader
-    costs."""
-    config = dataclasses.replace(config, out="", profile=0, steps=WARM + TIMED + 1)
-    say = BenchReporter(WARM + TIMED)
+def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[Program, Callable]:
+    """Train for say.steps updates, of which nothing is kept. Every second one has a batch that was
+    there before. Returns the program, and the function that makes the batch of an update."""
+    config = dataclasses.replace(config, out="", profile=0, steps=say.steps + 1)
     shapes = batch_shapes(config.batch, task.first_row)
     program = train.build(config, mesh, task, shapes)
     next_batch = functools.partial(train.training_batch, config, mesh, task, shapes)
@@ -75,6 +100,15 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
             # As in a training run: the time of a step is that in which the next batch is made.
             flush_metrics(loop)
             loop.pending = loop.at, metrics
+    return program, next_batch
+
+
+def bench(config: Any, mesh: Any, task: Task) -> None:
+    """--bench: time the updates of a run on --data, keep nothing, and print the results, the last
+    line as JSON. Every second update has a batch that was there before, which shows what the loader
+    costs."""
+    say = BenchReporter(WARM + TIMED)
+    program, next_batch = train_some(config, mesh, task, say)
     begin = time.perf_counter()
     for at in range(10):
         next_batch(at)

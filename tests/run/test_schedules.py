@@ -213,7 +213,8 @@ def test_epochs_say_how_many_steps(capsys, tmp_path, text):
     assert [r["step"] for r in rows if "eval_loss" in r] == [2, 4, 6, 8, 10]
     assert rates_of(rows) == pytest.approx(rates(make(steps=10, warmup=1)), rel=1e-6)
     assert schedules.with_steps(make(epochs=1.1, batch=1), 50).steps == 55
-    assert "--epochs 2 and --steps 9: give one" in refused(
+    assert make(tokens=1001, batch=5, seq_len=20, steps=900).steps == 11      # (10 learn 1,000)
+    assert "--steps 9 and --epochs 2: give one" in refused(
         capsys, "--epochs", 2, "--steps", 9, "--out", tmp_path / "run")
     config = train.parse(["--epochs", "0.5", "--seq_len", "32", "--data", str(text)])
     with opened(config, tmp_path / "run") as learned:

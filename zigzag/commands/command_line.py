@@ -71,6 +71,8 @@ def chosen(given: Values) -> tuple[Network, Values, Values]:
 
 # The longest rows with which a published model is fine-tuned, unless --seq_len is given.
 FINE_TUNING_LENGTH = 512
+# The flags that say how long a run is: one of them.
+LENGTHS = ("steps", "epochs", "tokens", "minutes")
 
 
 def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
@@ -188,9 +190,9 @@ def make_config(network: Network, values: Values, given: Values) -> Any:
     """The configuration of a run with these values of its own fields and of its network's. Flags
     that were given and that neither of them has are refused."""
     of_run, own = options(train.Config), options(network.config)
-    if {"steps", "epochs"} <= given.keys():
-        raise ConfigError(f"--epochs {given['epochs']:g} and --steps {given['steps']}: give one of "
-                          f"them; the other follows")
+    lengths = [f"--{name} {given[name]:g}" for name in LENGTHS if name in given]
+    if len(lengths) > 1:
+        raise ConfigError(f"{' and '.join(lengths)}: give one of them; the other follows")
     for name in given:
         if name not in own | of_run:
             has = [n.name for n in NETWORKS.values() if name in options(n.config)]

@@ -62,7 +62,7 @@ def check_change(given: Values, out: str, is_run: bool) -> None:
     for word in change:
         # (--data may be the same path with other text.)
         if word in of.values() and word != "data" and given.keys().isdisjoint(
-                ("epochs", *(name for name in of if of[name] == word))):
+                (*command_line.LENGTHS, *(name for name in of if of[name] == word))):
             other = " or --steps" if word == "decay" else ""
             raise ConfigError(f"--change {word}: give --{word}{other} too, with its new value")
 

@@ -37,6 +37,9 @@ def main(argv: Argv = None) -> None:
             if getattr(config, flag):
                 return part(command.module, f"--{flag}").run(config)
         config, mesh = programs.on_machine(config)
+        if "minutes" in given:
+            steps = part("tools.bench", "--minutes").steps_in(given.pop("minutes"), config, mesh)
+            config, mesh = programs.on_machine(continued(given | {"steps": steps}))
         with opened(config) as (config, task, say):
             train.fit(config, task, mesh=mesh, say=say)
 

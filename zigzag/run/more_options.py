@@ -17,6 +17,7 @@ class MoreOptions(*added("OfTraining"), Processes):
     --help all alone."""
     # training
     epochs: float = flag(0.0, recorded=False)   # in place of steps: passes over all examples
+    tokens: int = flag(0, recorded=False, of=("text",))     # in place of steps: tokens to learn
 
     # model
     model: str = "tiny"             # a model by its name, such as 124m (other flags change its
@@ -110,6 +111,8 @@ class MoreOptions(*added("OfTraining"), Processes):
         best = self.best.split() if isinstance(self.best, str) else self.best
         object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))
         checks.check_config(self)
+        if self.tokens:
+            object.__setattr__(self, "steps", schedules.steps_of_tokens(self))
         all_of_it = self.init_from and not self.network.lora_rank
         derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)
         schedules.fill_in(self)

@@ -113,6 +113,11 @@ def fixed_from(c: Any) -> int:
     return _end(c) - min(updates(c.cooldown, _end(c)), _length(c)) + 1
 
 
+def steps_of_tokens(c: Any) -> int:
+    """The steps that --tokens takes: the last one may learn a few more."""
+    return math.ceil(c.tokens / (c.batch * c.network.seq_len))
+
+
 def with_steps(c: Any, examples: int) -> Any:
     """The configuration with the steps that its --epochs over this many examples take."""
     if not c.epochs:
