@@ -201,7 +201,8 @@ NEEDS = {"shared_experts": "experts", "qk_norm_wide": "qk_norm", "local_theta": 
 def _of_blocks(c):
     """Options of a block that cannot be combined."""
     return [
-        *((name, getattr(c, name) and not getattr(c, other), f"give --{other} too")
+        *((name, getattr(c, name) and not getattr(c, other), 
+           f"give --{other}{' true' * (getattr(c, other) is False)} too")
           for name, other in NEEDS.items()),
         ("remat", c.parallel_block and "mlp" in c.remat,
          "with --parallel_block attention and MLP are one; give --remat attention or full"),

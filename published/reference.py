@@ -63,7 +63,7 @@ def _other_attention(network, c):
                        network.weight_shapes(c), ids)
     if not calls:
         return "its attention does not call attend, which would say what it sees"
-    for a in sorted(calls, key=str):
+    for a in sorted(calls, key=lambda a: (a.queries, a.keys, a.beyond)):
         if a.beyond or (a.queries, a.keys) != (time, time):
             return (f"its attention has {a.beyond or 'parts'}, of {a.queries:,} tokens to "
                     f"{a.keys:,}, in a row of {time:,}")

@@ -330,6 +330,9 @@ class WithFolder(Bytes):
         self.folder = folder
         (folder / "chat_template.jinja").write_text(TEMPLATE)
 
+    def with_places(self, text):
+        return self.encode(text), None, None        # (of ids from which text they are: not asked)
+
 
 def test_a_conversation_has_a_memory(tmp_path):
     """Turns that the model does not see, or sees twice; a system message that is forgotten; a

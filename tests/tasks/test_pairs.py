@@ -320,9 +320,8 @@ def test_arrays_are_rows(tmp_path):
         assert {k: x.dtype.name for k, x in batch.items()} == {
             "pixels": "float32", "labels": "int32", "bytes": "uint8"}
         assert Arrays(path).fingerprint == found.fingerprint
-        for i in (18, -1):
-            with pytest.raises(IndexError):
-                found.train[i]
+        with pytest.raises(IndexError):
+            found.train[18]
 
 
 def test_bad_arrays_are_one_line(tmp_path):

@@ -16,7 +16,7 @@ def test_minutes_become_steps_and_a_run_keeps_them(text, tmp_path, capsys, monke
         say.took = [9.0] * bench.WARM + [0.2, 1.5, 1.5]        # the first ones compile
 
     monkeypatch.setattr(bench, "train_some", train_some)
-    words = [*SMALL, "--data", text, "--out", str(tmp_path / "run"), "--eval_every", "0"]
+    words = [*SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--eval_every", "0"]
     train.main([*words, "--minutes", "0.1"])
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 4 and "minutes  0.1, at 1,500 ms a step: 4 steps" in capsys.readouterr().out
@@ -31,5 +31,5 @@ def test_minutes_become_steps_and_a_run_keeps_them(text, tmp_path, capsys, monke
 @pytest.mark.full
 def test_the_speed_is_measured(text, tmp_path, capsys):
     """Steps from a time that includes the compilation; a measured run that leaves files."""
-    train.main([*SMALL, "--data", text, "--out", str(tmp_path / "run"), "--minutes", "0.02"])
+    train.main([*SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--minutes", "0.02"])
     assert len(rows_of(tmp_path / "run")) >= 4 and not (tmp_path / "out").exists()

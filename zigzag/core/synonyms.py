@@ -59,7 +59,6 @@ WORDS = {
     "kernel": "flash flash_attention flash_attn use_flash_attention attn_implementation",
     "distributed": "multihost multi_host multinode",
     # sample.py
-    "tokens": "max_new_tokens max_tokens num_tokens n_tokens new_tokens max_length length",
     "temperature": "temp",
     "beams": "num_beams beam beam_size beam_width",
     "stop": "eos stop_token stop_words",
@@ -100,9 +99,11 @@ SENTENCES = [
      "expert_parallel_size expert_model_parallel_size"),
     ("prompt", "a file of prompts, one a line, has a sample for each: --prompts FILE",
      "num_samples n_samples num_return_sequences samples n"),
-    ("save_every", "that is an option of sample.py", "prompt prompts tokens max_new_tokens "
+    ("save_every", "that is an option of sample.py", "prompt prompts max_new_tokens "
      "temperature top_k top_p min_p stop score json logprobs num_samples"),
     ("prompt", "that is an option of train.py", "data steps batch_size lr layers seq_len dtype"),
+    ("prompt", "did you mean --tokens?",
+     "max_new_tokens max_tokens num_tokens n_tokens new_tokens max_length length"),
     ("prompt", "on a terminal, without a prompt, it is a chat", "interactive"),
     ("prompt", "--temperature 0 is greedy", "do_sample greedy sample"),
     ("PATH", "paths are given without a flag: python data.py PATH ... --out DIR",
