@@ -42,7 +42,7 @@ of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted
 
 # The most lines of Python in each.
 BUDGETS = {"zigzag": 15_400, "published": 5_450, "forecast": 620, "tools": 960, "tasks": 1_030,
-           "recipes": 1_525, "learn": 2_830}
+           "recipes": 1_525, "learn": 3_000}
 
 
 def is_there(part: str, root: Path = ROOT) -> bool:
