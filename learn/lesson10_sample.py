@@ -71,8 +71,8 @@ for at, name in enumerate(guess):
 assert 7 < prefill[0] / decode[0] < 9 and prefill[1] / decode[1] < 3
 
 # %% [markdown]
-# Eight tokens need eight times the arithmetic, but hardly more bytes, since they share the weights.
-# It does not matter whether they are in one row or in eight; only the cache is each row's own.
+# Eight tokens need eight times the arithmetic, but not eight times the bytes, since they share the
+# weights. They may be in one row or in eight; only the cache is each row's own.
 #
 # ## Why batch matters
 # 8 billion weights in bfloat16 on one H100, as in Llama 3: 32 layers, 8 key heads of width 128, and

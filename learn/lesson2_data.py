@@ -69,8 +69,8 @@ same = jax.shard_map(unmarked, in_specs=(P(), P("data"), P("data")), out_specs=P
 print("the largest difference:", abs(same(w, x, y) / 32 - want).max())
 
 # %% [markdown]
-# This is right, and for one batch it costs the same. In parts it does not: the mark, and with it
-# its transpose, is inside the loop, so the unmarked form sends the gradients in every part.
+# This is right, and for one batch it costs the same. In parts the mark, and with it its transpose,
+# is inside the loop, so the unmarked form sends the gradients in every part.
 
 # %%
 def in_parts(mark, axes=("data",)):
@@ -120,6 +120,8 @@ quote(shard.sum_gradients)
 
 # %%
 guess = {"one sum too many": ..., "a count that is a mean": ...}
+
+# %%
 ids = ((rng.integers(0, 64, (10, 16, 1)) + np.arange(33)) % 64).astype(np.int32)
 batches = [{"tokens": i[:, :-1], "targets": i[:, 1:], "weights": np.ones((16, 32), np.float32)}
            for i in ids]

@@ -77,7 +77,7 @@ for name, (a, b, function, predicted) in CASES.items():
 # block.
 #
 # `relu` may stand between the two products because it works number by number. After a row product
-# the partial sums must be added before it: relu(a) + relu(b) is not relu(a + b).
+# the sums must be added before it: relu(a) + relu(b) is not relu(a + b).
 #
 # ## With sequence parallelism
 # The all-reduce is a reduce-scatter and an all-gather. Between them are the norms and the additions
@@ -105,9 +105,8 @@ gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 
 assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0.02
 
 # %% [markdown]
-# The block of model.py is two such pairs: column, row, column, row. Line by line, which part of
-# each dimension a device has on data=4,tensor=2 (python -m learn.walk --mesh ... prints it for any
-# mesh and any network):
+# The block of model.py is two such pairs. Line by line, which part of each dimension a device has
+# on data=4,tensor=2 (`python -m learn.walk` prints it for any mesh and network):
 
 # %%
 lesson.picture("block")

@@ -146,8 +146,7 @@ def make_step(loss, specs, optimizer, mesh, accumulate=1):
             return jax.tree.map(jnp.add, total, (grads, value, count)), None
 
         parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
-        # The first totals. They need the type of what is added, so they are made from arrays that
-        # vary over the same axes.
+        # The first totals, made from arrays that vary over the same axes as what is added.
         zero = 0 * jnp.sum(batch["weights"])
         total = jax.tree.map(lambda w: 0 * w, params), zero, zero
         (grads, value, count), _ = lax.scan(add_part, total, parts)
