@@ -105,7 +105,7 @@ for rows in (1, 8, 32, 128, 512):
 # ## On a mesh
 # tensor splits weights and cache, so each of n chips reads 1/n of both: it is the axis for speed.
 # One token has no time to split, so `shard.row` ends in an all-reduce. **Predict** how many
-# all-reduces a model of four layers needs for a token. (The vocabulary is split, too.)
+# all-reduces a model of four layers needs for a token. The vocabulary is split, too.
 
 # %%
 reductions = ...
@@ -123,7 +123,7 @@ assert found["all-reduce"].bytes == (2 * four.layers + 1) * 2 * 3 / 4 * (4 * 8 *
 
 # %% [markdown]
 # Two in each layer and one for the embedding, of [rows, D] each: few bytes, so it is their start
-# that counts. (The other collectives are for the prompt, and the logits.) fsdp would gather all
+# that counts. The other collectives are for the prompt, and the logits. fsdp would gather all
 # weights for each token: do not decode with it. data adds copies of the model, each for other rows.
 #
 # ## When it pays

@@ -3,8 +3,8 @@
 # One idea: **every device runs the same program, on its own piece of the arrays.** A mesh names the
 # devices, a spec says which piece is whose, and `shard_map` runs the program.
 #
-# You need no hardware: the first cell makes eight devices of one CPU. (`learn.lesson` passes on
-# jax, `jnp`, `np`, `lax`, `P` = jax.P, and this repository's shard.py.)
+# You need no hardware: the first cell makes eight devices of one CPU. `learn.lesson` passes on
+# jax, `jnp`, `np`, `lax`, `P` = jax.P, and this repository's shard.py.
 
 # %%
 import sys
@@ -18,8 +18,8 @@ lesson.begin(8)
 # %% [markdown]
 # ## A mesh
 # Eight devices in a grid of two by four. Its dimensions have names, the axes. A device's place is
-# its index along each axis. (`lesson.mesh` also makes it the mesh of every `shard_map` that
-# follows.)
+# its index along each axis. `lesson.mesh` also makes it the mesh of every `shard_map` that
+# follows.
 
 # %%
 mesh = lesson.mesh(data=2, tensor=4)
@@ -115,8 +115,8 @@ for name, function, formula, out in (
 # In an **all-gather** a device sends its own piece, then passes on what it gets, n-1 times in all:
 # (n-1) S. A **reduce-scatter** of arrays of S bytes moves S/n in each of n-1 turns: (n-1)/n S. An
 # **all-reduce** is a reduce-scatter, and then an all-gather of its results, of S/n bytes each:
-# 2 (n-1)/n S. (The copies that an all-gather makes are equal, but their type still varies over
-# tensor. So the spec of the result names tensor.)
+# 2 (n-1)/n S. The copies that an all-gather makes are equal, but their type still varies over
+# tensor. So the spec of the result names tensor.
 #
 # ## When it pays
 # A chip of TPU v5e multiplies 197 teraflop/s in bfloat16, and one axis of its network carries about

@@ -23,12 +23,10 @@ x, y = (rng.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
 # ## A sum and a count
 # A loss here returns a sum over rows, and what to divide it by. Why not a mean? With 3 rows on one
 # device and 1 on another, the mean of two means is not the mean of four rows. Sums add up; the
-# division comes once, at the end. What each device has, as a picture: a colour for each part of the
-# rows, grey for what is the same on all devices. Then the code.
+# division comes once, at the end. The picture after the code has a color for each part of the rows,
+# and grey for what is the same on all devices.
 
 # %%
-lesson.picture("data")
-
 def loss(w, x, y):
     return jnp.sum((x @ w - y)**2), len(x)
 
@@ -41,6 +39,7 @@ def mean_gradient(w, x, y):         # on a device: 8 of 32 rows
 on_mesh = jax.shard_map(mean_gradient, in_specs=(P(), P("data"), P("data")), out_specs=P())
 want = jax.grad(lambda w: loss(w, x, y)[0] / 32)(w)
 print("the largest difference:", abs(on_mesh(w, x, y) - want).max())
+lesson.picture("data")
 
 # %% [markdown]
 # **Predict.** Each of the four devices sends the gradients, G = 256 x 256 x 4 bytes, in one
@@ -109,8 +108,8 @@ quote(shard.sum_gradients)
 # and its gradient sends about 8 D F bytes in float32, once. With t tokens on a device, 6 t
 # operations stand against 8 bytes. A v5e chip does 2,200 operations in the time of a byte, so
 # sending takes less time than computing from about 2,900 tokens on a device on, of all parts
-# together. (The sum comes after the backward pass, so it adds to the time. PyTorch's DDP sends
-# parts of it meanwhile.)
+# together. The sum comes after the backward pass, so it adds to the time. PyTorch's DDP sends
+# parts of it meanwhile.
 #
 # ## Bugs
 # Three changes of `tiny.make_step`, the whole trainer in one file: a missing sum, one sum too many

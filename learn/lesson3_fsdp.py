@@ -65,7 +65,7 @@ print("the largest difference:", max(abs(got[n] - want[n]).max() for n in w))
 # %% [markdown]
 # No line above sums gradients. The transpose of `all_gather` did: it adds up the devices' gradients
 # of the whole weight, and gives each device its part. A weight that is cut varies already, so it
-# needs no mark. (Small weights, such as norms, stay whole, and are summed as in lesson 2.)
+# needs no mark. Small weights, such as norms, stay whole, and are summed as in lesson 2.
 #
 # ## What a device sends
 # **Predict.** W is the bytes of all layers' weights. How many bytes does a device send in one step,

@@ -23,8 +23,8 @@ def mlp(x, up, down):
 # %% [markdown]
 # ## Columns, rows
 # Cut by columns, a weight gives each device some of the results. Cut by rows, it needs only some of
-# the inputs, and gives each device a part of every sum. (w' is w with its dimensions exchanged, as
-# the backward pass uses it; dy is the gradient for y.)
+# the inputs, and gives each device a part of every sum. In the picture w' is w with its dimensions
+# exchanged, as the backward pass uses it, and dy is the gradient for y.
 
 # %%
 lesson.picture("products")

@@ -46,7 +46,7 @@ print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=
 
 # %% [markdown]
 # By hand: F is summed over once forward, in y = h @ down, which is [64, 64] float32, 16,384 bytes.
-# (Backward, the sum for x's gradient is not needed.) So the price is (16,384 + 262,144) / 32,768
+# Backward, the sum for x's gradient is not needed. So the price is (16,384 + 262,144) / 32,768
 # = 8.5.
 #
 # D is refused whatever its price: no weight makes D before one reads it. The table shows 28 for it,

@@ -66,7 +66,7 @@ print("wrong by", abs(on_mesh(4)(w, x) - want).max())
 
 # %% [markdown]
 # **Predict.** How many bytes does a device send with 4 microbatches, and how many with 8? A row has
-# D float32 numbers. (The all-reduce at the end adds 2 (n-1)/n of all rows.)
+# D float32 numbers. The all-reduce at the end adds 2 (n-1)/n of all rows.
 
 # %%
 guess = {4: ..., 8: ...}
@@ -82,7 +82,7 @@ for M in (4, 8):
 # ## The backward pass
 # Autodiff makes it: the ticks in reverse, each `ppermute` transposed into one the other way. So all
 # forward ticks come before all backward ticks, and a stage keeps what it needs of all M
-# microbatches. (`jax.checkpoint` around a tick keeps only its input.)
+# microbatches. `jax.checkpoint` around a tick keeps only its input.
 
 # %%
 def gradients(M):

@@ -72,8 +72,8 @@ on_mesh = jax.jit(jax.shard_map(experts, in_specs=(ROWS, ROWS, ROWS), out_specs=
 print("wrong by", abs(on_mesh(x, up, down) - want).max())
 
 # %% [markdown]
-# **Predict.** X is the bytes of a device's tokens. How many bytes do the two all-to-alls send? (One
-# array of n stays at home. The choices and shares are small.)
+# **Predict.** X is the bytes of a device's tokens. How many bytes do the two all-to-alls send? One
+# array of n stays at home. The choices and shares are small.
 
 # %%
 X = 4 * TOKENS // n * D
@@ -95,8 +95,8 @@ quote(shard.experts)
 # ## Balance
 # If all tokens choose the same experts, one device works and the others wait. So the loss has one
 # more term, E x sum(visits(e) x probability(e)). It is 1 if experts are equally busy, and larger if
-# the busy ones are also the likely ones. (visits has no gradient; the probabilities have. The
-# router also learns through the shares.) `model.py` takes it of each row, so that it is a sum.
+# the busy ones are also the likely ones. The visits have no gradient; the probabilities have. The
+# router also learns through the shares. `model.py` takes it of each row, so that it is a sum.
 
 # %%
 def balance(logits):
@@ -111,12 +111,12 @@ print("this router:", balance(x @ router), "  one that always chooses the same t
 # %% [markdown]
 # ## When it pays
 # A layer of E experts has E times the weights of one MLP, and needs as much arithmetic as `BEST` of
-# them. (The loop above multiplies zeros, too; sorted tokens, as in `shard.experts`, avoid that.)
+# them. The loop above multiplies zeros, too; sorted tokens, as in `shard.experts`, avoid that.
 # fsdp would gather all E: 3 (n-1)/n W with W = E times an MLP's bytes, however few tokens there
 # are. Experts send 4 (n-1) X, however large the weights are. For 64 experts of 4,096 x 1,024 x 3
 # weights in bfloat16, 1.6 GB, fsdp=8 sends 4.2 GB a layer; expert=8 with 4,096 tokens of width
 # 4,096 on a device, X = 33.6 MB, sends 0.94 GB: 10 ms on a v5e beside 3 ms of arithmetic (forward
-# and backward, two visited), where fsdp takes 47 ms. (No zeros: about a quarter of 0.94 GB.)
+# and backward, two visited), where fsdp takes 47 ms. Without zeros 0.94 GB would be a quarter.
 #
 # ## Bugs
 

@@ -32,8 +32,8 @@ lesson.begin(8)
 #     expert   rows, experts                          4 (n-1) X L A
 #     pipe     layers                                 2 X/t (ticks/M + (n-1)/n) A, and idle time
 #
-# (t is the size of tensor: stages pass the stream on as tensor has cut it.) One thing is new: each
-# stage gets its part of the last stage's X, for the loss, and sends its gradient back: (n-1)/n.
+# Here t is the size of tensor: stages pass the stream on as tensor has cut it. One thing is new:
+# each stage gets its part of the last X, for the loss, and sends its gradient back: (n-1)/n.
 #
 # The first line holds for every axis but tensor along which a weight is whole: seq sums all
 # gradients, expert those outside the experts, pipe those of the embedding and the head. With
@@ -118,8 +118,8 @@ for mesh in sorted((m for m in meshes if fits(*m)), key=lambda m: sum(seconds(*m
 
 # %% [markdown]
 # fsdp alone hides its sending here. Its 3 W do not depend on the tokens: with shorter rows they no
-# longer hide, and tensor, whose bytes shrink with the tokens, takes over. (The picture has the roof
-# of links, and how far each axis is from it.)
+# longer hide, and tensor, whose bytes shrink with the tokens, takes over. The picture has the roof
+# of links, and how far each axis is from it.
 
 # %%
 for time in (4096, 1024, 256):
@@ -130,8 +130,8 @@ for time in (4096, 1024, 256):
 lesson.picture("roofline")
 
 # %% [markdown]
-# With fewer rows than chips, tensor or seq take the rest. (The rate counts 6 operations for each
-# weight and token: what is recomputed is no progress.)
+# With fewer rows than chips, tensor or seq take the rest. The rate counts 6 operations for each
+# weight and token: what is recomputed is no progress.
 #
 # ## The same by the program
 # `--mesh auto` does this with all six axes, more cautiously: it adds the times of arithmetic and
@@ -139,8 +139,8 @@ lesson.picture("roofline")
 # not here (README has a line to try).
 #
 # Here, on simulated devices, a deep and narrow model in float32: the table as a function, and what
-# the program sends. (Together: L is of a stage, whose idle ticks send, too. The embedding and the
-# head are gathered once. With tensor they send 4 (n-1)/n X; under pipe, the head its part of it.)
+# the program sends. With pipe, L is of a stage, whose idle ticks send too, and a head sends for its
+# part of the time. The embedding and the head are gathered once, and send 4 (n-1)/n X over tensor.
 #
 # **Predict**: data=8 sends 2 (n-1)/n G. In units of G, the float32 bytes of all gradients, what
 # does fsdp=8 send, if nearly all weights are in layers and there is one part?
@@ -194,7 +194,7 @@ for flags in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "data=2,seq=4 --rema
 # ## Rules of thumb
 # 1. Rows first: data and fsdp, as far as the batch has rows.
 # 2. fsdp where the state does not fit, which is nearly always; data as well where links are slow,
-#    since it sends once. (Not between TPU slices: `make_mesh` stops when it sees several.)
+#    since it sends once. zigzag runs on one TPU slice: `make_mesh` refuses several.
 # 3. tensor in a fast machine, if tokens are few or a layer does not fit; as far as heads divide.
 # 4. seq for rows so long that one does not fit; expert for experts, before fsdp gathers them all.
 # 5. pipe last: between machines, with many microbatches.

@@ -85,7 +85,7 @@ def decoder(params, batch):
 LAYER = {"attn_norm": P(), "wq": P("fsdp", "tensor"), "wk": P("fsdp", "tensor"),
          "wv": P("fsdp", "tensor"), "wo": P("tensor", None, "fsdp"), "mlp_norm": P(),
          "w_gate": P("fsdp", "tensor"), "w_up": P("fsdp", "tensor"), "w_down": P("tensor", "fsdp")}
-# (All layers of a weight are one array [L, ...].)
+# All layers of a weight are one array [L, ...].
 DECODER = {"embed": P(None, "fsdp"), "norm": P(), "head": P("fsdp"),
            "layers": {name: P(None, *spec) for name, spec in LAYER.items()}}
 
@@ -136,7 +136,7 @@ def make_step(loss, specs, optimizer, mesh, accumulate=1):
     def on_device(params, batch):
         # Marked here, outside value_and_grad. Inside, jax would mark them where they meet the
         # batch, and the transpose of a mark is a psum: gradients would be sent in every part.
-        # (Over tensor this is what jax does, with norms for example, whose gradients need it.)
+        # Over tensor this is what jax does, with norms for example, whose gradients need it.
         params = jax.tree.map(mark, params)
         whole, scatter = jax.vjp(lambda params: gather_the_rest(params, specs), params)
 
