@@ -2,22 +2,19 @@
 
     python -m learn.explain out.html --mesh data=2,fsdp=2,tensor=2
     python -m learn.explain out.html --topology v5e:4x4 --mesh fsdp=16 --model 1.2b --batch 32
-    python -m learn.explain out.html --run out/one --run out/two --shards 2
+    python -m learn.explain out.html --run out/one --shards 2
 
 The step is compiled as train.py would, for the devices here (simulated ones on a CPU) or for those
-of --topology, and does not run. All other flags are train.py's. With --run, the page has the curves
-of these runs, and is about the step of the first: its model, batch and mesh. Flags beside --run may
-change what leaves the run's numbers as they are (--mesh, --remat, --topology ...). The page needs
-no network, and has no scripts.
+of --topology, and does not run. All other flags are train.py's. With --run, the page is about that
+run's step; flags may change what leaves its numbers as they are (--mesh, --remat, --topology ...).
+The page needs no network. (`python train.py --plot RUN` draws a run's loss.)
 """
 
-import collections
 import html
-import json
 import math
 import sys
 from pathlib import Path
-from typing import Any, Iterable, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import jax
 
@@ -25,7 +22,6 @@ import shard
 import train
 from forecast import estimate
 from forecast.traffic import expected_traffic
-from learn import walk
 from zigzag.commands import command_line, continued, programs
 from zigzag.core import chips
 from zigzag.core.errors import human_bytes
@@ -43,11 +39,9 @@ th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px soli
          vertical-align: top }
 td.number { text-align: right; font-variant-numeric: tabular-nums }
 .wide { overflow-x: auto } pre { font-size: 13px; line-height: 1.35 }
-svg text { fill: currentColor; font-size: 13px } polyline { fill: none; stroke-width: 2 }
 @media (prefers-color-scheme: dark) { body { color: #eee; background: #1b1b1b }
                                       a { color: #8ab4f8 } }
 """
-COLORS = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#aa3377", "#0088aa")
 # A device whose numbers are not known is taken to be a chip of this name.
 USUAL_CHIP = "TPU v5 lite"
 
@@ -62,10 +56,6 @@ class Run(NamedTuple):
     expected: Sequence[hlo.Collective]      # by formulas
     flops: float                            # of a device, in one update
     note: str                               # where `sent` and `flops` are expected ones, that
-
-    @property
-    def config(self) -> Any:
-        return self.program.config
 
 
 def compiled(config: Any) -> Run:
@@ -94,10 +84,9 @@ def who_holds_what(run: Run) -> str:
         size = math.prod(part) * x.dtype.itemsize
         total += size
         rows.append([jax.tree_util.keystr(path, simple=True, separator="."), str([*x.shape]),
-                     _of_spec(decision.spec), str([*part]), _bytes(size), decision.reason])
-    return (f"<p>Each device stores {_bytes(total)} of weights. In <code>layers</code>, dimension "
-            f"0 counts the layers.</p>" + _table(
-                "The weights, and the part of one device",
+                     _of_spec(decision.spec), str([*part]), human_bytes(size), decision.reason])
+    return (f"<p>Each device stores {human_bytes(total)} of weights.</p>" + _table(
+                "The weights, and the part of one device (layers are stacked in dimension 0)",
                 ["weight", "shape", "split over", "a device's part", "bytes", "why"], rows))
 
 
@@ -109,7 +98,7 @@ def _of_spec(spec):
 
 def memory(run: Run) -> str:
     """What a device's memory holds: exactly, by formulas, and by the compiled program."""
-    program, c = run.program, run.config
+    program, c = run.program, run.program.config
 
     def held(tree):
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -126,8 +115,8 @@ def memory(run: Run) -> str:
     found = [("state and batch", stats.argument_size_in_bytes),
              ("temporary arrays", stats.temp_size_in_bytes), ("peak", peak)]
     fits = "it fits" if peak < run.chip.memory else "it does not fit"
-    return (f"<p>At its peak the compiled step uses {_bytes(peak)} of a device's memory, and the "
-            f"chip has {_bytes(run.chip.memory)}: {fits}.</p>"
+    return (f"<p>At its peak the compiled step uses {human_bytes(peak)} of a device's memory, and "
+            f"the chip has {human_bytes(run.chip.memory)}: {fits}.</p>"
             + _sizes("What a device stores from step to step", exact)
             + _sizes("By formulas, while it computes", cost.parts.items())
             + _sizes("By the compiled program", found))
@@ -135,17 +124,14 @@ def memory(run: Run) -> str:
 
 def timeline(run: Run) -> str:
     """How long a device computes and sends, and how long a stage of a pipeline is idle."""
-    c, plan = run.config, run.program.plan
+    c, plan = run.program.config, run.program.plan
     arithmetic = run.flops / run.chip.flops
     sends = [(f"{one.kind} over {one.axis}", one.bytes / run.chip.links) for one in run.sent]
     rows = [[name, _seconds(x)] for name, x in [("computing", arithmetic), *sends]]
     text = (f"<p>Computing takes {_seconds(arithmetic)}, and sending "
             f"{_seconds(sum(x for _, x in sends))}, by "
-            f"these rates ({html.escape(run.about_chip)}). An update takes at least the longer of "
-            f"the two, if all that is sent travels over all links while something is computed; "
-            f"about their sum, if nothing does; more where stages or memory are waited for. What "
-            f"feeds the very next product (tensor) waits; what is needed "
-            f"a layer later (fsdp) need not.</p>" + _table(
+            f"these rates ({html.escape(run.about_chip)}). An update takes the longer of the two "
+            f"if they overlap, about their sum if not, more if memory is slow.</p>" + _table(
                 "The time of an update in which a device computes, and sends",
                 ["what", "time, at the chip's rates"], rows))
     stages = run.program.mesh.shape["pipe"]
@@ -174,64 +160,16 @@ def traffic(run: Run) -> str:
                   "bytes, compiled", "bytes, by formulas", "ratio"], rows)
 
 
-def roofline(run: Run) -> str:
-    """Operations for each byte, from memory and over each axis."""
-    sizes = collections.Counter()
-    for one in run.sent:
-        sizes[f"what is sent over {one.axis}"] += one.bytes
-    rates = dict.fromkeys(sizes, run.chip.links)
-    name = "memory, if temporary memory is used once"
-    sizes[name], rates[name] = estimate.bytes_moved(run.compiled), run.chip.bandwidth
-    rows = []
-    for name, size in sizes.items():
-        if size:
-            has, needs = run.flops / size, run.chip.flops / rates[name]
-            rows.append([name, f"{has:,.0f}", f"{needs:,.0f}",
-                         "arithmetic" if has > needs else "bytes"])
-    return _table(f"One update on one device; rates: {run.about_chip}", [
-        "bytes", "operations for each", "as many as the chip does meanwhile", "it waits for"], rows)
-
-
-def block(run: Run) -> str:
-    """The network's block, line by line, if it has one."""
-    try:
-        where = walk.block_of(run.config)
-        lines = walk.text(walk.walk(run.config, [where]), [where])
-    except shard.ConfigError as e:
-        return f"<p>{html.escape(str(e))}</p>"
-    return f'<div class="wide" tabindex="0"><pre>{html.escape(lines)}</pre></div>'
-
-
-def curves(folders: Iterable[str]) -> str:
-    """The loss of each run."""
-    runs = {}
-    for folder in folders:
-        path = Path(folder) / "metrics.jsonl"
-        try:
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-        except (OSError, ValueError) as e:
-            raise shard.ConfigError(f"--run {folder}: cannot read metrics.jsonl ({e})") from None
-        points = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-        if not points:
-            raise shard.ConfigError(f"--run {folder}: no step in its metrics.jsonl")
-        runs[folder] = points[::max(1, len(points) // 500)]
-    return _curves(f"The loss of {', '.join(runs)}", runs)
-
-
 # -------------------------------------------------------------------------------------------
 # The page
 
 SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline,
-            "What is sent": traffic, "Operations for each byte": roofline,
-            "A block, line by line": block}
+            "What is sent": traffic}
 
 
-def page(run: Run, of_runs: str = "", name: str = "") -> str:
-    """The whole page; of_runs: its section about runs that were made; name: the run whose step it
-    is about."""
-    c, parts = run.config, {name: make(run) for name, make in SECTIONS.items()}
-    if of_runs:
-        parts["Curves"] = of_runs
+def page(run: Run, name: str = "") -> str:
+    """The whole page; name: the run whose step it is about."""
+    c, parts = run.program.config, {name: make(run) for name, make in SECTIONS.items()}
     mesh = " ".join(f"{axis}={n}" for axis, n in run.program.mesh.shape.items() if n > 1)
     count, _ = run.program.plan.counts
     title = f"{count:,} parameters on {mesh or 'one device'}"
@@ -262,31 +200,12 @@ def _table(caption, names, rows):
 
 
 def _sizes(title, rows):
-    return _table(title, ["what", "bytes"], [[name, _bytes(size)] for name, size in rows if size])
-
-
-def _curves(title, runs):
-    """Lines through the points (x, y) of each run."""
-    xs, ys = zip(*(point for points in runs.values() for point in points))
-    low, size, last = min(ys), (max(ys) - min(ys)) or 1, max(xs) or 1
-    drawn = [f'<text y="12">{max(ys):.4g}</text><text y="212">{low:.4g}</text>'
-             f'<text x="630" y="232" text-anchor="end">step {last:,g}</text>']
-    for number, (name, points) in enumerate(runs.items()):
-        line = " ".join(f"{70 + 560 * x / last:.4g},{210 - 200 * (y - low) / size:.4g}"
-                        for x, y in points)
-        color = COLORS[number % len(COLORS)]
-        drawn.append(f'<polyline points="{line}" stroke="{color}"/><text x="88" '
-                     f'y="{254 + 20 * number}" style="fill:{color}">{html.escape(name)}</text>')
-    return (f'<figure class="wide" tabindex="0"><svg role="img" aria-label="{html.escape(title)}" '
-            f'viewBox="0 0 640 {250 + 20 * len(runs)}">{"".join(drawn)}</svg></figure>')
+    return _table(title, ["what", "bytes"],
+                  [[name, human_bytes(size)] for name, size in rows if size])
 
 
 def _seconds(x):
     return f"{x:,.3g} s" if x >= 1 else f"{1e3 * x:,.3g} ms"
-
-
-def _bytes(size):
-    return human_bytes(size)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -296,25 +215,23 @@ def main(argv: list[str] | None = None) -> None:
     if not argv or argv[0].startswith("-"):
         raise shard.ConfigError("expected the file to write first: "
                                 "python -m learn.explain out.html --mesh ...")
-    out, runs = Path(argv.pop(0)), []
+    out, run = Path(argv.pop(0)), ""
     if out.is_dir() or not out.parent.is_dir():
         raise shard.ConfigError(f"{out}: expected the name of a file, in a folder that exists")
     argv = [part for word in argv
             for part in (word.split("=", 1) if word.startswith("--run=") else [word])]
-    while "--run" in argv:
+    if "--run" in argv:
         at = argv.index("--run")
         if at + 1 == len(argv):
             raise shard.ConfigError("--run: expected the folder of a run after it")
-        runs.append(argv[at + 1])
+        run = argv[at + 1]
         del argv[at:at + 2]
-    of_runs = curves(runs) if runs else ""      # (first: to compile may take minutes)
     given = command_line.read_flags(argv)
     if given.get("data"):
         raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
                                 "vocabulary can be given by --vocab_size")
-    config = (continued.of_run(runs[0], given) if runs else
-              command_line.config_of_flags(given))
-    text = page(compiled(config), of_runs, *runs[:1])
+    config = continued.of_run(run, given) if run else command_line.config_of_flags(given)
+    text = page(compiled(config), run)
     try:
         out.write_text(text)
     except OSError as e:

@@ -1,27 +1,29 @@
-"""What the lessons use: eight devices, pictures of who holds what, what a program sends, quoted
-code, bugs to plant, and answers to check.
+"""What the lessons use: eight devices, pictures of who holds what, predictions, what a program
+sends, quoted code, bugs to plant, and answers to check.
 
-    python learn/lesson1_mesh.py            a lesson runs as a script
-    python -m learn.lesson 1 lesson1.ipynb  and becomes a notebook
-
-An editor that knows cells (VS Code, PyCharm, Spyder) runs it cell by cell: each begins with # %%.
+    python -m learn.lesson 1 lesson1.ipynb      a lesson as a notebook (README.md has other ways)
 """
 
+import collections
 import inspect
 import json
+import re
 import sys
 import types
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import P, lax
 
 import shard
-from learn.solutions import ANSWERS
+from learn.solutions import ANSWERS, BROKEN
 
+__all__ = ["P", "jax", "jnp", "lax", "np", "shard"]     # (which lessons take from here)
 HERE = Path(__file__).parent
-LESSONS = {path.name[6]: path for path in sorted(HERE.glob("lesson[0-9]_*.py"))}
+LESSONS = {str(n): path for n in range(1, 11) for path in HERE.glob(f"lesson{n}_*.py")}
 
 
 def begin(devices: int = 8) -> None:
@@ -38,6 +40,11 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
                          axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
     jax.set_mesh(made)
     return made
+
+
+def place(x: Any, spec: P) -> jax.Array:
+    """An array, split over jax's mesh."""
+    return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
 
 
 def show(x: jax.Array) -> None:
@@ -70,13 +77,19 @@ def picture(name: str) -> Picture:
 def sends(function: Callable, *args: Any) -> dict[str, int]:
     """The bytes that a device sends in one call of the compiled function, by kind and axis of the
     collectives, which it also prints."""
-    args = jax.device_put(args, jax.NamedSharding(jax.sharding.get_mesh(), jax.P()))
+    args = jax.device_put(args, jax.NamedSharding(jax.sharding.get_mesh(), P()))
     found = shard.collectives(jax.jit(function).lower(*args).compile())
     for one in found:
         print(f"    {one.count} {one.kind} over {one.axis}: {one.bytes:,} bytes")
-    if not found:
-        print("    nothing")
     return {f"{one.kind} over {one.axis}": one.bytes for one in found}
+
+
+def compare(guess: Any, found: float, unit: str = "bytes") -> None:
+    """Print your prediction and what the program shows."""
+    said = "" if guess is ... else f"you predicted {guess:,.4g}, which is " + (
+        "right: " if _same(guess, float(found)) else
+        f"{guess / found:.3g} times as much: " if found else "too much: ")
+    print(f"    {said}{found:{',.4g' if isinstance(found, float) else ','}} {unit}")
 
 
 def quote(function: Callable) -> None:
@@ -91,41 +104,49 @@ def quote(function: Callable) -> None:
 
 def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
     """A copy of a module in which this text is replaced."""
-    code = Path(module.__file__).read_text()
-    if right not in code:
-        raise ValueError(f"{right!r} is not in {module.__name__}")
     copy = types.ModuleType(f"{module.__name__} with a bug")
     copy.__file__ = module.__file__
-    exec(compile(code.replace(right, wrong), module.__file__, "exec"), copy.__dict__)
+    exec(compile(_changed(module, right, wrong), module.__file__, "exec"), copy.__dict__)
     return copy
 
 
 def planted(function: Callable, right: str, wrong: str) -> Callable:
-    """A copy of a lesson's function in which this text is replaced."""
+    """A copy of a function in which this text is replaced."""
+    return _of_code(function, _changed(function, right, wrong))
+
+
+def _changed(function, right, wrong):
     code = inspect.getsource(function)
     if right not in code:
         raise ValueError(f"{right!r} is not in {function.__name__}")
+    return code.replace(right, wrong)
+
+
+def _of_code(function, code):
     names = dict(function.__globals__)
-    exec(compile(code.replace(right, wrong), "planted", "exec"), names)
+    exec(compile(code, "planted", "exec"), names)
     return names[function.__name__]
 
 
-def attempt(function: Callable, *args: Any) -> tuple[Any, str]:
-    """(the result of a call, ""), or (None, the first line of what it raises)."""
+def attempt(function: Callable, *args: Any, lines: int = 1) -> tuple[Any, str]:
+    """(the result of a call, ""), or (None, the first lines of what it raises)."""
     try:
         return function(*args), ""
     except Exception as e:
-        return None, f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"
+        said = "\n".join(str(e).strip().splitlines()[:lines])
+        return None, f"{type(e).__name__}: {said}"
 
 
-def error_of(function: Callable, *args: Any) -> str:
-    """The first line of what this call raises, or that it raises nothing."""
-    return attempt(function, *args)[1] or "no error"
+def error_of(function: Callable, *args: Any, lines: int = 1) -> str:
+    """The first lines of what this call raises, or that it raises nothing."""
+    return attempt(function, *args, lines=lines)[1] or "no error"
 
 
 def fault(function: Callable, want: Any, *args: Any) -> str:
     """What is wrong with a program: what it raises, or how far its result is from `want`."""
-    found, error = attempt(jax.jit(function), *args)
+    found, error = attempt(jax.jit(function) if args else function, *args)
+    if not error and np.shape(found) != np.shape(want):
+        return f"a result {[*np.shape(found)]} in place of {[*np.shape(want)]}"
     return error or f"wrong by {abs(np.asarray(found) - np.asarray(want)).max():.2f}"
 
 
@@ -141,19 +162,81 @@ def report(bug: str, function: Callable, in_specs: Any, out_specs: Any, want: An
     jax.set_mesh(whole)
 
 
+# -------------------------------------------------------------------------------------------
+# Exercises
+
+class Tried(NamedTuple):
+    """What happened when the code of an exercise ran: what is wrong, or ''."""
+    error: str
+
+    def __str__(self) -> str:
+        return f"yet ({self.error})"
+
+
+def tried(written: Callable, function: Callable, want: Any, *args: Any, most: float = 0) -> Any:
+    """Run an exercise: `function` calls your function `written`, and should return `want` and send
+    at most so many bytes (0: any number). Dots if there is only a return with dots in yours."""
+    code = written.__code__
+    if ... in code.co_consts and not code.co_names:
+        return ...
+    error = fault(function, want, *args)
+    if error == "wrong by 0.00" and most and (sent := sum(sends(function, *args).values())) > most:
+        error = f"the result is right, but a device sends {sent:,} bytes"
+    return Tried("" if error == "wrong by 0.00" else error)
+
+
+def broken(exercise: str, function: Callable) -> None:
+    """Print a function with one line changed, for an exercise that asks which."""
+    print(_changed(function, *BROKEN[exercise]))
+
+
+def repaired(exercise: str, function: Callable, wrong: str, right: str, make: Callable, want: Any,
+             *args: Any) -> Any:
+    """Run the function that `broken` printed after this text in it was replaced: make(function)
+    is what runs, and should return `want`."""
+    if wrong is ... or right is ...:
+        return ...
+    code = _changed(function, *BROKEN[exercise])
+    if code.count(wrong) != 1:
+        return Tried(f"{wrong!r} occurs {code.count(wrong)} times in the code")
+    mine = _of_code(function, code.replace(wrong, right))
+    return tried(mine, make(mine), want, *args)
+
+
+wrong_answers: collections.Counter = collections.Counter()
+
+
 def check(exercise: str, answer: Any = ...) -> bool:
-    """Whether the answer is right (whole numbers exactly, others within 2%), and why."""
-    right, why = ANSWERS[exercise]
+    """Whether the answer is right: whole numbers exactly, others within 2%, words in any of several
+    forms, code by what it does. A first wrong answer brings a hint, a second one the reason."""
+    right, hint, why, *also = ANSWERS[exercise]
     if answer is ...:
         print(f"{exercise}: put your answer in place of the dots")
         return False
-    if isinstance(right, float) and isinstance(answer, (int, float)):
-        good = abs(answer - right) <= 0.02 * abs(right)
-    else:
-        good = str(answer).strip().lower() == str(right).lower()
-    print(f"{exercise}: {'right' if good else 'not ' + str(answer)}. {why}")
+    good = (not answer.error if isinstance(answer, Tried) else
+            any(_same(answer, one) for one in (right, *also)))
+    wrong_answers[exercise] += not good
+    print(f"{exercise}: right. {why}" if good else f"{exercise}: not {answer}. " + (
+        why if wrong_answers[exercise] > 1 else f"Hint: {hint}"))
     return good
 
+
+def _same(answer, right):
+    if isinstance(right, str):
+        return _plain(answer) == _plain(right)
+    try:
+        off = abs(float(str(answer).replace(",", "")) - right)
+    except ValueError:
+        return False
+    return off <= (0.02 * abs(right) if isinstance(right, float) else 0)
+
+
+def _plain(answer):
+    return re.sub(r"\b(and|lax|the)\b|[^a-z0-9]", "", str(answer).lower())
+
+
+# -------------------------------------------------------------------------------------------
+# Notebooks
 
 def cells(path: Path) -> list[tuple[str, str]]:
     """The cells of a lesson: pairs of markdown or code, and its text."""

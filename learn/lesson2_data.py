@@ -1,6 +1,5 @@
 # %% [markdown]
 # # 2. Data parallelism: one sum, at the end
-#
 # One idea: **the gradient of a sum is the sum of gradients.** Devices with other rows of a batch
 # each find the gradient for their rows; one all-reduce adds them up. The rest of this lesson is
 # about sending it once.
@@ -8,18 +7,11 @@
 # %%
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
-
-import shard
 from learn import lesson, tiny
-from learn.lesson import check, quote, sends
+from learn.lesson import P, check, compare, jax, jnp, lax, np, quote, sends, shard
 
 lesson.begin(8)
 mesh = lesson.mesh(data=4)
@@ -29,23 +21,14 @@ x, y = (rng.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
 
 # %% [markdown]
 # ## A sum and a count
-#
 # A loss here returns a sum over rows, and what to divide it by. Why not a mean? With 3 rows on one
 # device and 1 on another, the mean of two means is not the mean of four rows. Sums add up; the
-# division comes once, at the end. What each device has, as a picture: a colour for each part of the
-# rows, grey for what is the same on all devices.
-
-# %%
-lesson.picture("data")
-
-# %% [markdown]
-# As code:
-
+# division comes once, at the end. The picture after the code has a color for each part of the rows,
+# and grey for what is the same on all devices.
 
 # %%
 def loss(w, x, y):
     return jnp.sum((x @ w - y)**2), len(x)
-
 
 def mean_gradient(w, x, y):         # on a device: 8 of 32 rows
     w = lax.pcast(w, "data", to="varying")      # (what this does is explained below)
@@ -53,91 +36,94 @@ def mean_gradient(w, x, y):         # on a device: 8 of 32 rows
     grads, count = lax.psum((grads, count), "data")
     return grads / count
 
-
 on_mesh = jax.shard_map(mean_gradient, in_specs=(P(), P("data"), P("data")), out_specs=P())
 want = jax.grad(lambda w: loss(w, x, y)[0] / 32)(w)
 print("the largest difference:", abs(on_mesh(w, x, y) - want).max())
+lesson.picture("data")
 
 # %% [markdown]
-# The bytes: an all-reduce of the gradients, 2 (n-1)/n G with n = 4 devices and G = 256 x 256 x 4
-# bytes.
+# **Predict.** Each of the four devices sends the gradients, G = 256 x 256 x 4 bytes, in one
+# all-reduce. How many bytes is that? And how many if a device computes its rows in four parts, to
+# save memory (`--accumulate 4`)? One version below marks `w` before the parts, the other leaves
+# everything to jax.
 
 # %%
-predicted = 2 * 3 / 4 * 256 * 256 * 4
-print(f"predicted {predicted:,.0f}")
-assert abs(sum(sends(on_mesh, w, x, y).values()) / predicted - 1) < 0.02
+G = 4 * 256 * 256
+guess = {"marked": ..., "left to jax": ...}
 
 # %% [markdown]
 # ## Marks
-#
 # `w` is the same on all devices: its type does not vary. `x` varies over data. In `x @ w` jax first
 # makes `w` vary, by an operation that sends nothing. Autodiff transposes each operation; the
 # transpose of "the same value for each device" is a sum over the devices. So without the line with
 # `pcast`, the gradient is already summed:
 
-
 # %%
 def unmarked(w, x, y):
     grads = jax.grad(lambda w: loss(w, x, y)[0])(w)
-    print("the gradient varies over", sorted(jax.typeof(grads).mat.varying) or "no axis")
+    print("the gradient varies over", sorted(shard.varying(grads)) or "no axis")
     return grads
-
 
 same = jax.shard_map(unmarked, in_specs=(P(), P("data"), P("data")), out_specs=P())
 print("the largest difference:", abs(same(w, x, y) / 32 - want).max())
 
 # %% [markdown]
-# This is right, and for one batch it costs the same. But a step often computes its batch in parts,
-# to save memory (`--accumulate`). Then the unmarked form sends the gradients in every part:
-
+# This is right, and for one batch it costs the same. In parts the mark, and with it its transpose,
+# is inside the loop, so the unmarked form sends the gradients in every part.
 
 # %%
-def in_parts(mark):
+def in_parts(mark, axes=("data",)):
     def gradient(w, x, y):
-        if mark:
-            w = lax.pcast(w, "data", to="varying")
+        w = mark(w)
 
         def add_part(total, part):
             return total + jax.grad(lambda w: loss(w, *part)[0])(w), None
 
-        total, _ = lax.scan(add_part, 0 * w, (x.reshape(4, -1, 256), y.reshape(4, -1, 256)))
-        return lax.psum(total, "data") if mark else total
+        parts = [a.reshape(4, -1, *a.shape[1:]) for a in (x, y)]
+        total, _ = lax.scan(add_part, 0 * w, parts)
+        left = tuple(sorted(shard.varying(total)))
+        return lax.psum(total, left) if left else total
 
-    return jax.shard_map(gradient, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    return jax.shard_map(gradient, in_specs=(P(), P(*axes), P(*axes)), out_specs=P())
 
+def marked(w):
+    return lax.pcast(w, "data", to="varying")
 
-for mark, times in ((False, 4), (True, 1)):
-    print(f"{'marked before' if mark else 'left to jax'}, predicted {times * predicted:,.0f}")
-    assert abs(sum(sends(in_parts(mark), w, x, y).values()) / (times * predicted) - 1) < 0.02
+for name, mark, times in (("marked", marked, 1), ("left to jax", lambda w: w, 4)):
+    print(f"{name}: 2 (n-1)/n G, {times} times")
+    compare(guess[name], found := sum(sends(in_parts(mark), w, x, y).values()))
+    assert abs(found / (times * 2 * 3 / 4 * G) - 1) < 0.02
 
 # %% [markdown]
-# So `train.make_step` marks the weights outside of what it differentiates, and sums at the end. It
-# does not mark them over tensor: only norms and other small weights are whole there, and what jax
-# sums for them in every part is little. The code, as it is in this repository:
+# So `train.make_gradients` marks the weights outside of what it differentiates, and sums at the
+# end. It does not mark them over tensor: only norms and other small weights are whole there, and
+# what jax sums for them in every part is little. Its sum, as it is in this repository:
 
 # %%
 quote(shard.sum_gradients)
 
 # %% [markdown]
 # ## When it pays
-#
 # A weight of D x F numbers takes 6 D F operations for each token in a step (2 forward, 4 backward),
 # and its gradient sends about 8 D F bytes in float32, once. With t tokens on a device, 6 t
 # operations stand against 8 bytes. A v5e chip does 2,200 operations in the time of a byte, so
 # sending takes less time than computing from about 2,900 tokens on a device on, of all parts
-# together. (The sum comes after the backward pass, so it adds to the time. PyTorch's DDP sends
-# parts of it meanwhile.)
+# together. The sum comes after the backward pass, so it adds to the time. PyTorch's DDP sends
+# parts of it meanwhile.
 #
 # ## Bugs
-#
-# Three changes of `tiny.make_step`, the whole trainer in one file. What happens to the losses of
-# ten updates on data=2,fsdp=2,tensor=2, beside those of one device?
+# Three changes of `tiny.make_step`, the whole trainer in one file: a missing sum, one sum too many
+# (over fsdp, of a weight that fsdp splits), and a count that is a mean. Ten updates on
+# data=2,fsdp=2,tensor=2. A type finds the first. **Predict**: by how many percent is the first of
+# ten losses wrong with the other two?
+
+# %%
+guess = {"one sum too many": ..., "a count that is a mean": ...}
 
 # %%
 ids = ((rng.integers(0, 64, (10, 16, 1)) + np.arange(33)) % 64).astype(np.int32)
 batches = [{"tokens": i[:, :-1], "targets": i[:, 1:], "weights": np.ones((16, 32), np.float32)}
            for i in ids]
-
 
 def losses(module, data, fsdp, tensor, accumulate=2):
     grid = lesson.mesh(data=data, fsdp=fsdp, tensor=tensor)
@@ -145,53 +131,50 @@ def losses(module, data, fsdp, tensor, accumulate=2):
     return np.array(module.train(module.decoder, params, module.DECODER, batches,
                                  optax.sgd(0.3), grid, accumulate))
 
-
 right = losses(tiny, 1, 1, 1)
 print("no bug:", abs(losses(tiny, 2, 2, 2) / right - 1).max())
-BUGS = {"a missing sum": ('"data" if "fsdp" in spec else ROWS)', '() if "fsdp" in spec else ROWS)'),
-        "one sum too many": ('"data" if "fsdp" in spec else ROWS)',
-                             'ROWS if "fsdp" in spec else ROWS)'),
+WHERE = '"data" if "fsdp" in spec else ROWS)'
+BUGS = {"a missing sum": (WHERE, '() if "fsdp" in spec else ROWS)'),
+        "one sum too many": (WHERE, 'ROWS if "fsdp" in spec else ROWS)'),
         "a count that is a mean": ("return grads, *lax.psum((value, count), (*ROWS, \"tensor\"))",
                                    "return grads, *lax.pmean((value, count), (*ROWS, \"tensor\"))")}
 for name, (good, bad) in BUGS.items():
+    buggy, found = lesson.with_bug(tiny, good, bad), []
     for place, sizes in ((name, (2, 2, 2)), ("    on one device", (1, 1, 1))):
-        got, error = lesson.attempt(losses, lesson.with_bug(tiny, good, bad), *sizes)
+        got, error = lesson.attempt(losses, buggy, *sizes)
+        found.append(got)
         print(f"{place}:", error or f"losses differ by {abs(got / right - 1).max():.1%}")
+    if name in guess:
+        compare(guess[name], round(100 * float(abs(found[0] / right - 1)[0]), 1), "% at first")
 
 # %% [markdown]
-# The first is found by the types: a gradient that was not summed still varies over data, and its
-# spec says that it does not. The other two have right types. In the second, devices of fsdp hold
-# different pieces of a weight, and the sum adds up these pieces. In the third the
-# first loss is right, since sum and count are both an eighth of what they should be. But gradients
-# are divided by that count, so steps are eight times too long. On one device both are right, since
-# a sum over one device changes nothing. Only a comparison of a mesh with one device finds these. So
-# `pytest test_all.py` makes one, and so does `train.fit` for a loss of your own. (A type needs no
-# mesh: it finds the missing sum on one device, too.)
-#
-# How can `train.fit` tell a bug from rounding? Before a run it computes the sums and the gradient
-# of three batches, at weights that are moved at random (with a head of zeros nothing would show):
-# on the mesh, on one device, and on one device with weights moved by rounding errors. The last two
-# show how far rounding alone can go: allowed is four times that, and a small share of the value.
-# The loss is refused if a batch is off by more than three times what is allowed, or two of the
-# three by more than once. The refusal says which values differ, and by how much. The usual causes:
-# the loss is not a sum over rows, or it uses a row's index, or it compares rows.
+# The types find the first: a gradient that was not summed still varies over data, and its spec says
+# that it does not. The other two have right types. In the second, devices of fsdp hold different
+# pieces of a weight, and the sum adds up these pieces; the first loss comes before any update. In
+# the third the first loss is right too, since sum and count are both an eighth of what they should
+# be. But gradients are divided by that count, so steps are eight times too long. On one device both
+# are right, since a sum over one device changes nothing. Only a comparison with one device finds
+# these: test_all.py makes one, and so does `train.fit` for a custom loss (docs/tasks.md says how).
 #
 # ## Exercises
-#
-# 2.1 A model of 10 million weights trains on data=8 with --accumulate 4. How many bytes does a
+# - 2.1 A model of 10 million weights trains on data=8 with --accumulate 4. How many bytes does a
 # device send in an update?
+# - 2.2 And if the weights were not marked?
+# - 2.3 Two devices have 30 and 10 tokens with the sums of losses 60 and 40. What is the loss?
+# - 2.4 Code: mark the right axes. Here `seq` cuts dimension 1 of the rows, and `tensor` nothing.
+# The step should send G once, over the axes along which devices have different data.
 
 # %%
 check("2.1", ...)
-
-# %% [markdown]
-# 2.2 And if the weights were not marked?
-
-# %%
 check("2.2", ...)
-
-# %% [markdown]
-# 2.3 Two devices have 30 and 10 tokens with the sums of losses 60 and 40. What is the loss?
-
-# %%
 check("2.3", ...)
+
+mesh = lesson.mesh(data=2, seq=2, tensor=2)
+rows = [a.reshape(32, 2, 128) for a in (x, y)]
+v = w[:128, :128]
+
+def mark(w):
+    return ...
+
+check("2.4", lesson.tried(mark, in_parts(mark, ("data", "seq")), jax.grad(
+    lambda v: loss(v, *rows)[0])(v), v, *rows, most=1.02 * 2 * 3 / 4 * 4 * 128 * 128))

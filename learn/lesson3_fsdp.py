@@ -1,25 +1,16 @@
 # %% [markdown]
 # # 3. Fully sharded data parallelism: a weight is whole only while it is used
-#
 # One idea: **an all-gather and a reduce-scatter are each other's transposes.** Devices keep a part
 # of every weight. Before a layer runs, its weights are gathered; autodiff turns that gather into
 # the sum of the gradients, of which each device gets its part.
 
 # %%
+import collections
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
-
-import shard
-from learn import lesson
-from learn.lesson import check, quote, sends, show
+from learn import lesson, tiny
+from learn.lesson import P, check, compare, jax, jnp, lax, np, quote, sends, shard, show
 
 lesson.begin(8)
 mesh = lesson.mesh(fsdp=4)
@@ -32,37 +23,27 @@ SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp")}
 
 # %% [markdown]
 # ## Who holds what
-#
 # Data parallelism keeps everything on every device: a weight, its gradient, and two numbers of
 # Adam, 16 bytes for each weight in float32. Here a device has a part. Dimension 0 is the layers, so
-# specs begin with None. A small array:
+# specs begin with None. First a small array, then the picture of one layer's weight on its way
+# through a step: a colour for each part, and a gradient with a number is for that device's rows.
 
 # %%
-show(jax.device_put(np.zeros((4, 8)), NamedSharding(mesh, P("fsdp"))))
-
-# %% [markdown]
-# And one layer's weight on its way through a step, a colour for each part. A gradient with a number
-# is for that device's rows.
-
-# %%
+show(lesson.place(np.zeros((4, 8)), P("fsdp")))
 lesson.picture("fsdp")
 
 # %% [markdown]
 # ## A step
-#
 # Six layers, each x + relu(x @ up) @ down. On a device: [D/4, F] of `up`, and 8 of 32 rows. Each
 # layer's weights are gathered inside the loop, so only one layer is whole at a time.
-
 
 # %%
 def layer(x, w):
     return x + jax.nn.relu(x @ w["up"]) @ w["down"]
 
-
 def gathered(w):
     return {"up": lax.all_gather(w["up"], "fsdp", axis=0, tiled=True),
             "down": lax.all_gather(w["down"], "fsdp", axis=1, tiled=True)}
-
 
 def loss(w, x, recompute):
     def body(x, w):
@@ -71,70 +52,161 @@ def loss(w, x, recompute):
     body = jax.checkpoint(body) if recompute else body
     return jnp.sum(lax.scan(body, x, w)[0]**2)
 
-
 def gradients(recompute):
     return jax.shard_map(lambda w, x: jax.grad(loss)(w, x, recompute),
                          in_specs=(SPECS, P("fsdp")), out_specs=SPECS)
 
-
 def on_one_device(w, x):
     return jax.grad(lambda w: jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]**2))(w)
 
-
 got, want = gradients(True)(w, x), on_one_device(w, x)
-print("the largest difference:", max(abs(got[n] - want[n]).max() for n in w),
-      "of", max(abs(want[n]).max() for n in w))
+print("the largest difference:", max(abs(got[n] - want[n]).max() for n in w))
 
 # %% [markdown]
-# No line above sums gradients. The transpose of `all_gather` did: in the backward pass each device
-# has the gradient of the whole weight, for its rows; the reduce-scatter adds these up and gives
-# each device its part. A weight that is cut varies already, so it needs no mark. (Small weights,
-# such as norms, stay whole, and are summed as in lesson 2.)
+# No line above sums gradients. The transpose of `all_gather` did: it adds up the devices' gradients
+# of the whole weight, and gives each device its part. A weight that is cut varies already, so it
+# needs no mark. Small weights, such as norms, stay whole, and are summed as in lesson 2.
 #
-# ## What is sent
-#
-# W is the bytes of all layers' weights. A gather sends (n-1)/n W, the scatter as much. With
-# recomputation (`jax.checkpoint`) weights are gathered again in the backward pass: 3 (n-1)/n W in
-# all. Without it, every layer's gathered weights are kept until then: nothing is gathered twice,
-# but after the forward pass each device has all weights. Only gradients and optimizer are still
-# cut.
+# ## What a device sends
+# **Predict.** W is the bytes of all layers' weights. How many bytes does a device send in one step,
+# if autodiff keeps each gathered weight for the backward pass? And if `jax.checkpoint` makes it
+# compute the layer again, gather included? Which version needs more memory?
 
 # %%
 W = 4 * 2 * L * D * F
-for recompute, times in ((True, 3), (False, 2)):
-    program = gradients(recompute)
-    print(f"recompute={recompute}: predicted {times * 3 / 4 * W:,.0f} bytes")
-    assert abs(sum(sends(program, w, x).values()) / (times * 3 / 4 * W) - 1) < 0.02
-    placed = jax.device_put((w, x), ({n: NamedSharding(mesh, s) for n, s in SPECS.items()},
-                                     NamedSharding(mesh, P("fsdp"))))
+guess = {"kept": ..., "again": ...}
+
+# %%
+for name, times in (("kept", 2), ("again", 3)):
+    program = gradients(name == "again")
+    compare(guess[name], found := sum(sends(program, w, x).values()))
+    assert abs(found / (times * 3 / 4 * W) - 1) < 0.02
+    placed = {n: lesson.place(a, SPECS[n]) for n, a in w.items()}, lesson.place(x, P("fsdp"))
     memory = jax.jit(program).lower(*placed).compile().memory_analysis()
-    print(f"    memory for what is computed: {memory.temp_size_in_bytes:,} bytes, "
-          f"{memory.temp_size_in_bytes / W:.2f} W")
+    print(f"    {name}: temporary memory {memory.temp_size_in_bytes / W:.2f} W")
 
 # %% [markdown]
-# This is why `shard.layers` never keeps a gathered weight, whatever `--remat` says. Its code, and
-# that of the gather:
+# A gather sends (n-1)/n W, the scatter as much. With recomputation there is a second gather: 3
+# (n-1)/n W in all. Without it, 2; but after the forward pass each device has all weights, and only
+# gradients and optimizer are still cut.
+#
+# This is why `shard.layers` never keeps a gathered weight, whatever `--remat` says:
 
 # %%
 quote(shard.layers)
 quote(shard.gather)
 
 # %% [markdown]
-# ## ZeRO-1
+# ## ZeRO 1, 2 and 3, side by side
+# Data parallelism keeps 16 bytes for each weight on every device: 4 of the weight, 4 of its
+# gradient, 8 of Adam. ZeRO-1 splits Adam's, ZeRO-2 the gradients too, and ZeRO-3 everything: that
+# is fsdp. Below, an update with two parts of a batch, in all four ways. **Predict** how many G, the
+# bytes of the gradients, a device sends for ZeRO-1.
+
+# %%
+zero1 = ...
+
+# %%
+def update(stage, A=2):
+    def body(x, up):
+        up = lax.all_gather(up, "fsdp", tiled=True) if stage == 3 else up
+        return jnp.tanh(x @ up)[:, :D], None
+
+    def loss(up, x):
+        return jnp.sum(lax.scan(jax.checkpoint(body), x, up)[0]**2)
+
+    def scatter(grads):
+        return lax.psum_scatter(grads, "fsdp", scatter_dimension=1, tiled=True)
+
+    def on_device(up, x):                           # up [L, D, F]: whole, or for ZeRO-3 a quarter
+        marked = up if stage == 3 else lax.pcast(up, "fsdp", to="varying")
+        own = marked if stage == 3 else lax.dynamic_slice_in_dim(
+            marked, D // 4 * lax.axis_index("fsdp"), D // 4, 1)
+
+        def add_part(total, x):
+            grads = jax.grad(loss)(marked, x)
+            return total + (scatter(grads) if stage == 2 else grads), None
+
+        grads, _ = lax.scan(add_part, 0 * (own if stage == 2 else marked), x.reshape(A, -1, D))
+        if stage == 0:
+            return up - 1e-3 * lax.psum(grads, "fsdp")
+        new = own - 1e-3 * (scatter(grads) if stage == 1 else grads)        # (in place of Adam)
+        return new if stage == 3 else lax.all_gather(
+            new, "fsdp", axis=1, tiled=True, to="invarying")
+
+    spec = SPECS["up"] if stage == 3 else P()
+    return jax.shard_map(on_device, in_specs=(spec, P("fsdp")), out_specs=spec)
+
+up, G, n = w["up"], 4 * L * D * F, 64
+for stage, times, held in ((0, 2, 16), (1, 2, 8 + 8 / n), (2, 3, 4 + 12 / n), (3, 6, 16 / n)):
+    found = sum(sends(update(stage), up, x).values())
+    assert abs(found / (times * 3 / 4 * G) - 1) < 0.02
+    assert abs(update(stage)(up, x) - update(0)(up, x)).max() < 1e-4
+    compare(zero1 if stage == 1 else ..., found / G, f"G with ZeRO-{stage}; of 8e9 weights on {n} "
+            f"devices, each holds {8 * held:.1f} GB")
+
+# %% [markdown]
+# ZeRO-1 scatters the sum of the gradients and gathers the new weights: the two halves of an
+# all-reduce. So it costs nothing. With A parts of a batch ZeRO-2 scatters in each part, (A + 1)
+# (n-1)/n G in all, and ZeRO-3 gathers twice and scatters in each, 3 A (n-1)/n G. zigzag has the two
+# ends, `--zero 1` over data and fsdp.
 #
-# Half of the memory above is the optimizer's. `--zero 1` splits only that, over data: gradients are
-# reduce-scattered instead of all-reduced, each device updates its part, and an all-gather brings
-# the new weights back. (n-1)/n for each: the same bytes as data parallelism alone.
+# ## Activation memory, term by term
+# A device also keeps what the backward pass needs of each layer. `jax.vjp` returns the backward
+# pass as a function; the arrays in it are what is kept. **Predict**, for the layer below: how many
+# arrays [B, T, F] does it keep? And how many of any size with `jax.checkpoint`, which keeps only
+# the input?
+
+# %%
+guess = {"everything": ..., "full": ...}
+B, T, H, N = 2, 64, 4, 64
+SHAPES = {"norm1": (D,), "q": (D, H, N), "k": (D, H, N), "v": (D, H, N), "o": (H, N, D),
+          "norm2": (D,), "gate": (D, F), "up": (D, F), "down": (F, D)}
+
+# %%
+def attention(q, k, v):
+    scores = jnp.einsum("bthn,bshn->bhts", q, k) / N**0.5
+    scores = jnp.where(jnp.tri(T, dtype=bool), scores, -1e30)
+    return jnp.einsum("bhts,bshn->bthn", jax.nn.softmax(scores), v)
+
+def transformer(x, w, attention=attention):
+    h = tiny.norm(x, w["norm1"])
+    q, k, v = (jnp.einsum("btd,dhn->bthn", h, w[name]) for name in "qkv")
+    x = x + jnp.einsum("bthn,hnd->btd", attention(q, k, v), w["o"])
+    h = tiny.norm(x, w["norm2"])
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+
+TERMS = {(B, T, D): "[B, T, D]", (B, T, H, N): "[B, T, H, N]", (B, T, F): "[B, T, F]",
+         (B, H, T, T): "[B, H, T, T]"}
+weights = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+for name, kind in {
+        "everything": transformer,
+        "attention": lambda x, w: transformer(x, w, jax.checkpoint(attention)),
+        "selective": jax.checkpoint(
+            transformer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        "full": jax.checkpoint(transformer)}.items():
+    pull = jax.eval_shape(lambda x, w: jax.vjp(kind, x, w)[1], jnp.zeros((B, T, D)), weights)
+    kept = collections.Counter(TERMS[a.shape] for a in jax.tree.leaves(pull)
+                               if a.shape in TERMS and a.dtype == jnp.float32)
+    print(f"{name}:", ", ".join(f"{count} {term}" for term, count in kept.items()))
+    if name in guess:
+        compare(guess[name], kept["[B, T, F]"] or kept.total(), "arrays")
+
+# %% [markdown]
+# X is the bytes of [B, T, D], and of q. So a layer keeps 12 X + 6 (F/D) X, and three arrays of
+# scores, which grow with T squared and fill most of the memory if rows are long. `--remat
+# attention` drops the scores (and a kernel never writes them), `selective` keeps products with
+# weights, and `full` keeps X alone, for one more forward pass. seq divides all terms, tensor all
+# but the inputs that it gathers for its two blocks, fsdp none. `python -m learn.explain` has these
+# figures for a run.
 #
 # ## When it pays
-#
 # A layer of W bytes in bfloat16 has W / 2 weights and takes 8 operations for each weight and token
-# with recomputation: 2 forward and 6 backward. Forward its gather sends W, backward a gather and a
-# scatter send 2 W. So with t tokens of a part on a device there are t operations for each byte
-# forward and 1.5 t backward. On a v5e, with 2,200 in the time of a byte, sending can hide behind
-# computing from 2,200 tokens on, backward from 1,470: the next layer's gather travels while this
-# layer multiplies. The bytes do not depend on the number of tokens, which is why fsdp likes large
-# batches.
+# with recomputation: 2 forward and 6 backward. Its collectives send W forward and 2 W backward. So
+# with t tokens of a part on a device there are t operations for each byte forward and 1.5 t
+# backward. On a v5e, with 2,200 in the time of a byte, sending can hide behind computing from 2,200
+# tokens on, backward from 1,470, if the next layer's gather travels while this layer multiplies.
+# The bytes do not depend on the number of tokens: fsdp likes large batches.
 #
 # ## Bugs
 
@@ -152,35 +224,36 @@ for name, gather_up in BUGS.items():
 
 square = rng.normal(size=(D, D)).astype(np.float32)
 
-
 def not_gathered(w, x):             # w [D/4, D] of a square weight, used as if it were whole
     return lax.pmean(jnp.mean((x[:, :len(w)] @ w)**2), "fsdp")
-
 
 lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp")), P(),
               jnp.mean((x @ square)**2), square, x)
 
 # %% [markdown]
-# Shapes find the first two. The third has right shapes and right types, and is wrong. On one
-# device, which holds whole weights, all three are right.
+# Shapes find the first two. The third has right shapes and types. On one device, all are right.
 #
 # ## Exercises
-#
-# 3.1 A model of 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
+# - 3.1 A model of 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
 # gradients and optimizer does a device hold?
+# - 3.2 Its layers, nearly all of it, are gathered in bfloat16, with --accumulate 2. How many bytes
+# does a device send in an update?
+# - 3.3 Which collective is the transpose of the all-gather?
+# - 3.4 Code: the backward pass of one weight, by hand. Each device has the gradient of the whole
+# `up`, for its rows. What does it keep?
 
 # %%
 check("3.1", ...)
-
-# %% [markdown]
-# 3.2 Its layers, nearly all of it, are gathered in bfloat16, with --accumulate 2. How many bytes
-# does a device send in an update?
-
-# %%
 check("3.2", ...)
-
-# %% [markdown]
-# 3.3 Which collective is the transpose of the all-gather?
-
-# %%
 check("3.3", ...)
+
+def scatter(grads):                             # [D, F] of these rows -> [D/4, F] of all rows
+    return ...
+
+def by_hand(up, x):
+    whole = lax.all_gather(up, "fsdp", tiled=True)
+    return scatter(x.T @ (2 * (x @ whole)))         # the gradient of sum((x @ whole)**2)
+
+check("3.4", lesson.tried(scatter, jax.shard_map(
+    by_hand, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp")), jax.grad(
+        lambda up: ((x @ up)**2).sum())(up[0]), up[0], x))

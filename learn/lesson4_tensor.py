@@ -1,23 +1,14 @@
 # %% [markdown]
 # # 4. Columns and rows: two products for one reduction
-#
 # One idea: **split the first weight by columns and the second by rows.** Then a device computes its
 # part of the hidden layer from start to finish, and only results have to be added up.
 
 # %%
 import sys
 
-import jax
-import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
-
-import shard
 from learn import lesson
-from learn.lesson import check, quote, sends, show
+from learn.lesson import P, check, compare, jax, lax, np, quote, sends, shard, show
 
 lesson.begin(8)
 mesh = lesson.mesh(tensor=4)
@@ -26,47 +17,41 @@ B, T, D, F = 2, 64, 128, 512
 up, down = ((rng.normal(size=s) * s[0]**-0.5).astype(np.float32) for s in ((D, F), (F, D)))
 x = rng.normal(size=(B, T, D)).astype(np.float32)
 
-
 def mlp(x, up, down):
     return jax.nn.relu(x @ up) @ down
 
-
 # %% [markdown]
 # ## Columns, rows
-#
 # Cut by columns, a weight gives each device some of the results. Cut by rows, it needs only some of
-# the inputs, and gives each device a part of every sum. (w' is w with its dimensions exchanged, as
-# the backward pass uses it; dy is the gradient for y.)
+# the inputs, and gives each device a part of every sum. In the picture w' is w with its dimensions
+# exchanged, as the backward pass uses it, and dy is the gradient for y.
 
 # %%
 lesson.picture("products")
 
 # %% [markdown]
 # ## Four cases
-#
-# Multiply by `up`, split by columns or by rows, then by `down`, split by columns or by rows. What a
-# device sends for the forward pass:
+# Multiply by `up`, split by columns or by rows, then by `down`, split by columns or by rows.
+# **Predict** what a device sends for the forward pass, in X, the bytes of the stream. The hidden
+# layer has F/D = 4 X.
 
 # %%
 X, H = 4 * B * T * D, 4 * B * T * F         # bytes of the stream, and of the hidden layer
+guess = {"column, row": ..., "column, column": ..., "row, row": ..., "row, column": ...}
 
-
+# %%
 def columns(x, w):                          # x whole, w [in, out/4] -> [B, T, out/4]
     return x @ w
-
 
 def rows(x, w):                             # x [B, T, in/4], w [in/4, out] -> a partial sum
     return lax.psum(x @ w, "tensor")
 
-
 def all_of(x):
     return lax.all_gather(x, "tensor", axis=2, tiled=True)
-
 
 def my_part(x):
     size = x.shape[2] // 4
     return lax.dynamic_slice_in_dim(x, size * lax.axis_index("tensor"), size, 2)
-
 
 C, R = P(None, "tensor"), P("tensor")
 CASES = {
@@ -82,34 +67,31 @@ for name, (a, b, function, predicted) in CASES.items():
     out = P(None, None, "tensor") if b == C else P()
     program = jax.shard_map(function, in_specs=(P(), a, b), out_specs=out)
     error = abs(program(x, up, down) - want).max()
-    print(f"{name}: wrong by {error:.1e}; predicted {predicted:,.0f} bytes, by the program")
-    assert abs(sum(sends(program, x, up, down).values()) / predicted - 1) < 0.02
+    print(f"{name}: wrong by {error:.1e}")
+    compare(guess[name], (found := sum(sends(program, x, up, down).values())) / X, "X")
+    assert abs(found / predicted - 1) < 0.02
 
 # %% [markdown]
-# All four are right. With F = 4 D, as in most transformers, column then row sends the least, and
-# leaves the result whole, ready for the next block. (Column, column leaves it split: the next block
-# would have to gather it. Row, row could do with less, by a reduce-scatter along F, but not with as
-# little.)
+# All four are right. Column, row sends 2 (n-1)/n X; all others send H. With F = 4 D, as in most
+# transformers, column then row sends the least, and leaves the result whole, ready for the next
+# block.
 #
 # `relu` may stand between the two products because it works number by number. After a row product
-# the partial sums must be added before it: relu(a) + relu(b) is not relu(a + b).
+# the sums must be added before it: relu(a) + relu(b) is not relu(a + b).
 #
 # ## With sequence parallelism
-#
 # The all-reduce is a reduce-scatter and an all-gather. Between them are the norms and the additions
-# to the residual stream, x [B, T, D], which passes all blocks. There every token stands by itself;
-# so leave the stream split by time, and gather it
-# where the next block begins. The same bytes, and a quarter of the stream on each device:
-
+# to the residual stream, x [B, T, D], which passes all blocks. There every token stands by itself.
+# So leave the stream split by time, and gather it where the next block begins. That sends the same
+# bytes, and leaves a quarter of the stream on each device:
 
 # %%
 def block(x, up, down):                     # x [B, T/4, D] -> [B, T/4, D]
     x = lax.all_gather(x, "tensor", axis=1, tiled=True)
     return lax.psum_scatter(mlp(x, up, down), "tensor", scatter_dimension=1, tiled=True)
 
-
 by_time = jax.shard_map(block, in_specs=(P(None, "tensor"), C, R), out_specs=P(None, "tensor"))
-show(jax.device_put(np.zeros((2, 8)), NamedSharding(mesh, P(None, "tensor"))))
+show(lesson.place(np.zeros((2, 8)), P(None, "tensor")))
 print("wrong by", abs(by_time(x, up, down) - want).max())
 assert abs(sum(sends(by_time, x, up, down).values()) / (2 * 3 / 4 * X) - 1) < 0.02
 
@@ -123,24 +105,24 @@ gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 
 assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0.02
 
 # %% [markdown]
-# The block of model.py is two such pairs: column, row, column, row. Line by line, which part of
-# each dimension a device has on data=4,tensor=2 (python -m learn.walk --mesh ... prints it for any
-# mesh and any network):
+# The block of model.py is two such pairs. Line by line, which part of each dimension a device has
+# on data=4,tensor=2 (`python -m learn.walk` prints it for any mesh and network):
 
 # %%
 lesson.picture("block")
 
 # %% [markdown]
-# In this repository these are two functions, `columns` and `row`. The second ends with
-# `into_stream`. (They also take several weights at once, and weights that are whole.)
+# In this repository these are two functions, `columns` and `row`. They also take several weights at
+# once, and weights that are whole; with `--overlap` they send in parts. `row` ends with
+# `into_stream`, which adds up what the devices have.
 
 # %%
 quote(shard.columns)
+quote(shard.row)
 quote(shard.into_stream)
 
 # %% [markdown]
 # ## When it pays
-#
 # For a block a device does 2 x 2 x B T x D F / n operations and sends 2 (n-1)/n X: in bfloat16 and
 # forward, F / (n - 1) operations for each byte. A v5e does 2,200 in the time of a byte. So with
 # F = 8,192, tensor=4 adds about 80% of the computing time, tensor=2 27%: the product waits for what
@@ -159,37 +141,29 @@ for name, function in BUGS.items():
     lesson.report(name, function, (P(), C, R), P(), want, x, up, down)
 
 # %% [markdown]
-# The type finds a reduction that is missing, even on one device. It does not know which reduction
-# was meant. The mean is right on one device, and only there. The third is wrong everywhere: an
-# activation too many is no mistake of parallelism.
+# The type finds a reduction that is missing, even on one device. It does not know which one was
+# meant: the mean is right on one device alone. The third is wrong everywhere.
 #
-# ## The rule finds it
-#
-# `shard.infer_specs` reads a function and finds column and row by itself: it prices every dimension
-# that could be split by the bytes that it makes devices send.
-
-# %%
-print(shard.infer_specs(lambda w, x: mlp(x, w["up"], w["down"]), {"up": up, "down": down}, x,
-                        mesh=mesh))
-
-# %% [markdown]
 # ## Exercises
-#
-# 4.1 A layer (attention and an MLP) has B T = 8,192 tokens on the devices of tensor=8, D = 4,096,
+# - 4.1 A layer (attention and an MLP) has B T = 8,192 tokens on the devices of tensor=8, D = 4,096,
 # bfloat16. How many bytes does a device send for it, forward and backward?
+# - 4.2 Attention has query, key and value weights [D, H N] and an output weight [H N, D]. Which of
+# column and row is the output weight?
+# - 4.3 How many values does each device hold of a norm's scale [D] on tensor=4, if D is 128?
+# - 4.4 Code: write `row`, without looking up. The stream comes in split by time and goes out so.
 
 # %%
 check("4.1", ...)
-
-# %% [markdown]
-# 4.2 Attention has query, key and value weights [D, H N] and an output weight [H N, D]. Which of
-# column and row is the output weight?
-
-# %%
 check("4.2", ...)
-
-# %% [markdown]
-# 4.3 How many values does each device hold of a norm's scale [D] on tensor=4, if D is 128?
-
-# %%
 check("4.3", ...)
+
+def row(h, w):                              # h [B, T, F/4], w [F/4, D] -> [B, T/4, D]
+    return ...
+
+def whole_block(x, up, down):
+    x = lax.all_gather(x, "tensor", axis=1, tiled=True)
+    return row(jax.nn.relu(x @ up), down)
+
+check("4.4", lesson.tried(row, jax.shard_map(
+    whole_block, in_specs=(P(None, "tensor"), C, R), out_specs=P(None, "tensor")), want, x, up,
+    down, most=1.02 * 2 * 3 / 4 * X))

@@ -1,6 +1,5 @@
 # %% [markdown]
 # # 7. A pipeline: stages that work on different microbatches
-#
 # One idea: **stage 0 starts microbatch 1 while stage 1 works on microbatch 0.** A device has some
 # of the layers: it is a stage. Rows are cut into microbatches. All devices run the same program, in
 # ticks; in each tick a stage works on one microbatch, and sends the result on.
@@ -8,17 +7,9 @@
 # %%
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
-
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
-
-import shard
 from learn import lesson
-from learn.lesson import check, quote, sends
+from learn.lesson import P, check, compare, jax, jnp, lax, np, quote, sends, shard
 
 lesson.begin(8)
 S = 4                                               # stages
@@ -30,10 +21,8 @@ x = rng.normal(size=(ROWS, D)).astype(np.float32)
 
 # %% [markdown]
 # ## The timetable
-#
 # M microbatches take M + S - 1 ticks. A stage is idle in S - 1 of them: the share
 # (S - 1) / (M + S - 1) of the time is lost.
-
 
 # %%
 def timetable(M):
@@ -42,22 +31,18 @@ def timetable(M):
                                        for t in range(M + S - 1)))
     print(f"    idle: {(S - 1) / (M + S - 1):.0%}")
 
-
 timetable(4)
 timetable(8)
 
 # %% [markdown]
 # ## The pipeline
-#
 # A device has 2 of 8 layers. The loop carries one microbatch; `lax.ppermute` moves it to the next
 # stage after each tick. Stage 0 takes a new one instead, so what the last stage sends it is not
-# used. A stage without work computes something that nobody reads.
-
+# used. A stage without work computes what nobody reads.
 
 # %%
 def layers(w, x):
     return lax.scan(lambda x, w: (x + jax.nn.relu(x @ w), None), x, w)[0]
-
 
 def pipeline(w, x, M):                              # w [L/4, D, D]; x [ROWS, D] on every device
     me, S = lax.axis_index("pipe"), lax.axis_size("pipe")
@@ -73,34 +58,35 @@ def pipeline(w, x, M):                              # w [L/4, D, D]; x [ROWS, D]
     # The last stage's results, from tick S - 1 on, are those of the pipeline.
     return lax.psum(jnp.where(me == S - 1, out[S - 1:], 0), "pipe").reshape(ROWS, D)
 
-
 def on_mesh(M):
     return jax.shard_map(lambda w, x: pipeline(w, x, M), in_specs=(P("pipe"), P()), out_specs=P())
-
 
 want = layers(w, x)
 print("wrong by", abs(on_mesh(4)(w, x) - want).max())
 
 # %% [markdown]
-# Each tick sends one microbatch of ROWS / M rows; then the all-reduce of the results.
+# **Predict.** How many bytes does a device send with 4 microbatches, and how many with 8? A row has
+# D float32 numbers. The all-reduce at the end adds 2 (n-1)/n of all rows.
+
+# %%
+guess = {4: ..., 8: ...}
 
 # %%
 for M in (4, 8):
-    predicted = 4 * D * (ROWS / M * (M + S - 1) + 2 * (S - 1) / S * ROWS)
-    print(f"{M} microbatches: predicted {predicted:,.0f}")
-    assert abs(sum(sends(on_mesh(M), w, x).values()) / predicted - 1) < 0.02
+    compare(guess[M], found := sum(sends(on_mesh(M), w, x).values()))
+    assert abs(found / (4 * D * (ROWS / M * (M + S - 1) + 2 * (S - 1) / S * ROWS)) - 1) < 0.02
 
 # %% [markdown]
-# ## The backward pass
+# Each of the M + S - 1 ticks sends one microbatch, of ROWS / M rows.
 #
+# ## The backward pass
 # Autodiff makes it: the ticks in reverse, each `ppermute` transposed into one the other way. So all
 # forward ticks come before all backward ticks, and a stage keeps what it needs of all M
-# microbatches. (`jax.checkpoint` around a tick keeps only its input.)
+# microbatches. `jax.checkpoint` around a tick keeps only its input.
 
 # %%
 def gradients(M):
     return jax.grad(lambda w, x: (on_mesh(M)(w, x)**2).sum())
-
 
 wanted = jax.grad(lambda w, x: (layers(w, x)**2).sum())(w, x)
 print("wrong by", abs(gradients(4)(w, x) - wanted).max(), "of", abs(wanted).max())
@@ -108,16 +94,13 @@ quote(shard.gpipe)
 
 # %% [markdown]
 # ## 1F1B
-#
 # Stage s starts with S - s forward passes, then alternates: one forward, one backward. Its first
 # microbatch meets S - 1 - s stages on the way to the loss, and as many on the way back; until it
 # returns, S - s microbatches wait, however many there are. That saves memory, not time: the idle
-# share is GPipe's. Autodiff cannot do this, since the backward pass of the first microbatch begins
-# before the forward pass of the last one has ended: the loss must be computed inside the loop, and
-# the backward pass written out. (In zigzag/parallel/pipeline.py a tick has a forward and a backward
-# pass. Stage s takes microbatch m forward in tick m + s, and backward in tick m + 2 S - 1 - s. So
-# up to 2 (S - s) inputs wait there; the rest is recomputed.) The largest number of microbatches
-# that wait for their backward pass, if a stage alternates without waiting for a tick:
+# share is GPipe's. Autodiff cannot do this, since a backward pass begins before the last forward
+# pass has ended: the loss must be inside the loop, and the backward pass written out. In
+# zigzag/parallel/pipeline.py a tick has both: a stage runs one microbatch forward and one backward,
+# which it recomputes from its input. Exercise 7.4 is that timetable. The largest number that waits:
 
 # %%
 for M in (4, 8, 32):
@@ -125,7 +108,6 @@ for M in (4, 8, 32):
 
 # %% [markdown]
 # ## Interleaved
-#
 # Give each stage two chunks of layers that are not neighbours: with 8 layers A to H on 4 stages,
 # stage 0 has A and E, stage 1 has B and F. A microbatch goes around twice, in ticks half as long,
 # so the idle time is half: (S - 1) / (2 M + S - 1) of the time, if S divides M. It sends twice as
@@ -137,7 +119,6 @@ lesson.picture("timetables")
 
 # %% [markdown]
 # ## When it pays
-#
 # In a tick, t tokens of a microbatch meet a stage's part of all N weights: 2 t N / S operations for
 # 2 t D bytes in bfloat16, N / (S D) for each byte. For N = 8e9, S = 4 and D = 4,096 that is
 # 490,000, some 220 times what a v5e needs. So a pipeline is for models that do not fit
@@ -156,24 +137,37 @@ for name, (right, wrong) in BUGS.items():
                   want, w, x)
 
 # %% [markdown]
-# The type finds the last: stages have different values. On one stage the others change nothing:
-# S - 1 is 0, and every stage is the last. Always compare on more.
+# The type finds the last: stages have different values. On one stage the others change nothing.
 #
 # ## Exercises
-#
-# 7.1 With 8 stages and 8 microbatches, which share of the time is lost?
+# - 7.1 With 8 stages and 8 microbatches, which share of the time is lost?
+# - 7.2 How many microbatches bring that below 10%?
+# - 7.3 With two chunks a stage, 8 layers A to H and 4 stages: which layers has stage 2?
+# - 7.4 Code: the timetable of 1F1B. In each tick a stage runs at most one microbatch forward, then
+# at most one backward, and sends both results on for the next tick. The last stage may turn a
+# microbatch around in the same tick. Return both ticks of microbatch m on stage s; be quick, since
+# inputs wait in memory.
 
 # %%
 check("7.1", ...)
-
-# %% [markdown]
-# 7.2 How many microbatches bring that below 10%?
-
-# %%
 check("7.2", ...)
-
-# %% [markdown]
-# 7.3 With two chunks a stage, 8 layers A to H and 4 stages: which layers has stage 2?
-
-# %%
 check("7.3", ...)
+
+def ticks(s, m):                                # -> (the tick forward, the tick backward)
+    return ...
+
+def check_timetable(M=6):
+    """Raises if a tick comes too early, or inputs wait too long; else returns 0."""
+    for s in range(S):
+        for m in range(M):
+            (forward, backward), (first, last) = ticks(s, m), ticks(S - 1, m)
+            assert s == 0 or forward > ticks(s - 1, m)[0], f"stage {s} has no input for {m} yet"
+            assert last >= first and (s == S - 1 or backward > ticks(s + 1, m)[1]), (
+                f"stage {s} has no gradient for microbatch {m} yet")
+        for which in (0, 1):
+            assert len({ticks(s, m)[which] for m in range(M)}) == M, "two microbatches in a tick"
+        waits = max(sum(ticks(s, m)[0] <= t < ticks(s, m)[1] for m in range(M)) for t in range(99))
+        assert waits <= 2 * (S - 1 - s) + 1, f"{waits} inputs wait on stage {s}"
+    return 0
+
+check("7.4", lesson.tried(ticks, check_timetable, 0))

@@ -1,6 +1,5 @@
 # %% [markdown]
 # # 8. Experts: tokens travel to the weights that they chose
-#
 # One idea: **instead of gathering weights, send the tokens.** Each device has some of the experts
 # and some of the rows. A router chooses experts for each token; an all-to-all takes the tokens to
 # them, and another one brings the results back.
@@ -8,17 +7,9 @@
 # %%
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec as P
-
 sys.path += [".", ".."]      # (the repository, from here or from learn/)
-
-import shard
 from learn import lesson
-from learn.lesson import check, quote, sends
+from learn.lesson import P, check, compare, jax, jnp, lax, np, quote, sends, shard
 
 lesson.begin(8)
 n = 4
@@ -31,44 +22,35 @@ x = rng.normal(size=(TOKENS, D)).astype(np.float32)
 
 # %% [markdown]
 # ## The choice
-#
 # For each token the router gives every expert a probability. The best two are visited; their
 # outputs are added up, weighted by their shares.
-
 
 # %%
 def choose(x):
     shares, chosen = lax.top_k(jax.nn.softmax(x @ router), BEST)
     return shares / shares.sum(-1, keepdims=True), chosen
 
-
 def one_device(x):
     shares, chosen = choose(x)
     every = jnp.einsum("tef,efd->ted", jax.nn.relu(jnp.einsum("td,edf->tef", x, up)), down)
     return (jnp.take_along_axis(every, chosen[..., None], 1) * shares[..., None]).sum(1)
 
-
 want = one_device(x)
 print("the first token visits", choose(x)[1][0], "with the shares", choose(x)[0][0])
 
 # %% [markdown]
-# One token's way. Devices have experts 0-1, 2-3, 4-5 and 6-7, and 16 tokens each:
+# Three tokens' ways. Devices have experts 0-1, 2-3, 4-5 and 6-7, and 16 tokens each:
 
 # %%
-for token in (8, 24, 40):
-    chosen = choose(x)[1][token]
-    print(f"    token {token}, of device {token // 16}: experts {chosen}, on devices "
-          f"{sorted({int(e) * n // E for e in chosen})}")
+print({f"token {token}": choose(x)[1][token].tolist() for token in (8, 24, 40)})
 lesson.picture("visits")
 
 # %% [markdown]
 # ## There and back
-#
 # How many tokens go to which device is known only as the program runs, but its shapes must be known
 # before. Some trainers give each expert room for a number of tokens, and drop those that come too
 # many. Here none is dropped: each device sends every other an array as large as all its tokens,
 # with zeros for those that chose no expert there.
-
 
 # %%
 def experts(x, up, down):                       # x [16, D]; up [2, D, F], down [2, F, D]
@@ -85,31 +67,36 @@ def experts(x, up, down):                       # x [16, D]; up [2, D, F], down 
     back = lax.all_to_all(out.reshape(n, -1, D), "expert", 0, 0)                # [n, 16, D]
     return back.sum(0)
 
-
 ROWS = P("expert")
 on_mesh = jax.jit(jax.shard_map(experts, in_specs=(ROWS, ROWS, ROWS), out_specs=ROWS))
 print("wrong by", abs(on_mesh(x, up, down) - want).max())
 
 # %% [markdown]
-# X is the bytes of a device's tokens. Each all-to-all keeps one of n arrays and sends n - 1:
-# 2 (n-1) X forward, and as much backward. The choices and shares are small.
+# **Predict.** X is the bytes of a device's tokens. How many bytes do the two all-to-alls send? One
+# array of n stays at home. The choices and shares are small.
 
 # %%
 X = 4 * TOKENS // n * D
+guess = ...
+
+# %%
+found = sends(on_mesh, x, up, down)
+compare(guess, found["all-to-all over expert"])
 predicted = 2 * (n - 1) * X + (n - 1) * (TOKENS // n) * BEST * 8
-print(f"predicted {predicted:,.0f}")
-assert abs(sum(sends(on_mesh, x, up, down).values()) / predicted - 1) < 0.02
+assert abs(sum(found.values()) / predicted - 1) < 0.02
+
+# %% [markdown]
+# Each sends n - 1 arrays: 2 (n-1) X forward, and as much backward. In this repository:
+
+# %%
 quote(shard.experts)
 
 # %% [markdown]
 # ## Balance
-#
 # If all tokens choose the same experts, one device works and the others wait. So the loss has one
 # more term, E x sum(visits(e) x probability(e)). It is 1 if experts are equally busy, and larger if
-# the busy ones are also the likely ones. (visits has no gradient; the probabilities have. The
-# router also learns through the shares.) Here it is of all tokens; `model.py` takes it of each row,
-# times the row's tokens, so that it is a sum over rows.
-
+# the busy ones are also the likely ones. The visits have no gradient; the probabilities have. The
+# router also learns through the shares. `model.py` takes it of each row, so that it is a sum.
 
 # %%
 def balance(logits):
@@ -118,21 +105,18 @@ def balance(logits):
     visits = jax.nn.one_hot(chosen, E).sum((0, 1)) / (BEST * len(logits))
     return E * (visits * probabilities.mean(0)).sum()
 
-
 print("this router:", balance(x @ router), "  one that always chooses the same two:",
       balance(jnp.tile(jnp.array([9.0, 9, 0, 0, 0, 0, 0, 0]), (TOKENS, 1))))
 
 # %% [markdown]
 # ## When it pays
-#
 # A layer of E experts has E times the weights of one MLP, and needs as much arithmetic as `BEST` of
-# them. (The loop above multiplies zeros, too; sorted tokens, as in `shard.experts`, avoid that.)
+# them. The loop above multiplies zeros, too; sorted tokens, as in `shard.experts`, avoid that.
 # fsdp would gather all E: 3 (n-1)/n W with W = E times an MLP's bytes, however few tokens there
 # are. Experts send 4 (n-1) X, however large the weights are. For 64 experts of 4,096 x 1,024 x 3
 # weights in bfloat16, 1.6 GB, fsdp=8 sends 4.2 GB a layer; expert=8 with 4,096 tokens of width
 # 4,096 on a device, X = 33.6 MB, sends 0.94 GB: 10 ms on a v5e beside 3 ms of arithmetic (forward
-# and backward, two visited), where fsdp takes 47 ms. If tokens were sent only where they are
-# needed (two of eight devices), the 0.94 GB would be about a quarter.
+# and backward, two visited), where fsdp takes 47 ms. Without zeros 0.94 GB would be a quarter.
 #
 # ## Bugs
 
@@ -146,26 +130,22 @@ for name, (right, wrong) in BUGS.items():
     lesson.report(name, lesson.planted(experts, right, wrong), ROWS, ROWS, want, x, up, down)
 
 # %% [markdown]
-# All have right shapes and types. The first and the third are right on one device, which has all
-# experts and all tokens. A comparison of a mesh with one device finds all.
+# All have right shapes and types, and two are right on one device. A comparison finds all.
 #
 # ## Exercises
-#
-# 8.1 expert=8, 2,048 tokens of width 4,096 on a device, bfloat16. How many bytes does a device send
-# in a layer, forward and backward?
+# - 8.1 expert=8, 2,048 tokens of width 4,096 on a device, bfloat16. How many bytes does a device
+# send in a layer, forward and backward?
+# - 8.2 With 16 experts and two visited, which share of the experts' weights does a token use?
+# - 8.3 What is the balance term if all tokens choose the same two of eight experts with probability
+# one half each?
+# - 8.4 Code: find the wrong line. The cell prints `experts` with one change. Give a part of the
+# line that is wrong, and what belongs there.
 
 # %%
 check("8.1", ...)
-
-# %% [markdown]
-# 8.2 With 16 experts and two visited, which share of the experts' weights does a token use?
-
-# %%
 check("8.2", ...)
-
-# %% [markdown]
-# 8.3 What is the balance term if all tokens choose the same two of eight experts with probability
-# one half each?
-
-# %%
 check("8.3", ...)
+lesson.broken("8.4", experts)
+wrong, right = ..., ...
+check("8.4", lesson.repaired("8.4", experts, wrong, right, lambda f: jax.shard_map(
+    f, in_specs=(ROWS, ROWS, ROWS), out_specs=ROWS), want, x, up, down))

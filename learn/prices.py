@@ -3,10 +3,8 @@
     python -m learn.prices mine.py:loss --shards 4
     python -m learn.prices --shards 4 [flags of train.py]
 
-The first is for a function of your own, loss(params, *args). Beside it, mine.py has a function
-example() that returns (params, *args): arrays or jax.ShapeDtypeStructs. The second is for the loss
-of the network that the flags describe. Nothing is computed. The steps are those of
-zigzag/parallel/rule.py.
+The first is for a custom function loss(params, *args). mine.py also has example(), which returns
+(params, *args) as arrays or jax.ShapeDtypeStructs. The second is for the network of these flags.
 """
 
 import runpy

@@ -1,19 +1,24 @@
 """A whole trainer on a mesh of data, fsdp and tensor, in one file.
 
-    python learn/tiny.py            two matrices, then a decoder, on eight simulated devices
+    python learn/tiny.py        on eight simulated devices; half a minute of CPU time. It prints
 
-It imports nothing of ours. `gather`, `columns` and `row` are the short forms of three functions of
-shard.py, `decoder` is that of model.loss, and `make_step` that of train.make_step. On the mesh
+    two matrices learn |x|: 9.774 -> 0.021
+    a decoder learns to count: 4.743 -> 0.065
+    on one device it has the same losses, up to 0.0000
+
+It is FSDP: `layer` gathers its weights, and no device ever has two layers whole. It imports nothing
+of ours. `gather`, `columns` and `row` are the short forms of three functions of shard.py, `decoder`
+is that of model.loss, and `make_step` that of train.make_step. On the mesh
 data=2,fsdp=2,tensor=2 a device has
 
     a batch     [B/4, T/2]      of the rows a quarter, by data and fsdp; of the time half, by tensor
-    w_up        [D/2, F/2]      of D half, by fsdp: gathered before use; of F half, by tensor
+    w_up        [D/2, F/2]      of D half, by fsdp, and whole in its layer; of F half, by tensor
     w_down      [F/2, D/2]      likewise
     a norm      [D]             all of it
 
-and between two blocks the stream x [B/4, T/2, D]. What the long forms add: other axes, losses and
-optimizers, layers that are gathered one by one, a split vocabulary, sums in float32, checkpoints.
-A test compares: with the same weights, batches and optimizer, train.py's losses are these.
+and between two blocks the stream x [B/4, T/2, D]. tensor must divide T, H and F here. What the long
+forms add: other axes, losses and optimizers, a split vocabulary, sums in float32, checkpoints. A
+test compares: with the same weights, batches and optimizer, train.py's losses are these.
 
 B batch, T time, D model, H heads, N per head, F feed-forward, V vocabulary, L layers.
 """
@@ -34,8 +39,8 @@ BATCH = P(ROWS, "tensor")           # an array [B, T, ...] of the batch: rows an
 # Collectives
 
 def gather(w, spec):
-    """A weight, whole over fsdp. Autodiff makes the transpose: each device gets its own part of the
-    gradients' sum."""
+    """A weight, whole over fsdp. Autodiff makes the transpose, a reduce-scatter: each device gets
+    its own part of the gradients' sum."""
     return lax.all_gather(w, "fsdp", axis=list(spec).index("fsdp"),
                           tiled=True) if "fsdp" in spec else w
 
@@ -69,25 +74,26 @@ TWO_MATRICES = {"w_up": P("fsdp", "tensor"), "w_down": P("tensor", "fsdp")}
 def decoder(params, batch):
     """The cross-entropy of the next token."""
     x = params["embed"][batch["tokens"]] * params["embed"].shape[1]**0.5
-    x, _ = lax.scan(layer, x, params["layers"])
+    # A checkpoint keeps x alone: the backward pass gathers a layer's weights again.
+    x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
     logits = norm(x, params["norm"]) @ params["head"]                           # [B, T/n, V]
     chosen = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     losses = jax.nn.logsumexp(logits, -1) - chosen
     return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
 
 
-DECODER = {"embed": P(None, "fsdp"),
-           "layers": {"attn_norm": P(), "wq": P(None, "fsdp", "tensor"),
-                      "wk": P(None, "fsdp", "tensor"), "wv": P(None, "fsdp", "tensor"),
-                      "wo": P(None, "tensor", None, "fsdp"), "mlp_norm": P(),
-                      "w_gate": P(None, "fsdp", "tensor"), "w_up": P(None, "fsdp", "tensor"),
-                      "w_down": P(None, "tensor", "fsdp")},
-           "norm": P(), "head": P("fsdp")}
+LAYER = {"attn_norm": P(), "wq": P("fsdp", "tensor"), "wk": P("fsdp", "tensor"),
+         "wv": P("fsdp", "tensor"), "wo": P("tensor", None, "fsdp"), "mlp_norm": P(),
+         "w_gate": P("fsdp", "tensor"), "w_up": P("fsdp", "tensor"), "w_down": P("tensor", "fsdp")}
+# All layers of a weight are one array [L, ...].
+DECODER = {"embed": P(None, "fsdp"), "norm": P(), "head": P("fsdp"),
+           "layers": {name: P(None, *spec) for name, spec in LAYER.items()}}
 
 
 def layer(x, w):
-    """x [B, T/n, D] after attention and an MLP. Inside a block a device has all of the time, and
-    some of the heads and columns."""
+    """x [B, T/n, D] after attention and an MLP. Here the layer's weights become whole over fsdp.
+    Inside a block a device has all of the time, and some of the heads and columns."""
+    w = jax.tree.map(gather, w, LAYER)
     q, k, v = columns(norm(x, w["attn_norm"]), w["wq"], w["wk"], w["wv"])       # [B, T, H/n, N]
     heads = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
     x = x + row(heads, w["wo"])
@@ -118,27 +124,34 @@ def mark(w):
     return lax.pcast(w, missing, to="varying") if missing else w
 
 
+def gather_the_rest(params, specs):
+    """The weights outside of layers, whole over fsdp; those of layers as they are."""
+    return {name: w if name == "layers" else jax.tree.map(gather, w, specs[name])
+            for name, w in params.items()}
+
+
 def make_step(loss, specs, optimizer, mesh, accumulate=1):
     """step(params, opt, batch) -> params, opt, the mean loss; the batch is cut into `accumulate`
     parts, so that only one part's activations are in memory."""
     def on_device(params, batch):
         # Marked here, outside value_and_grad. Inside, jax would mark them where they meet the
         # batch, and the transpose of a mark is a psum: gradients would be sent in every part.
-        # (Over tensor this is what jax does, with norms for example, whose gradients need it.)
+        # Over tensor this is what jax does, with norms for example, whose gradients need it.
         params = jax.tree.map(mark, params)
-        whole, scatter = jax.vjp(lambda params: jax.tree.map(gather, params, specs), params)
+        whole, scatter = jax.vjp(lambda params: gather_the_rest(params, specs), params)
 
         def add_part(total, part):
             (value, count), grads = jax.value_and_grad(loss, has_aux=True)(whole, part)
-            grads, = scatter(grads)                 # summed over fsdp, and cut like the weights
+            grads, = scatter(grads)                 # (those of layers come scattered already)
             return jax.tree.map(jnp.add, total, (grads, value, count)), None
 
         parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
-        zero = 0 * jnp.sum(batch["weights"])        # (of a type that varies, as a sum does)
+        # The first totals, made from arrays that vary over the same axes as what is added.
+        zero = 0 * jnp.sum(batch["weights"])
         total = jax.tree.map(lambda w: 0 * w, params), zero, zero
         (grads, value, count), _ = lax.scan(add_part, total, parts)
 
-        # Once for all parts: sum over the devices that `scatter` has not summed over.
+        # Once for all parts: sum over the devices that no gather's transpose has summed over.
         grads = jax.tree.map(
             lambda g, spec: lax.psum(g, "data" if "fsdp" in spec else ROWS), grads, specs)
         return grads, *lax.psum((value, count), (*ROWS, "tensor"))
@@ -188,23 +201,32 @@ def make_decoder(rng, L=2, D=64, H=4, F=128, V=64):
             "norm": np.ones(D), "head": normal(rng, D, V)}
 
 
+def mesh_of(data, fsdp, tensor):
+    return jax.make_mesh((data, fsdp, tensor), ("data", "fsdp", "tensor"),
+                         devices=jax.devices()[:data * fsdp * tensor],
+                         axis_types=(AxisType.Auto,) * 3)
+
+
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     rng, ones = np.random.default_rng(0), np.ones((16, 32), np.float32)
 
     x = rng.normal(size=(16, 32, 8)).astype(np.float32)
     params = {"w_up": normal(rng, 8, 64), "w_down": normal(rng, 64, 8)}
-    losses = train(two_matrices, params, TWO_MATRICES,
-                   [{"x": x, "y": np.abs(x), "weights": ones}] * 200, optax.adam(0.01), mesh)
+    losses = train(two_matrices, params, TWO_MATRICES, [{"x": x, "y": np.abs(x), "weights": ones}]
+                   * 200, optax.adam(0.01), mesh_of(2, 2, 2))
     print(f"two matrices learn |x|: {losses[0]:.3f} -> {losses[-1]:.3f}")
 
     start, by = rng.integers(0, 64, (100, 16, 1)), rng.integers(1, 4, (100, 16, 1))
     ids = ((start + by * np.arange(33)) % 64).astype(np.int32)      # rows that count by 1, 2 or 3
     batches = [{"tokens": i[:, :-1], "targets": i[:, 1:], "weights": ones} for i in ids]
-    losses = train(decoder, make_decoder(rng), DECODER, batches, optax.adamw(0.003), mesh, 2)
+    params = make_decoder(rng)
+    losses, alone = (train(decoder, params, DECODER, batches, optax.adamw(0.003), mesh, accumulate)
+                     for mesh, accumulate in ((mesh_of(2, 2, 2), 2), (mesh_of(1, 1, 1), 1)))
     print(f"a decoder learns to count: {losses[0]:.3f} -> {losses[-1]:.3f}")
+    difference = max(abs(a - b) for a, b in zip(losses, alone))
+    print(f"on one device it has the same losses, up to {difference:.4f}")
 
 
 if __name__ == "__main__":

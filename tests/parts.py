@@ -42,7 +42,7 @@ of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted
 
 # The most lines of Python in each.
 BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 600, "tools": 940, "tasks": 1_010,
-           "recipes": 1_530, "learn": 2_830}
+           "recipes": 1_530, "learn": 3_000}
 
 
 def is_there(part: str, root: Path = ROOT) -> bool:

@@ -1,6 +1,7 @@
 """learn/tiny.py, the trainer in one file: its losses are those of train.py."""
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import data
+import shard
 from learn import tiny
 from tests.common import full, net, order
 from tests.helpers import ROOT, learn, make, tokens_of
@@ -50,11 +52,31 @@ def test_its_losses_are_those_of_train(sizes, accumulate):
 
 @pytest.mark.full
 def test_it_trains_as_its_first_lines_say():
-    """An example that fails, or learns nothing."""
+    """An example that fails, learns nothing, or has other losses on a mesh than on one device."""
     done = subprocess.run([sys.executable, "learn/tiny.py"], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    for line, name in ((first, "two matrices learn |x|"), (second, "a decoder learns to count")):
-        before, after = map(float, line.removeprefix(name + ": ").split(" -> "))
-        assert after < before / 5
+    said = [line.strip() for line in tiny.__doc__.split("prints")[1].splitlines()[2:5]]
+    numbers = re.compile(r"\d+\.\d+")
+    for line, shown in zip(done.stdout.splitlines(), said, strict=True):
+        assert numbers.split(line) == numbers.split(shown)
+        assert [*map(float, numbers.findall(line))] == pytest.approx(
+            [*map(float, numbers.findall(shown))], rel=0.05, abs=2e-3)
+
+
+@pytest.mark.full
+def test_no_device_has_two_layers_whole():
+    """Weights that are gathered before the loop over layers: sharded storage, and not FSDP."""
+    params, batches, _ = of_train()
+    mesh = tiny_mesh(2, 2, 2)
+    specs = tiny.DECODER, tiny.BATCH
+    placed = jax.device_put((params, batches[0]), jax.tree.map(
+        lambda spec: jax.NamedSharding(mesh, spec), specs))
+    step = tiny.make_step(tiny.decoder, tiny.DECODER, optax.sgd(0.1), mesh)
+    compiled = step.lower(placed[0], optax.sgd(0.1).init(placed[0]), placed[1]).compile()
+    found = {one.kind: one.bytes for one in shard.collectives(compiled) if one.axis == "fsdp"}
+    W = sum(4 * w.size / 2 for name, w in params["layers"].items() if "norm" not in name)
+    rest = 4 * (params["embed"].size + params["head"].size)
+    # Each layer is gathered twice, and its gradients are scattered; the rest is gathered once.
+    assert found["all-gather"] == pytest.approx((2 * W + rest) / 2, rel=0.02)
+    assert found["reduce-scatter"] == pytest.approx((W + rest) / 2, rel=0.02)

@@ -1,0 +1,165 @@
+# %% [markdown]
+# # 10. Inference: prefill is arithmetic, decode is memory
+# One idea: **to write one token, a chip reads all the weights.** A prompt of a thousand tokens
+# shares one reading; an answer of a thousand tokens needs a thousand. So a step of decoding waits
+# for memory, and rows that decode together are almost free.
+
+# %%
+import sys
+
+sys.path += [".", ".."]      # (the repository, from here or from learn/)
+import model
+import sample
+from learn import lesson
+from learn.lesson import check, compare, jax, jnp, np, quote, shard
+from zigzag.core.chips import CHIPS
+
+lesson.begin(8)
+c = model.Config(layers=2, d_model=64, heads=4, kv_heads=2, d_ff=128, vocab_size=96, seq_len=64)
+params, prompt = model.init(c, jax.random.key(0)), list(range(1, 9))
+
+# %% [markdown]
+# ## Slowly, then with a cache
+# `generate_slowly` runs the whole text through the network for each new token. But attention is
+# causal, so nothing before the new token changes. Each layer needs only the keys and values of the
+# earlier tokens: keep them. The first call of `extend` reads the prompt (**prefill**), each later
+# one a single token (**decode**). The ids are the same.
+
+# %%
+want = sample.generate_slowly(params, prompt, c, tokens=8, temperature=0)
+assert sample.generate_simply(params, prompt, c, tokens=8, temperature=0) == want
+quote(sample.generate_simply)
+
+# %% [markdown]
+# ## The cache
+# **Predict** its bytes for 3 rows of 64 tokens: two layers, two key heads of width 16 (the four
+# query heads share them), float32.
+
+# %%
+cache_bytes = ...
+
+# %%
+cache = sample.engine_of(c).empty_cache(3, 64, jnp.float32)
+compare(cache_bytes, found := sum(a.nbytes for a in jax.tree.leaves(cache)))
+assert found == 2 * c.layers * c.kv_heads * c.head_dim * 64 * 3 * 4
+
+# %% [markdown]
+# Keys and values, for each layer, key head and token: 2 L K N bytes times the bytes of a number.
+# Grouped queries exist for this: with 4 key heads it would be twice as large.
+#
+# ## What a pass costs
+# **Predict**: prefill reads 8 tokens, decode one. By what factor do their operations differ? And,
+# by your feeling, the bytes that they move from and to memory?
+
+# %%
+guess = {"operations": ..., "bytes": ...}
+
+# %%
+weights = sample.for_decoding(params, c)
+
+def cost(tokens, rows=1):
+    """What the compiler counts for one pass: operations, and bytes from and to memory."""
+    cache = sample.engine_of(c).empty_cache(rows, 32, jnp.float32)
+    step = jax.jit(lambda w, cache, ids: model.extend(w, cache, ids, 0, jnp.zeros(rows, int), c))
+    counted = step.lower(weights, cache, jnp.zeros((rows, tokens), int)).compile().cost_analysis()
+    return counted["flops"], counted["bytes accessed"]
+
+prefill, decode, together = cost(8), cost(1), cost(1, rows=8)
+for at, name in enumerate(guess):
+    compare(guess[name], prefill[at] / decode[at], f"times the {name}")
+    print(f"    eight rows that decode together: {together[at] / decode[at]:.2f} times")
+assert 7 < prefill[0] / decode[0] < 9 and prefill[1] / decode[1] < 3
+
+# %% [markdown]
+# Eight tokens need eight times the arithmetic, but not eight times the bytes, since they share the
+# weights. They may be in one row or in eight; only the cache is each row's own.
+#
+# ## Why batch matters
+# 8 billion weights in bfloat16 on one H100, as in Llama 3: 32 layers, 8 key heads of width 128, and
+# 8,192 tokens in the cache of each row. By lesson 9's roofline a step takes the longer of 2 x 8e9 x
+# rows operations and one reading of all weights and caches. **Predict** the tokens per second of
+# one row.
+
+# %%
+speed = ...
+
+# %%
+chip, numbers = CHIPS["NVIDIA H100"], 8e9
+of_row = 2 * 32 * 8 * 128 * 8192 * 2            # bytes of its cache
+print(f"weights {2 * numbers / 1e9:.0f} GB, and {of_row / 1e9:.2f} GB for each row's cache")
+for rows in (1, 8, 32, 128, 512):
+    arithmetic = 2 * numbers * rows / chip.flops
+    memory = (2 * numbers + of_row * rows) / chip.bandwidth
+    fits = 2 * numbers + of_row * rows < chip.memory
+    print(f"    {rows} rows: {rows / max(arithmetic, memory):,.0f} tokens/s, "
+          f"{arithmetic / max(arithmetic, memory):.1%} of the chip's rate"
+          f"{'' if fits else ' (does not fit in its memory)'}")
+    if rows == 1:
+        compare(speed, 1 / max(arithmetic, memory), "tokens/s")
+
+# %% [markdown]
+# More rows share the reading of the weights, until the caches are what the chip reads. Then more
+# rows bring nothing, and they fill its memory. So servers group requests, and models cut the cache:
+# fewer key heads, a window, latent vectors, 8 bits.
+#
+# ## On a mesh
+# tensor splits weights and cache, so each of n chips reads 1/n of both: it is the axis for speed.
+# One token has no time to split, so `shard.row` ends in an all-reduce. **Predict** how many
+# all-reduces a model of four layers needs for a token. The vocabulary is split, too.
+
+# %%
+reductions = ...
+
+# %%
+four = model.Config(layers=4, d_model=64, heads=4, d_ff=128, vocab_size=128, seq_len=64)
+with jax.set_mesh(shard.make_mesh(jax.devices()[:4], tensor=4)) as mesh:
+    specs = model.weight_specs(four, jax.sharding.get_abstract_mesh())
+    split = jax.tree.map(lesson.place, model.init(four, jax.random.key(0)), specs)
+    compiled = jax.jit(lambda w, ids: sample.generate_ids(w, {"tokens": ids}, four, 8, 0.0)).lower(
+        split, jnp.zeros((8, 8), jnp.int32)).compile()
+found = {one.kind: one for one in shard.collectives(compiled)}
+compare(reductions, found["all-reduce"].count, "all-reduces in the loop over tokens")
+assert found["all-reduce"].bytes == (2 * four.layers + 1) * 2 * 3 / 4 * (4 * 8 * four.d_model)
+
+# %% [markdown]
+# Two in each layer and one for the embedding, of [rows, D] each: few bytes, so it is their start
+# that counts. The other collectives are for the prompt, and the logits. fsdp would gather all
+# weights for each token: do not decode with it. data adds copies of the model, each for other rows.
+#
+# ## When it pays
+# Below the critical batch a step takes the bytes that it reads over the bandwidth. To answer one
+# user faster, read fewer on each chip (tensor, smaller numbers); to serve more users, add rows.
+#
+# ## Bugs
+
+# %%
+BUGS = {"a cache that is not kept": ("x, cache = extend(params, cache, new", "x, _ = extend("
+                                     "params, cache, new"),
+        "the logits after the prompt's first token": ("x[:, -1:]", "x[:, :1]"),
+        "a first token that counts as padding": ("np.zeros(1, int)", "np.ones(1, int)")}
+for name, (right, wrong) in BUGS.items():
+    ids = lesson.planted(sample.generate_simply, right, wrong)(params, prompt, c, 8, 0)
+    print(f"{name}: {sum(a != b for a, b in zip(ids, want))} of {len(want)} ids differ")
+
+# %% [markdown]
+# All run, and write plausible text. So keep a slow reference, and compare with it.
+#
+# ## Exercises
+# - 10.1 How many bytes of cache does a token need in a model of 32 layers with 8 key heads of width
+# 128, in bfloat16?
+# - 10.2 A chip does 990 teraflop/s and moves 3.3 TB/s. How many rows must decode together until a
+# product with bfloat16 weights is no longer bound by memory?
+# - 10.3 Which of prefill and decode becomes faster with a chip of the same memory and twice the
+# arithmetic?
+# - 10.4 Code: find the wrong line in this copy of `generate_simply`. Give a part of it, and what
+# belongs there.
+
+# %%
+check("10.1", ...)
+check("10.2", ...)
+check("10.3", ...)
+lesson.broken("10.4", sample.generate_simply)
+wrong, right = ..., ...
+check("10.4", lesson.repaired(
+    "10.4", sample.generate_simply, wrong, right,
+    lambda f: lambda: np.array(f(params, prompt, c, 8, 0)), np.array(want)))
