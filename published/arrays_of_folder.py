@@ -33,7 +33,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterator, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -232,14 +232,10 @@ def stacks_of(own: Fields) -> dict[str, list[tuple[str, range]]]:
 
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
-                     ) -> dict[str, list[Part]]:
-    """{name: its Parts} of every array that a model of this configuration has. In names {e} is the
-    number of an expert, and any other word the number of a layer (see stacks_of). `is_fused`: one
-    array has all experts."""
-    return dict(_each_array(family, config, table, is_fused))       # (a later row of a name wins)
-
-
-def _each_array(family, config, table, is_fused):
+                     ) -> Iterator[tuple[str, list[Part]]]:
+    """(name, its Parts) of every array that a model of this configuration has; of two with one name
+    the later is meant. In names {e} is the number of an expert, and any other word the number of a
+    layer (see stacks_of). `is_fused`: one array has all experts."""
     names, own, adjust = family.arrays, by_path(table), family.adjust(config)
     names = names(config) if callable(names) else names
     stacks = stacks_of(own) | family.stacks(config)
@@ -322,7 +318,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     named = there - spare.keys()
     bare = family.prefix and not any(name.startswith(family.prefix) for name in named)
     expected = {}
-    for name, parts in published_arrays(family, config, table, is_fused).items():
+    for name, parts in published_arrays(family, config, table, is_fused):
         if len(expected) > 2 * len(there) + 99:     # (before a wrong number makes a long list)
             experts = f" with {config.experts} experts each" if config.experts else ""
             raise ConfigError(f"{folder.path} has {len(there)} arrays; its config.json says "
@@ -436,7 +432,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
         raise ConfigError(refusal)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    expected, weights = published_arrays(family, config, table), by_path(params)
+    expected, weights = dict(published_arrays(family, config, table)), by_path(params)
     if lost := weights.keys() - {part.path for parts in expected.values() for part in parts}:
         raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
                           f"has no array for the weights {_listed(lost)}")

@@ -356,7 +356,8 @@ def as_published(config, tree):
     table, weights = network_of(config).table(config), by_path(tree)
     return {name: arrays_of_folder.published_array(
                 name, [p._replace(change=p.change._replace(offset=0.0)) for p in parts], weights)
-            for name, parts in arrays_of_folder.published_arrays(family, config, table).items()
+            for name, parts in dict(
+                arrays_of_folder.published_arrays(family, config, table)).items()
             if parts[0].sign == "->"}
 
 
