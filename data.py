@@ -4,7 +4,7 @@
           zigzag/disk/reading.py finds and reads files, encoding.py encodes them on all cores
           packing.py fills rows with whole documents, mixture.py mixes several sources
 
-On disk, tokens are plain arrays of uint16 (uint32 above 65,536 ids) beside a small JSON file. They
+On disk, tokens are plain arrays of uint16 (uint32 above 65,536 ids) next to a small JSON file. They
 are memory-mapped, never loaded whole. The examples in a step's batch are a pure function of (seed,
 step): there is no position to save, and any number of processes agree. This file needs numpy, not
 jax.
@@ -30,9 +30,9 @@ from zigzag.disk.weights import finite_weights
 # -------------------------------------------------------------------------------------------
 # Examples, and their order
 #
-# The examples are numbered from 0. An endless sequence takes each once, in a shuffled order, then
-# each once in another order, and so on (zigzag/disk/mixture.py). Update `at` of a run takes the
-# places at * B ... at * B + B - 1 of it, so its batch follows from the seed and `at` alone. With 5
+# The examples are numbered from 0. An endless sequence takes each once in a shuffled order, then
+# each once in a different order, and so on (zigzag/disk/mixture.py). Update `at` of a run takes
+# places at * B ... at * B + B - 1, so its batch follows from the seed and `at` alone. With 5
 # examples, a batch of 2 and seed 0:
 #
 #     place      0 1 | 2 3 | 4 5 | 6 7 | 8 9
@@ -41,8 +41,8 @@ from zigzag.disk.weights import finite_weights
 
 class Windows:
     """Running text, cut into examples of T + 1 tokens: T inputs, and the T targets one token later.
-    The tokens left over are dropped; a text of T tokens or fewer is one short example. With
-    weights, an example is a Part: inputs, targets and their weights."""
+    Leftover tokens are dropped; a text of T tokens or fewer is one short example. With weights, an
+    example is a Part: inputs, targets and their weights."""
 
     def __init__(self, tokens: np.ndarray, length: int, vocab_size: int = 2**31,
                  weights: np.ndarray | None = None):
@@ -76,9 +76,9 @@ def rows_of(corpus: Any, split: str, length: int, pack: str, seed: int = 0) -> S
 
 def collate(examples: Sequence[np.ndarray | Part | list[Part]], length: int
             ) -> dict[str, np.ndarray]:
-    """A batch of examples, of any kind: tokens, targets and weights [B, T]. Weights are 0 where
-    there is no target. Rows of documents and conversations (lists) have segments and positions,
-    too, so that attention stays within a document."""
+    """A batch of examples of any kind: tokens, targets and weights [B, T]. Weights are 0 where
+    there is no target. Rows of documents and conversations (lists) also have segments and
+    positions, so that attention stays within a document."""
     is_packed = isinstance(examples[0], list)
     names = ("tokens", "targets", "segments", "positions")[:4 if is_packed else 2]
     batch = {name: np.zeros((len(examples), length), np.int32) for name in names}
@@ -104,14 +104,14 @@ class Flags:
     PATH is a text file, lines of JSON (.jsonl), .parquet, any of them compressed (.gz .bz2 .xz
     .zst), a folder of such files, a pattern such as 'texts/*.txt', or - for the standard input."""
     out: str = "data"           # folder to make
-    vocab_size: int = 8192      # pieces of the new tokenizer; 0: bytes, without a tokenizer
-    tokenizer: str = ""         # one that exists already, in place of a new one: a .model of
-                                # sentencepiece, a tokenizer.json, a folder with one, or bytes
+    vocab_size: int = 8192      # subwords of the new tokenizer; 0: bytes, without a tokenizer
+    tokenizer: str = ""         # an existing one instead of a new one: a .model of sentencepiece, a
+                                # tokenizer.json, a folder with one, or bytes
     field: str = "text"         # the text in lines of JSON, or the column of .parquet
-    weight_field: str = ""      # weights in lines of JSON, or in a column of .parquet: a number for
-                                # a text, or a list with one for each token
-    strict: bool = False        # stop at the first thing that cannot be read, not skip it
-    cores: int = 0              # processes that encode; 0: as many as there are cores
+    weight_field: str = ""      # weights in lines of JSON, or in a column of .parquet: one number
+                                # per text, or a list with one per token
+    strict: bool = False        # stop at the first text that cannot be read, instead of skipping it
+    cores: int = 0              # processes that encode; 0: one per core
 
 
 def main(argv: Sequence[str] | None = None) -> None:

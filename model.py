@@ -3,15 +3,15 @@
     tokens [B, T] -> embed -> [ x + attention(norm(x)) -> x + MLP(norm(x)) ] x L -> norm -> logits
 
 Attention and the MLP each begin with an RMSNorm. Attention has rotary positions and grouped
-queries; the MLP is a SwiGLU or a mixture of them. Weights are nested dicts of arrays, in which all
+queries. The MLP is a SwiGLU or a mixture of them. Weights are nested dicts of arrays, in which all
 layers are stacked along a leading dimension.
 
-Only `weights` names axes of a mesh. Where a collective may be needed this file calls shard.py:
+Only `weights` names axes of a mesh. Where a collective may be needed, this file calls shard.py:
 `columns` is the product into attention or an MLP, `row` the product out of it, and so on. On one
 device these are plain matrix products. Published networks that differ are in published/.
 
-B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
-E experts.
+B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
+L layers, E experts.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Config(Computed):
     heads: int = flag(8, least=1)       # query heads
     kv_heads: int = 0             # key/value heads; 0: same as heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
-    tied: bool = False            # use the embedding as the head, too
+    tied: bool = False            # use the embedding as the head as well
     dropout: float = 0.0          # dropout rate on the outputs of attention and MLP, in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     # data
@@ -74,12 +74,12 @@ class Config(Computed):
 
 
 def weights(c: Config) -> Params:
-    """Every weight on a line: its dimensions, each with the mesh axis that splits it (if it divides
-    it and, for fsdp, the weight has at least --fsdp_min elements), and its initial standard
-    deviation (None: all ones, 0.0: all zeros). python shard.py prints the result."""
+    """One weight per line: its dimensions, each with the mesh axis that splits it, and its initial
+    standard deviation (None: all ones, 0.0: all zeros). D/fsdp splits D over fsdp, unless the axis
+    does not divide D or the weight has under --fsdp_min elements. python shard.py prints them."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
-    # 2 L products are added to the stream, so each begins smaller by the square root of 2 L.
+    # The stream sums 2 L outputs, so each projection starts smaller by a factor of sqrt(2 L).
     into, out = c.d_model**-0.5, (2 * c.layers) ** -0.5
     layers = {"attn_norm": make("L/pipe D"),
               "wq": make("L/pipe D/fsdp H/tensor N", into),
@@ -112,7 +112,7 @@ def norm(x, scale, c):
 
 def rotary(x, positions, c):
     """Rotates each pair (x[i], x[i + N/2]) of every head in x [B, T, H, N] by the token's position
-    times the pair's own rate, so that q.k depends on the distance between two tokens."""
+    times the pair's rate, so that q.k depends on the distance between two tokens."""
     rates, _ = rotary_rates(c.head_dim, c.rope_theta, c.rope_scaling)
     return rotate(x, positions, rates)
 
@@ -123,11 +123,11 @@ def swiglu(gate, up):
 
 def block(w, x, i, batch, attend, c):
     """One layer: the stream x [B, T, D] -> x, aux. aux is None, or a pair: what the layer adds to
-    the loss, and a dict of other sums to log (each is divided by the loss's count).
+    the loss, and a dict of other sums to log (the step divides each by the loss's count).
 
     i is the layer's number. It is traced, so an `if` cannot depend on it. attend(q, k, v) is causal
-    softmax attention: in training to the keys of the row, in decoding to those of the cache. For
-    another mask or other scores call attend(q, k, v, mask, scores): see shard.self_attend."""
+    softmax attention: in training to the keys of the row, in decoding to those in the cache. For a
+    different mask or different scores call attend(q, k, v, mask, scores): see shard.self_attend."""
     h = norm(x, w["attn_norm"], c)
     q, k, v = shard.columns(h, w["wq"], w["wk"], w["wv"])       # [B, T, H, N], [B, T, K, N] twice
     q, k = (rotary(a, batch["positions"], c) for a in (q, k))
@@ -139,7 +139,7 @@ def block(w, x, i, batch, attend, c):
     return x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i + 1), aux
 
 
-@shard.part("mlp")      # (what --remat mlp computes again)
+@shard.part("mlp")      # (--remat mlp recomputes this)
 def mlp(w, h):
     return shard.row((swiglu(*shard.columns(h, w["w_gate"], w["w_up"])), w["w_down"]))
 
@@ -147,7 +147,7 @@ def mlp(w, h):
 @shard.part("mlp")
 def mixture_of_experts(w, h, i, batch, c):
     """For h [B, T, D], the output of each token's best experts, weighted by their shares; and in
-    training what keeps the experts equally busy: see shard.router_terms."""
+    training the terms that keep the experts equally busy: see shard.router_terms."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits)
     shares, chosen = lax.top_k(probs, c.experts_per_token)                  # [B, T, best] twice
@@ -181,8 +181,8 @@ def layer(w, x, i, batch, c):
 
 
 def documents(batch):
-    """Which document each token is in [B, T], as a number; -1 where a mask says that there is no
-    token. None if every row is one document."""
+    """The number of the document that each token is in [B, T]; -1 where a mask says that there is
+    no token. None if every row is one document."""
     if "mask" in batch:
         return jnp.where(batch["mask"] > 0, batch.get("segments", 0), -1)
     return batch.get("segments")
@@ -200,8 +200,8 @@ def head_logits(params: Params, x: Array, config: Config) -> Array:
 
 def forward(params: Params, tokens: Array, config: Config, positions: Array | None = None,
             segments: Array | None = None, mask: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] for the token after each of `tokens` [B, T]; for a row, all without
-    B. segments number the documents packed into a row; mask is 0 where there is no token."""
+    """Logits [B, T, vocab_size] for the token after each of `tokens` [B, T] (one row: no B in all
+    of them). segments number the documents packed into a row; mask is 0 where no token is."""
     given = dict(tokens=tokens, positions=positions, segments=segments, mask=mask)
     batch = {name: jnp.asarray(a) for name, a in given.items() if a is not None}
     if batch["tokens"].ndim == 1:
@@ -215,11 +215,11 @@ def forward(params: Params, tokens: Array, config: Config, positions: Array | No
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the sum of each target's weight times its cross-entropy in nats, and the sum of
-    the weights. The step divides them, after both were summed over parts and devices.
+    the weights. The step divides them, after it has summed both over parts and devices.
 
     A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
-    and a dict of sums to log comes third. With seq, each device has only some of the row's
-    tokens, not in order, so shifting them here would be wrong: make targets in data.collate.
+    and a dict of sums to log comes third. With seq, each device has only some of the row's tokens,
+    out of order, so shifting them here would be wrong: make targets in data.collate.
 
         loss -> shard.pipelined_loss -> embed_tokens -> shard.embed_lookup
                                      -> shard.layers -> layer -> block -> columns, attend, row
@@ -254,9 +254,9 @@ def cache_layer(config: Config, i: int) -> Layer:
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
-    """Runs new tokens [B, T] through all layers: the last layer's output [B, T, D], and the cache
-    with their keys and values, from `slot` on. Slots before start[b] are padding in row b. Here the
-    layers of params and cache are lists. (`length`, the whole text's, may scale positions.)"""
+    """Runs new tokens [B, T] through all layers. Returns the last layer's output [B, T, D], and the
+    cache with their keys and values from `slot` on. Slots before start[b] are padding in row b. The
+    layers of params and cache are lists. `length`, of the whole text, may scale positions."""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # traced once for all layers

@@ -8,10 +8,10 @@
                        -> decode -> network.extend, draw        a compiled loop over new ids
 
 The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
-pass (zigzag/generate/passes.py) is one shard_map. A token has no time to split, so its `shard.row`
-is an all-reduce. The caches are [B, K, S, N]: tensor splits the heads K or, if it does not split
-their weights, the slots S; data, fsdp and expert split the B rows, which are padded on the left.
-Prompts that wait take the rows of answers that have ended (zigzag/generate/batching.py).
+pass (zigzag/generate/passes.py) is one shard_map. One token cannot be split along the sequence, so
+for it `shard.row` is an all-reduce. The caches are [B, K, S, N]: tensor splits the heads K or, if
+it does not split their weights, the slots S; data, fsdp and expert split the B rows, which are
+padded on the left. Waiting prompts take the rows of finished answers (zigzag/generate/batching.py).
 
     python sample.py --run out --prompt "def main("
 """
@@ -48,7 +48,7 @@ from zigzag.parallel.saved import load_run
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt, found without a cache, if they all fit."""
+    """The ids that `generate` adds to this prompt, computed without a cache, if they all fit."""
     forward = jax.jit(functools.partial(network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
@@ -62,8 +62,8 @@ def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int
 
 def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt, found by a loop with a cache: the network reads
-    the prompt, and then each new id. (For a decoder, on one device.)"""
+    """The ids that `generate` adds to this prompt, computed in a loop with a cache: the network
+    reads the prompt, and then each new id. This is for a decoder on one device."""
     network, sampling = network_of(config), Sampling(temperature)
     params, start = for_decoding(params, config), np.zeros(1, int)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": start}, seed)
@@ -80,11 +80,11 @@ def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int
 
 
 def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
-    """One id for each row of logits [B, V] (after a repetition_penalty), by each row's own random
-    key: temperature -> top_k -> top_p -> min_p -> one id."""
+    """One id for each row of logits [B, V] (after any repetition_penalty), with a random key for
+    each row: temperature -> top_k -> top_p -> min_p -> one id."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    # (The largest logit becomes 0, so even a temperature of 1e-30 gives no inf and no 0 / 0.)
+    # The largest logit becomes 0, so even a temperature of 1e-30 gives no inf and no 0 / 0.
     logits = (logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
@@ -92,7 +92,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     if sampling.top_p < 1:
         ranked = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(ranked, -1)
-        # An id stays if those before it have less than top_p. (The first stays in any case.)
+        # An id stays if those before it add up to less than top_p. The first always stays.
         stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
         least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -103,7 +103,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
 
 
 def engine_of(config: Any) -> Engine:
-    """The model as passes take it."""
+    """The model in the form that the passes take."""
     return Engine(network_of(config), config)
 
 
@@ -111,8 +111,8 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
              sampling: Sampling | float = Sampling(), *, stop: Sequence[int | str] = (),
              tokenizer: Any = None, logprobs: bool = False, **options: Any) -> list:
     """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
-    first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The other
-    options are those of `stream`, except piece and ended."""
+    first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The
+    remaining options are those of `stream`, except piece and ended."""
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [one for one in stop if isinstance(one, str)]
     if texts and tokenizer is None:
@@ -131,20 +131,20 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            source: Any = None, stop: Sequence[int] = (), piece: int = 8, logprobs: bool = False,
            stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
            batch: int = 64, ended: Callable = lambda n: False, **changes: Any) -> Iterator[list]:
-    """What generate returns, in pieces: lists with the next ids of each prompt, which are empty for
-    prompts that have ended. Up to `piece` ids of a prompt come at once.
+    """Yield the output of generate in pieces: lists with the next ids of each prompt, which are
+    empty for prompts that have ended. Up to `piece` ids of a prompt come at once.
 
-        sampling    a Sampling or a temperature (0: greedy). Its fields may also be given by name:
+        sampling    a Sampling or a temperature (0: greedy). You can also pass its fields by name:
                     temperature, top_k, top_p, min_p, repetition_penalty
         seed        one number, or one for each prompt
-        source      ids, a picture or sound for each prompt, if the model reads them; prompts of
-                    an encoder-decoder are [[published.start_id(config)]]
-        ended       ended(a prompt's number) ends its answer; it is asked after each piece
-        batch       the most prompts answered at once; others wait, and have None in a piece
+        source      ids, an image or sound for each prompt, if the model reads them; prompts of an
+                    encoder-decoder are [[published.start_id(config)]]
+        ended       called with a prompt's number after each piece; if true, its answer ends
+        batch       the most prompts to answer at once; others wait, and have None in a piece
 
-    An answer depends on its prompt and its seed alone. The context is config.seq_len tokens. A row
-    that has filled it continues from the row's last half (with stop_at_context it ends). If
-    a prompt is longer, only its last tokens are read. `say` reports both."""
+    An answer depends only on its prompt and its seed. The context is config.seq_len tokens. A row
+    that has filled it continues from its last half (with stop_at_context it ends). If a prompt is
+    longer, the model reads only its last tokens. `say` reports both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     rows = batching.Rows(engine, params, prompts, tokens, sampling, ends, source, seed, batch,
@@ -156,9 +156,9 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
 def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
                  sampling: Sampling | float = Sampling(), seed: int = 0,
                  ends: tuple[int, ...] = (), beams: int = 0) -> Array:
-    """New ids [B, tokens], for use inside a compiled function; with beams, the best beam's. rows
-    are arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder. Ids
-    after the first one in `ends` mean nothing."""
+    """New ids [B, tokens], for use inside a compiled function; with beams, those of the best beam.
+    rows has arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder.
+    Ignore ids after the first one in `ends`."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
     if beams:
         return part("tools.beams", "beams").ids_of_rows(engine, params, rows, tokens, ends, beams)
@@ -166,7 +166,7 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
 
 
 def for_decoding(params: Any, config: Any) -> Any:
-    """The weights as decoding uses them. (Call it yourself once if you generate often.)"""
+    """The weights as decoding uses them. Call this once yourself if you generate often."""
     with mesh_of_weights(params):
         return engine_of(config).for_decoding(params)
 
@@ -176,7 +176,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
                 length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
     """The best continuations of each prompt, best first: pairs (ids, score). A score is a sum of
-    log-probabilities, divided by length ** length_penalty. (tools/beams.py: when a search ends.)"""
+    log-probabilities, divided by length ** length_penalty. tools/beams.py says when it ends."""
     return part("tools.beams", "sample.beam_search").best_beams(
         engine_of(config), params, prompts, beams, tokens, eos, source, length_penalty, early_stop)
 
@@ -184,7 +184,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
     """For each row, the sum of its ids' log-probabilities and the number of these ids: all but the
-    first, or the first given[row]. With likeliest, also how many were the model's first choice."""
+    first, or the first given[row]. With likeliest, also how many of them are the argmax."""
     found = part("tools.scores", "sample.score").logprobs_of(
         engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
@@ -196,8 +196,8 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
          edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
     """(weights, the network's configuration, tokenizer or None) of a run, at this checkpoint or the
-    newest, or of a published model (`edited`: also where the network's code was edited and may
-    compute another). The weights are float32, split over the mesh if one is given."""
+    newest, or of a published model (`edited`: even if the network's code was edited and may compute
+    a different one). The weights are float32, and split over the mesh if you pass one."""
     if "model_type" in read_record(Path(folder) / "config.json"):
         params, config = part("published", f"{folder}").load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)

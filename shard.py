@@ -1,25 +1,25 @@
-"""How a model is split, and every collective that it needs. (zigzag/parallel has the fast paths.)
+"""How a model is split, and every collective that it needs. zigzag/parallel has the fast paths.
 
-Column, row, column, row: the first weight of a block is split by columns, so that each device makes
-its own part of the hidden layer and sends nothing; the last is split by rows, and one reduction
-adds up the devices' partial sums (README has the picture). A network's table of weights says which
-dimension each axis splits; for any other function `infer_specs` finds that alternation by itself
-(zigzag/parallel/rule.py). The functions below are the collectives for weights that are split so.
-Each parallelism is one section, which can be read alone: data, fsdp, tensor (and the vocabulary),
-seq, expert, pipe. Without a mesh, each function that a model calls is the plain computation.
+Column, row, column, row: the first weight of a block is split by columns, so each device computes
+its own part of the hidden layer and sends nothing. The last weight is split by rows, and one
+reduction adds up the partial sums (README has the picture). A network's table of weights says which
+dimension each axis splits. For any other function, `infer_specs` finds the alternation
+(zigzag/parallel/rule.py). The functions below contain the collectives for weights split this way.
+Each parallelism is one section that you can read alone: data, fsdp, tensor (and the vocabulary),
+seq, expert, pipe. Without a mesh, every function that a model calls is the plain computation.
 
-B batch, T time, D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary, L layers,
-E experts.
+B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
+L layers, E experts.
 
-What changes these functions from outside (overlap, strips, --remat) stands in one record,
-`around()` of zigzag/core/mesh.py. docs/pytorch.md has PyTorch's names beside these.
+One record, `around()` in zigzag/core/mesh.py, holds what changes these functions from outside:
+overlap, strips, --remat. docs/pytorch.md lists PyTorch's names for all of this.
 
 Varying types: read this first
 ------------------------------
-jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) runs f on every device, each time on that
-device's piece of the arguments. A spec says what the piece is: P("data", None) cuts dimension 0 of
-a matrix over the axis data, so with data=2 each device has half of the rows; P() gives every device
-the whole array. Inside f a device sees only its own pieces; collectives such as lax.psum exchange
+jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) runs f on every device, on that device's
+piece of the arguments. A spec says what the piece is: P("data", None) cuts dimension 0 of a matrix
+over the axis data, so with data=2 each device has half of the rows; P() gives every device the
+whole array. Inside f a device sees only its own pieces. Collectives such as lax.psum exchange
 numbers.
 
 With check_vma=True (the default) the type of each array in f lists the mesh axes over which its
@@ -45,14 +45,15 @@ autodiff applies to gradients:
     psum_scatter                      varying -> varying  all_gather
 
 *Gradients* follow from `mark_varying`. In w * x above, jax first marks w as varying, because x is.
-Nothing is sent in the forward pass; in the backward pass the transpose of that mark is a psum, so
-the gradient of w is summed over data, as it must be: each device saw different rows. This is
-right, but it would happen in every part of a batch. So train.make_gradients marks the weights
-before `jax.value_and_grad`. These marks are outside the function that is differentiated, so they
-are not transposed: gradients stay local through all parts, and `sum_gradients` sums them once.
+This sends nothing in the forward pass. In the backward pass the mark's transpose is a psum, so the
+gradient of w is summed over data, as it must be: each device saw different rows. That is right,
+but it would happen in every part of a batch. So train.make_gradients marks the weights before
+`jax.value_and_grad`. Autodiff does not see these marks and does not transpose them: gradients stay
+local through all parts, and `sum_gradients` sums them once.
 
-Over tensor the step marks no weights: `columns` and `row` see by the type whether one is split, and
-jax marks a whole one where it meets a stream whose time is split, which sums its gradient there.
+The step does not mark weights over tensor. `columns` and `row` tell from its type whether a weight
+is split. Where a whole weight meets a stream whose sequence is split, jax marks it, which sums its
+gradient there.
 
 *Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. `local_sums`
 prevents that; docs/parallelism.md, "Counting once", says how.
@@ -121,24 +122,24 @@ from zigzag.parallel.rule import plan_sharding as plan_sharding
 #   split       the rows of a batch; every device has all weights
 #   collective  one all-reduce of the gradients in each update (lax.psum). With --zero 1 it is a
 #               reduce-scatter: the optimizer's state is split along each weight's largest free
-#               dimension (rule.zero1_specs), so clipping and update run on parts; the compiler
-#               then gathers the new weights, as the step's out_shardings ask for whole ones
+#               dimension (rule.zero1_specs), so clipping and the update run on parts. The compiler
+#               then gathers the new weights, because the step's out_shardings ask for whole ones
 #   bytes       2 (n-1)/n of the gradients in float32, however many parts a batch has
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
-#               and its gradient is the sum of theirs; sum and gradient are divided once, by the
+#               and its gradient is the sum of their gradients. The step divides both once, by the
 #               count over all devices
-#   more        train.make_gradients calls the two functions below; a loss that compares rows calls
-#               `all_rows`
+#   more        train.make_gradients calls the first two functions below; a loss that compares rows
+#               calls `all_rows`
 
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
     """A loss's (sum, count, other sums) on this device, adjusted so that a sum over all axes but
-    tensor counts every number once. (Over tensor they are summed here.) Devices along the axes
+    tensor counts every number once. This function sums over tensor itself. Devices along the axes
     `shared` (pipe, seq) have the same rows. If a value does not vary over such an axis, its devices
-    have all computed the same number: the first device keeps it, and the others take 0. `pools`
-    says that the loss calls whole_time, for example to take the mean over a row's tokens; then each
-    device of seq may have the row's whole sum already."""
+    all computed the same number: the first device keeps it, and the others take 0. `pools` says
+    that the loss calls whole_time, for example to average over a row's tokens. Then each device of
+    seq may already have the whole row's sum."""
     total, count, others = sums
-    if pools and "seq" not in varying(count):       # each device has pooled all of the time
+    if pools and "seq" not in varying(count):       # each device pooled the whole sequence
         total, others = pmean_over((total, others), "seq")
     if "seq" in shared & (varying(total) - varying(count)):
         raise count_of_other_time(axis_size("seq"))
@@ -146,11 +147,11 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
 
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
-    """Each gradient, summed over `axes`: all but tensor. Axes that cut this weight (its spec
-    names them) are left out, because each of their devices holds another part of the weight.
-    Over pipe and expert the gradient of such a piece is complete as it is; over fsdp the
-    transpose of `gather` has summed it already. `moments` are the specs of the optimizer's
-    state; where they name data (--zero 1), each device gets its part of the sum."""
+    """Each gradient, summed over `axes`: all but tensor. The sum leaves out axes that cut this
+    weight (those in its spec), because each of their devices holds a different part of it. Over
+    pipe and expert the gradient of such a part is already complete; over fsdp the transpose of
+    `gather` has summed it. `moments` are the specs of the optimizer's state. Where they name data
+    (--zero 1), each device gets its part of the sum."""
     def summed(x, spec, moment):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(moment):      # first, so that less is left for the psum
@@ -163,10 +164,10 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 
 
 def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
-    """For a loss that compares rows: from this device's x [B, ...], an array [n B, ...] of the rows
-    of all devices, in order, and the index in it of this device's first row. `rows` is any array of
-    the batch: its type says which axes split the rows. (The transpose of the all-gather is a
-    reduce-scatter: a row's gradient is summed over all devices that compared it.)
+    """For a loss that compares rows: the rows of all devices, in order, [n B, ...], from this
+    device's x [B, ...]; and the index of this device's first row among them. `rows` is any array of
+    the batch: its type says which axes split the rows. The transpose of the all-gather is a
+    reduce-scatter, which sums a row's gradient over all devices that compared it.
     recipes/contrastive.py has an example."""
     axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
     if not axes:
@@ -184,12 +185,12 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 #               The embedding and the head are gathered once for all parts; their gradients are
 #               scattered in each
 #   correct     the gathered weight is the whole weight. The reduce-scatter adds up the gradients
-#               that the devices found for their rows, and each device keeps its part of the sum
+#               from each device's rows, and each device keeps its part of the sum
 #   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
 #               weight is kept for the backward pass)
 #
-# train.gather_weights gathers the weights outside the layers, once in an update. For a weight
-# w [D/n, F], `gather` is the first of these lines, and autodiff makes the others:
+# train.gather_weights gathers the weights outside the layers once per update. For a weight
+# w [D/n, F], `gather` is the first of these lines, and autodiff adds the other two:
 #
 #     whole = lax.all_gather(w, "fsdp", axis=0, tiled=True)           # [D, F], for y = x @ whole
 #     dw = x.T @ dy                                                   # [D, F], of these rows
@@ -197,7 +198,7 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
     """The weights, whole over fsdp. In the backward pass, gradients are sent and summed in
-    `sum_dtype` ('': in the weights' own)."""
+    `sum_dtype` ('': the weights' own dtype)."""
     if specs is None or axis_size("fsdp") == 1:
         return weights
 
@@ -210,13 +211,13 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 
 def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
            options: Any = Options()) -> tuple[Any, Any]:
-    """The stream x after a stack of equal layers, and what each layer returned besides, stacked.
+    """The stream x after a stack of equal layers, and the other outputs of the layers, stacked.
 
-    A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; `weights` and xs
-    have the layers as their leading dimension. Under fsdp each layer's weights are gathered here,
-    where they are used, and again in the backward pass, so that no device keeps them.
-    options.remat says what to recompute in the backward pass, such as none, selective (all but
-    products with weights) or full (all but the layer's input); see zigzag/parallel/remat.py."""
+    A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; the layers are
+    the leading dimension of `weights` and xs. Under fsdp each layer gathers its weights here, where
+    it uses them, and again in the backward pass, so no device keeps them. options.remat says what
+    to recompute in the backward pass: none, selective (all but products with weights), full (all
+    but the layer's input), and others that zigzag/parallel/remat.py lists."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
     gathers = specs is not None and axis_size("fsdp") > 1
 
@@ -231,39 +232,39 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 # tensor, with sequence parallelism
 #
 #   split       F, by the specs of the weights: a block's first weights [D, F] by columns, its last
-#               [F, D] by rows; between blocks the time of the residual stream, if n divides T
-#   collective  an all-gather over time into a block, a reduce-scatter over time out of it; each is
-#               the other's transpose. If n does not divide T, the stream stays whole: no
-#               collective into a block, an all-reduce out of it. (On a TPU each strip of rows has
-#               its own. --overlap sends parts instead, while other parts are multiplied)
+#               [F, D] by rows. Between blocks, the sequence of the residual stream if n divides T
+#   collective  an all-gather along T into a block, a reduce-scatter along T out of it; each is the
+#               other's transpose. If n does not divide T, the stream stays whole: no collective
+#               into a block, an all-reduce out of it. On a TPU each strip of rows has its own.
+#               --overlap sends parts instead, while it multiplies other parts
 #   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
 #               the bytes of the stream of one part of a batch
-#   correct     the devices' partial products add up to the whole product. Weights that are whole
-#               do not vary over tensor, so autodiff sums their gradients over the parts of the time
-#   more        the table of weights says which ones are split; zigzag/parallel/products.py
-#               (adapters, repeat_kv), overlap.py, strips.py
+#   correct     the devices' partial products add up to the whole product. Whole weights do not vary
+#               over tensor, so autodiff sums their gradients over the parts of the sequence
+#   more        the table of weights says which weights are split; zigzag/parallel/products.py
+#               (adapters, repeat_kv), overlap.py, layer_strips.py
 #
-# For one column weight w_up and one row weight w_down, both split, and a time that n divides, the
-# two functions below are these three lines:
+# If both weights are split and n divides T, the two functions below come down to three lines, for
+# one column weight w_up and one row weight w_down:
 #
 #     x = lax.all_gather(x, "tensor", axis=1, tiled=True)                 # [B, T/n, D] -> [B, T, D]
 #     h = activation(x @ w_up)                                            # [B, T, F/n]
 #     y = lax.psum_scatter(h @ w_down, "tensor", scatter_dimension=1, tiled=True)     # [B, T/n, D]
 #
-# A split weight varies over tensor, and so does a stream whose time is split. As the type does not
-# say which dimension is split, only functions of this file may make a stream vary over tensor
-# (`row`, `embed_lookup`, `experts`, `residual_stream`); only `whole_time` may pick positions of it.
+# A split weight varies over tensor, and so does a stream whose sequence is split. The type does not
+# say which dimension is split. So only functions of this file may make a stream vary over tensor
+# (`row`, `embed_lookup`, `experts`, `residual_stream`), and only `whole_time` may pick positions.
 
 @labelled
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
             gathered: bool = False) -> list[Array]:
     """Into a block: the stream x [B, T, D] times each weight [D, F, ...], or (weight, bias [1, F,
-    ...]). The products [B, T, F, ...] have all of the time, and this device's columns F where any
-    of the weights is split. dtype: of the products (None: x's). gathered=True: x has all of the
-    time already, from time_of_block."""
+    ...]). The products [B, T, F, ...] cover the whole sequence, and this device's columns F if any
+    of the weights is split. dtype: of the products (None: x's). gathered=True: x already has the
+    whole sequence, from time_of_block."""
     split = any(map(is_split, jax.tree.leaves(weights)))
     if is_split(x) and not gathered:
-        if split and overlap.asked(x):          # the same, a part of the time after the other
+        if split and overlap.asked(x):          # the same, one part of T after another
             return overlap.gathered(lambda weights, x: [linear(x, w, dtype) for w in weights],
                                     weights, x)
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)     # transpose: a reduce-scatter
@@ -275,7 +276,7 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
 @labelled
 def row(*pairs: tuple[Array, Array]) -> Array:
     """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
-    [F, ..., D], as the stream [B, T, D]. Several pairs are added up, for one reduction."""
+    [F, ..., D], as the stream [B, T, D]. The products of several pairs share one reduction."""
     hs, weights = zip(*pairs)
     if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
         return checkpoint_name(overlap.scattered(
@@ -284,8 +285,8 @@ def row(*pairs: tuple[Array, Array]) -> Array:
 
 
 def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
-    """The stream from products [B, T, D]: `partial` sums are added up over the devices of tensor;
-    `whole` products are equal on all of them, and count once."""
+    """The stream from products [B, T, D]. The `partial` sums are added up over the devices of
+    tensor. The `whole` products are equal on all of these devices, and count once."""
     if not partial:
         return residual_stream(sum(whole))
     y = sum(partial)
@@ -300,27 +301,27 @@ def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
 # The vocabulary, over the same axis
 #
 #   split       V, of the embedding [V, D] and of the head [D, V]
-#   collective  embedding: a reduce-scatter of the vectors looked up. Loss: an all-gather of
-#               the stream into the head, and all-reduces of a maximum and two sums, [B, T] each. To
-#               choose a token: an all-gather of the logits
+#   collective  embedding: a reduce-scatter of the vectors looked up. Loss: an all-gather of the
+#               stream into the head, and all-reduces of a maximum and two sums, [B, T] each.
+#               Sampling: an all-gather of the logits
 #   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 for each part of a batch
 #   correct     one device has a token's vector, and the others add zeros. A softmax over the whole
 #               vocabulary needs only the largest logit and the sum of exponentials of each part
-#   more        zigzag/parallel/products.py (chunks of the time, to save memory)
+#   more        zigzag/parallel/products.py (chunks of the sequence, to save memory)
 
 def embed_lookup(table: Array, ids: Array) -> Array:
     """The vectors of ids [B, T] in a table [V, D], as the stream [B, T, D]."""
     if not is_split(table):
         return residual_stream(lookup(table, ids))
-    # An id whose vector is on another device gives zeros; the sum over tensor supplies the vector.
+    # An id whose vector is on another device gives zeros. The sum over tensor supplies the vector.
     here = ids - lax.axis_index("tensor") * len(table)
     return into_stream([lookup(table, here, mode="fill", fill_value=0,
                                wrap_negative_indices=False)])
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:
-    """float32 logits [B, T, V] with the whole vocabulary on every device, to choose tokens from.
-    head is [D, V], or (head, bias [1, V]). Its columns beyond vocab_size are padding and get -1e30.
+    """float32 logits [B, T, V] of the whole vocabulary on every device, to choose tokens from. head
+    is [D, V], or (head, bias [1, V]). Its columns beyond vocab_size are padding and get -1e30.
     softcap bounds the logits by softcap * tanh(logits / softcap); 0: no bound."""
     if is_split(x) and not is_split(jax.tree.leaves(head)[0]):      # the same logits everywhere
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
@@ -339,12 +340,12 @@ def _vocab_ids(head):
 def cross_entropy(logits: Array, vocab_ids: Array, targets: Array, weights: Array,
                   split_vocab: bool) -> tuple[Array, Array]:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], from this
-    device's part of the logits [B, T, V/n], which are those of `vocab_ids` [V/n]; and the sum of
-    the weights of targets that are the likeliest id."""
+    device's logits [B, T, V/n], which belong to the ids `vocab_ids` [V/n]; and the sum of the
+    weights of targets that are the argmax."""
     top = lax.stop_gradient(logits.max(-1))                                     # [B, T]
     top = lax.pmax(top, "tensor") if split_vocab else top
     exp_sum = jnp.exp(logits - top[..., None]).sum(-1)                          # [B, T]
-    # (An indexed lookup would do; but some compilers send its gradient between devices.)
+    # (With an indexed lookup, some compilers would send its gradient between devices.)
     target = jnp.where(vocab_ids == targets[..., None], logits, 0).sum(-1)      # [B, T]
     if split_vocab:
         exp_sum, target = lax.psum((exp_sum, target), "tensor")
@@ -356,10 +357,10 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> tuple[Array, Array]:
     """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
     stream x and a head as `vocab_logits` takes it; and the sum of the weights of targets that are
-    the likeliest id. The time is cut into `chunks` chunks (0: as few as leave each at most 2^25
-    logits), and only one chunk's logits are in memory."""
+    the argmax. The sequence is cut into `chunks` chunks, so that only one chunk's logits are in
+    memory (0: as few chunks as keep each at 2^25 logits or fewer)."""
     split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
-    # With a whole head beside a split stream, each device computes all logits of its own time.
+    # With a whole head and a split stream, each device computes all logits of its own tokens.
     local = is_split(x) and not split_vocab
     if local:
         targets, weights = my_time_slice((targets, weights), x)
@@ -384,37 +385,37 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 
 
 # -------------------------------------------------------------------------------------------
-# Who has which part of the time
+# Who has which part of the sequence
 #
-# The time of a row may be cut three times: over seq (in zigzag order), then over tensor (only in
-# the residual stream, and only if tensor divides T), and for the loss head over pipe. With 8 tokens
-# on seq=2,tensor=2 the devices of seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices of
+# A row's sequence may be cut three times: over seq (in zigzag order), then over tensor (only in the
+# residual stream, and only if tensor divides T), and for the loss head over pipe. With 8 tokens on
+# seq=2,tensor=2 the devices of seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices of
 # tensor that share 0 1 6 7 have 0 1 and 6 7. These functions convert:
 #
 #     shard_time        a batch [B, T], whole          -> this device's part over seq, zigzag order
 #     residual_stream   [B, T, D], whole over tensor   -> the stream: this device's part over tensor
 #     my_time_slice     [B, T, ...], whole over tensor -> the part that the stream has over tensor
 #     time_of_block     a part over tensor             -> whole over tensor, as inside a block
-#     whole_time        the stream                     -> all of the time, in order, on all devices
-#     sum_over_time     a sum over this device's time  -> the sum over all of the time
-#     slots_of          tokens of this device          -> where in its row each of them lies
+#     whole_time        the stream                     -> the whole sequence, in order, everywhere
+#     sum_over_time     a sum over this device's part  -> the sum over the whole sequence
+#     slots_of          tokens of this device          -> the place of each in its row
 #
-# `columns` goes from the stream to a block and `row` back, so the time is whole over tensor inside
-# a block. Under pipe, `pipelined_loss` cuts the time for the head by itself.
+# `columns` goes from the stream to a block and `row` back, so inside a block the sequence is whole
+# over tensor. Under pipe, `pipelined_loss` cuts the sequence for the head.
 
 def residual_stream(x: Array) -> Array:
     """The residual stream, from an array [B, T, D] that is whole on every device of tensor."""
     n = axis_size("tensor")
     if n == 1:
         return x
-    # (The type of x may vary although all devices have the same numbers: pmean mends the type.)
+    # (x may vary by its type although all devices have the same numbers: pmean mends the type.)
     x = own_part(x, 1) if x.shape[1] % n == 0 else pmean_over(x, "tensor")
     return checkpoint_name(x, "stream")
 
 
 def my_time_slice(tree: Any, x: Array) -> Any:
-    """Arrays [B, T, ...] that are whole over tensor, cut to the time that this device has of the
-    stream x."""
+    """Arrays [B, T, ...] that are whole over tensor, cut to this device's part of the sequence of
+    the stream x."""
     def own_slice(a):
         if a.shape[1] != x.shape[1] * axis_size("tensor"):
             raise ValueError(f"an array with time {a.shape[1]} beside a stream with time "
@@ -425,13 +426,13 @@ def my_time_slice(tree: Any, x: Array) -> Any:
 
 
 def time_of_block(x: Array) -> Array:
-    """All of the time of an array [B, T, ...] that is cut like the stream, as in `columns`."""
+    """The whole sequence of an array [B, T, ...] that is cut like the stream, as in `columns`."""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
 def whole_time(x: Array, in_parts: bool = False) -> Array:
-    """The stream [B, T, D] with all of its time on every device, in order: the only way to pick or
-    to pool positions. Its transpose keeps this device's time. in_parts=True: the time was cut
+    """The stream [B, T, D] with its whole sequence on every device, in order: the only way to pick
+    or pool positions. Its transpose keeps this device's part. in_parts=True: the sequence was cut
     in plain order, and not by shard_time."""
     needs_all_time("whole_time")
     if is_split(x):
@@ -443,13 +444,13 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
 
 
 def sum_over_time(x: Array) -> Array:
-    """The sum over all of the time, from each device's sum over its own part."""
+    """The sum over the whole sequence, from each device's sum over its own part."""
     needs_all_time("sum_over_time")
     return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
 
 
 def slots_of(tokens: Array) -> Array:
-    """The slots [1, T] of this device's tokens [B, T, ...]: where in its row each of them lies."""
+    """The slots [1, T] of this device's tokens [B, T, ...]: the place of each in its row."""
     needs_all_time("slots_of")
     T, n = tokens.shape[1], axis_size("seq")
     if n == 1:
@@ -461,15 +462,14 @@ def slots_of(tokens: Array) -> Array:
 # -------------------------------------------------------------------------------------------
 # seq
 #
-#   split       the time of everything, in zigzag order: of 2 n parts, device i has the i-th and the
-#               i-th from the end, so that under a causal mask all have the same number of keys to
-#               see
+#   split       the sequence everywhere, in zigzag order: of 2 n parts, device i has the i-th and
+#               the i-th from the end, so that under a causal mask all devices see equally many keys
 #   collective  keys and values (and each token's slot, position and document) go around a ring in
 #               n - 1 collective-permutes. The transpose, a step back, returns their gradients
 #   bytes       in each layer 4 (n-1) times those of a device's keys
 #   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
-#               of exponentials; with both, `join` combines the parts into exact attention over all
-#               keys. The rest of a layer treats each token by itself
+#               of exponentials. From both, `join` combines the parts into exact attention over all
+#               keys. The rest of a layer treats each token alone
 #   more        zigzag/parallel/attention.py, ring_kernel.py; `attend`, below, calls the rings
 
 def _pass_on(keys):
@@ -479,9 +479,9 @@ def _pass_on(keys):
 
 
 def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
-    """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries, and
-    the keys of all devices pass by in turn. attend_to(queries, keys) is attention to some keys,
-    as zigzag/parallel/attention.py explains."""
+    """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries while
+    the keys of all devices pass by. attend_to(queries, keys) is attention to some keys, as
+    zigzag/parallel/attention.py explains."""
     look_at = recomputed(functools.partial(look, attend_to, queries))
 
     def turn(state, _):
@@ -494,8 +494,8 @@ def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 
 
 def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
-    """The same for causal attention, in zigzag order: of 2 n parts of the time device i has part i
-    (early) and part 2 n - 1 - i (late), so that all devices have equal work.
+    """The same for causal attention, in zigzag order: of 2 n parts of the sequence, device i has
+    part i (early) and part 2 n - 1 - i (late), so that all devices have equal work.
 
     The late queries see all early keys. If the keys that pass by are those of a device j < i, the
     early queries see j's early keys too; if j > i, the late queries see j's late keys too. So of
@@ -535,13 +535,13 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
            query_info: Any, key_info: Any, asked: attention.Asked = attention.Asked()) -> Array:
-    """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose time may be
-    split over seq. Returns [B, T, H, N].
+    """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose sequences may
+    be split over seq. Returns [B, T, H, N].
 
         attention_fn(q, k, v, allowed) attention to some of the keys: a pair of the result
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
-        mask(query_info, key_info)     makes `allowed` for some queries and some keys, from what is
-                                       known about each (trees of [B, T] and of [B, S])
+        mask(query_info, key_info)     makes `allowed` for some queries and some keys, from facts
+                                       about each (trees of [B, T] and of [B, S])
         asked                          whether it is causal, and what a kernel must know"""
     needs_all_time("attend")
     tokens = jax.tree.leaves(query_info)[0].shape[1]
@@ -554,7 +554,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         return attention_fn(q, k, v, mask(query_info, key_info))
 
     known, by_kernel = asked.known, attention.kernel_fits(q, k, v, asked)
-    if "seq" in varying(q):     # (to generate, time is not split)
+    if "seq" in varying(q):     # (generation does not split T)
         if by_kernel:
             attend_to = ring_kernel.attend_to(known)
             queries, keys = (q, known.documents), (k, v, known.documents)
@@ -573,11 +573,11 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                 slots: Array | None = None, kernel: bool = True) -> Array:
     """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N].
 
-    A query sees the keys of its own document (documents [B, T]; None: a row is one document), and
-    of these the ones up to its own slot, or all of them with causal=False. To change that:
+    A query sees the keys of its own document (documents [B, T]; None: a row is one document) up to
+    its own slot, or all of them with causal=False. To change that:
 
-        window=100                     of these only the last 100, the query's own included; with
-                                       local=i % 2 == 0 only in every second layer
+        window=100                     only the last 100 of these keys, the query's own included;
+                                       with local=i % 2 == 0 only in every second layer
         softcap=50.0                   scores s become 50 * tanh(s / 50)
         mask(query, key)               False where the query may not see the key
         scores(s, query, key, heads)   new scores, from the (capped) scores s [B, H, T, S] of this
@@ -585,7 +585,7 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
 
     query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
     The argument heads is the number of query heads over all devices. A device's attention kernel
-    knows all of this but `mask` and `scores`; with these, it is computed from its formula."""
+    computes all of this except `mask` and `scores`; with these, attention runs by its formula."""
     needs_all_time("self_attend")
     if window and not causal:
         raise ValueError(f"a window of the last {window} keys, and causal=False")
@@ -608,9 +608,9 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
             ) -> Array:
     """The stream [B, T, D] with a share `rate` of its numbers dropped. Only training batches have
-    seeds [B]; without them nothing is dropped. The random bits depend on the row's seed, on `site`
-    (a number for this place in the network) and on the slot. They do not depend on the mesh, or on
-    how the batch is cut."""
+    seeds [B]; without them it drops nothing. The random bits depend on the row's seed, on `site` (a
+    number for this place in the network) and on the slot. They do not depend on the mesh, or on how
+    the batch is cut."""
     if not rate or seeds is None:
         return x
     if slots is None:
@@ -624,22 +624,22 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 # expert
 #
 #   split       the rows of a batch, and the experts of every layer
-#   collective  an all-to-all of the tokens to the devices of their experts, and one of the results
-#               back; its transpose is an all-to-all. (Small all-gathers tell which experts each
-#               token chose, and their shares.) Each device sends every other an array as large as
-#               all its tokens, with zeros for tokens that chose no expert of that device
+#   collective  an all-to-all sends the tokens to the devices of their experts, and another one
+#               sends the results back; its transpose is an all-to-all. Small all-gathers tell which
+#               experts each token chose, and their shares. Each device sends every other device an
+#               array as large as all its tokens, with zeros for tokens that chose no expert there
 #   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
-#   correct     an expert treats each token by itself, and the sum over a token's experts is the
-#               same wherever the experts are
+#   correct     an expert treats each token alone, and the sum over a token's experts is the same
+#               wherever the experts are
 #   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md
 
 @labelled
 def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, *beside: tuple[Array, Array]) -> Array:
     """A mixture of experts, as the stream: each token of x [B, T, D] goes through the experts
-    `chosen` [B, T, best], and their outputs, each times its share, are added up:
-    `shares` is [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
-    activation(...), and multiplies by its rows `down` [E, F, D]. `beside`: (h, w) pairs, as
+    `chosen` [B, T, best]. The result is the sum of their outputs, each times its share in `shares`
+    [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
+    activation(...), and multiplies by its rows `down` [E, F, D]. `beside` has (h, w) pairs, as
     `row` takes them, of an MLP that every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
     if is_split(x):
@@ -667,15 +667,15 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
 def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
                  ) -> tuple[Array, Array, Array]:
     """Two sums that a router adds to the loss, from its logits and probabilities [B, T, E] and the
-    experts `chosen` [B, T, best]; and how many tokens each expert got, [E].
+    experts `chosen` [B, T, best]; and the number of tokens that each expert got, [E].
 
         balance = E * sum over experts of  visits(e) * probability(e)
         z = sum over tokens of  logsumexp(logits) ** 2
 
     visits(e) is the number of the row's tokens that chose e, divided by `best`, and probability(e)
-    the router's mean probability for e: if all experts are equally busy, balance is the number of
-    tokens. Tokens are counted by their weights [B, T]. Both are sums over rows and tokens, so no
-    mesh and no --accumulate changes them."""
+    is the router's mean probability for e. If all experts are equally busy, balance is the number
+    of tokens. Tokens count by their weights [B, T]. Both are sums over rows and tokens, so no mesh
+    and no --accumulate changes them."""
     (*_, E), weights = logits.shape, my_time_slice(weights, logits)             # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / chosen.shape[-1]
     mass = jnp.einsum("bte,bt->be", probs, weights)                             # [B, E] twice
@@ -689,9 +689,9 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 #
 #   split       the layers into stages, and a device's rows into microbatches
 #   collective  a collective-permute of the activations to the next stage in every tick; its
-#               transpose sends their gradients back. After the last stage a reduce-scatter over
-#               time, so that all stages share the work of the loss head (an all-reduce where the
-#               head needs all of the time, and for the output of an encoder)
+#               transpose sends their gradients back. After the last stage a reduce-scatter along T,
+#               so that all stages share the work of the loss head (an all-reduce where the head
+#               needs the whole sequence, and for the output of an encoder)
 #   bytes       2 X ticks / microbatches from stage to stage, and 2 (n-1)/n X for the head's
 #               reduce-scatter (both forward and backward)
 #   correct     every microbatch goes through all layers, in order. A loss is a sum over
@@ -699,21 +699,21 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 #   more        zigzag/parallel/pipeline.py (interleaved, 1f1b, the timetables)
 
 def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> tuple[Array, Any]:
-    """x [B, T, D] after all layers, on the last stage (zeros on the others), and what this stage's
-    layers added in each tick. stack(weights, x, numbers, batch) runs the layers of this stage.
+    """x [B, T, D] after all layers, on the last stage (zeros on the others), and the aux of this
+    stage's layers in each tick. stack(weights, x, numbers, batch) runs the layers of this stage.
 
         stage 0 |0 1 2 .          stage 0 starts microbatch 1 while stage 1 works on microbatch 0
         stage 1 |. 0 1 2
 
     The scan carries one microbatch [b, T, D]: what the previous stage sent in the previous tick.
-    (All stages have x, from the embedding; only stage 0 uses it.) Autodiff makes the backward pass:
-    the same ticks in reverse, and each send a send back."""
+    All stages have x, from the embedding; only stage 0 uses it. Autodiff makes the backward pass:
+    the same ticks in reverse, with each send turned around."""
     microbatches, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
     # Marks and cast are outside the ticks. A mark's transpose is a sum over stages (of the gradient
-    # of an encoder's output in the batch), and a stage would skip this sum in an idle tick. And
-    # autodiff adds up the ticks' gradients in the dtype that the ticks read: float32.
+    # of an encoder's output in the batch), which a stage would skip in an idle tick. And autodiff
+    # adds up the ticks' gradients in the dtype that the ticks read: float32.
     xs, batch = split_rows(x, microbatches), mark_varying(split_rows(batch, microbatches), me)
     wide = cast(weights, "float32")
 
@@ -721,8 +721,8 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
         m = t - me                                  # the microbatch that is at this stage now
         x = jnp.where(me == 0, pick(xs, m), x)      # stage 0 takes a new one
 
-        # Without a checkpoint each tick would save its copy of the weights. (Its policy also
-        # decides what is saved in each layer.)
+        # Without a checkpoint each tick would save its copy of the weights. The policy also decides
+        # what each layer saves.
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
         def work(x):
             return skip_idle((m >= 0) & (m < microbatches), lambda x: stack(
@@ -737,9 +737,9 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
 
 
 def share_time(x: Array) -> Array:
-    """This stage's part of the time of x [B, T, D], for the head. The last stage has x, and the
-    others have zeros, so the sum of a reduce-scatter is x. If tensor has split the time already,
-    its parts are cut again; if pipe does not divide them, x is first made whole over tensor."""
+    """This stage's part of the sequence of x [B, T, D], for the head. The last stage has x, and the
+    others have zeros, so a reduce-scatter sums to x. If tensor has already split the sequence, its
+    parts are cut again; if pipe does not divide them, x is first gathered over tensor."""
     stages = axis_size("pipe")
     if is_split(x) and x.shape[1] % stages:
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
@@ -752,21 +752,21 @@ def share_time(x: Array) -> Array:
 def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
                    batch: Any, specs: Any = None, options: Any = Options(), *,
                    all_time: bool = False) -> tuple:
-    """The sum and the count of a loss with a stack of layers in the middle, and other sums, if any:
+    """The sum and the count of a loss with a stack of layers in the middle, and any other sums:
 
         x = embed(params, batch)
         x, aux = block(w, x, i, batch)          layer i, with weights w
         sum, count = head(params, x, batch)     or sum, count, {name: other sum}
 
-    `weights` have the layers as their leading dimension, and `specs` are their specs; `batch` is a
+    The layers are the leading dimension of `weights`, and `specs` are their specs; `batch` is a
     tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
     dict of other sums to log, which have no gradient. `options` is any record with the fields of
     Options, such as a network's configuration.
 
     Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
-    part of the time of x and of the batch, and its sum and count are of that part. A head that
-    needs all of the time (whole_time, attend, slots_of, dropout without slots, a mean over tokens)
-    says all_time=True: then every stage computes the whole head, and it counts once."""
+    part of the sequence of x and of the batch, and returns that part's sum and count. If the head
+    needs the whole sequence (whole_time, attend, slots_of, dropout without slots, a mean over
+    tokens), pass all_time=True: then every stage computes the whole head, and it counts once."""
     options, head = pipeline.options_of(options), _head_of_stage(head, all_time)
     if options.schedule == "1f1b" and axis_size("pipe") > 1:
         stack, options = _stack_of_stage(block, weights, batch, specs, options)
@@ -792,8 +792,8 @@ def through_layers(block, weights, x, batch, specs, options):
 
 
 def _stack_of_stage(block, weights, batch, specs, options):
-    """The layers of this stage as one function, stack(weights, x, numbers, batch); and the options,
-    with microbatches that divide the rows."""
+    """The layers of this stage as one function, stack(weights, x, numbers, batch), and the options
+    with a number of microbatches that divides the rows."""
     own, stages, of_layers = len(jax.tree.leaves(weights)[0]), axis_size("pipe"), options
     if stages > 1:
         pipeline.check_stages(own * stages, options.chunks, specs)
@@ -812,7 +812,7 @@ def _stack_of_stage(block, weights, batch, specs, options):
 
 
 def _head_of_stage(head, all_time):
-    """The head as every stage calls it, with x on the last stage and zeros on the others."""
+    """The head as every stage calls it: with x on the last stage, and zeros on the others."""
     if axis_size("pipe") == 1:
         return head
 

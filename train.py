@@ -1,4 +1,4 @@
-"""The training step, the loop around it, and the command line. (zigzag/run plans and checks them.)
+"""The training step, the loop around it, and the command line. zigzag/run plans and checks them.
 
     python train.py --shards 4
 
@@ -8,7 +8,7 @@
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
 `fit` trains any `Task` (zigzag/run/task.py): collate turns examples into a batch, and loss turns a
-batch into (sum, count), which are divided once, after both were summed over parts and devices.
+batch into (sum, count). The step sums both over parts and devices, and then divides once.
 """
 
 if __name__ == "__main__":
@@ -64,14 +64,14 @@ class Config(MoreOptions):
     data: tuple[str, ...] = flag((), same=True, change="data")
                                     # text, lines of JSON, folders of them, token files, or a folder
                                     # made by data.py; empty: the source of Python's own library
-    batch: int = flag(8, least=1, same=True)    # examples in an update, over all devices
+    batch: int = flag(8, least=1, same=True)    # examples per update, over all devices
 
     # training
     steps: int = flag(900, least=1, change="decay")     # updates of the weights
     lr: float | None = flag(None, same=True, change="lr")
-                                    # peak learning rate; not given: 0.5 / d_model, or a tenth of
+                                    # peak learning rate; default: 0.5 / d_model, or a tenth of
                                     # that to fine-tune all weights
-    warmup: float | None = None     # updates until the peak, or a share of steps; not given: a
+    warmup: float | None = None     # updates until the peak, or a share of steps; default: a
                                     # twentieth of them
     decay: str = flag("cosine", one_of=schedules.DECAYS, same=True, change="decay")
                                     # rate after warmup: cosine, linear, exponential, constant, wsd
@@ -88,16 +88,16 @@ class Config(MoreOptions):
     shards: int = flag(0, beside="mesh")
                                     # devices that share each layer's weights: the tensor axis
     mesh: str = ""                  # axis=size,... for data, fsdp, pipe, seq, expert, tensor; data
-                                    # takes the devices that are left
+                                    # takes the remaining devices
 
     # saving
     out: str = "out"                # folder of the run. If it holds a run, that run continues, with
-                                    # its own values for flags you leave out
+                                    # its own values for flags you omit
     save_every: int | None = None   # updates between checkpoints; 0: only at the end (and, with
-                                    # --best, at each new best); not given: a fifth of steps
+                                    # --best, at each new best); default: a fifth of steps
 
     # evaluation
-    eval_every: int | None = None   # updates between evaluations; 0: never; not given: a fifth of
+    eval_every: int | None = None   # updates between evaluations; 0: never; default: a fifth of
                                     # steps
 
 
@@ -112,8 +112,8 @@ def learning_rate(config: Config, at: jax.Array) -> jax.Array:
 
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then one of OPTIMIZERS and weight decay, without the learning
-    rate, which the step applies. `decisions` is what is known of each weight."""
+    """Clipping by the global norm, then one of OPTIMIZERS and weight decay. The step applies the
+    learning rate. `decisions` has the facts about each weight."""
     scaled = OPTIMIZERS[config.optimizer](config, decisions)
     matrices = jax.tree.map(lambda d: d.is_matrix, decisions)
     return optax.chain(optax.clip_by_global_norm(config.clip), scaled,
@@ -121,9 +121,9 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """The weights as the loss takes them: gathered over fsdp, except those of layers where each
-    layer gathers its own. `decisions` has for each weight where it lives. (A weight that
-    --override stores in another place is first moved to where the loss expects it.)"""
+    """The weights as the loss takes them: gathered over fsdp, except in layers that gather their
+    own. `decisions` says where each weight lives. If --override stores a weight in a different
+    place, it first moves to where the loss expects it."""
     chunks, sum_dtype = plan.config.network.chunks, plan.config.network.sum_dtype
     return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
@@ -131,7 +131,7 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
 
 def make_gradients(plan: Plan) -> Callable:
     """(params, batch[, frozen]) -> gradients and sums over the whole batch, not yet divided.
-    (learn/tiny.py has the short form.)
+    learn/tiny.py has the short form.
 
     What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and how many
     rows each gradient is summed over:
@@ -159,7 +159,7 @@ def make_gradients(plan: Plan) -> Callable:
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=axes.marked)
 
         # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums
-        # gradients over fsdp. (Each layer gathers its own weights when it runs: `layers`.)
+        # gradients over fsdp. Each layer gathers its own weights when it runs (`layers`).
         whole, scatter = jax.vjp(lambda w: gather_weights(plan, w, plan.trained), trained)
         whole_frozen = gather_weights(plan, frozen, plan.frozen)        # often {}
 
@@ -182,8 +182,8 @@ def make_gradients(plan: Plan) -> Callable:
         else:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
-        # Sum once over the axes that are left. (`scatter`, and in layers the transpose of their own
-        # gather, has summed what fsdp splits; and jax, in each part, over tensor.)
+        # Sum once over the remaining axes. `scatter` (in layers, the transpose of their own gather)
+        # has already summed what fsdp splits, and jax has summed over tensor in each part.
         grads, sums = total
         return (shard.sum_gradients(grads, axes.sums, plan.specs[0], plan.moments),
                 shard.sum_gradients(sums, axes.sums))
@@ -203,13 +203,13 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
     def step(state, batch):
         params, opt = state["params"], state["opt"]
         grads, (loss_sum, count, others) = gradients(params, batch, state["frozen"])
-        # (If each device divided by its own count, tokens of devices with fewer would weigh more.)
+        # If each device divided by its own count, tokens of devices with fewer would weigh more.
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
-        # There is no update if the gradient is not finite (it would spoil every weight for good),
-        # if the loss is not (its gradient means nothing) or if the count is 0 (weights would only
-        # decay). `step` still goes up, as the loop's own count does, which chooses the next batch.
+        # Skip the update if the gradient is not finite (it would ruin every weight for good), if
+        # the loss is not (its gradient means nothing), or if the count is 0 (weights would only
+        # decay). `step` still goes up, like the loop's own count, which chooses the next batch.
         schedule = plan.schedule or functools.partial(learning_rate, plan.config)
         rate, grad_norm = schedule(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
@@ -257,8 +257,8 @@ def make_evaluate(plan: Plan) -> Callable:
 
 def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | None = None,
           transform: Any = None, schedule: Callable | None = None, typed: bool = True) -> Program:
-    """The program that trains task.init's weights with task.loss on batches with these shapes. (See
-    plan.py and modes.py.) `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
+    """The program that trains task.init's weights with task.loss on batches with these shapes (see
+    plan.py and modes.py). `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
     transform_of = optimizers.Chosen(transform, optimizer)
     if step:
         return part("tasks.own_step", "fit(step=...)").OwnStep(
@@ -271,8 +271,8 @@ def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | N
 
 
 def build_checked(config: Config, mesh: Any, task: Task, say: Reporter, **given: Any) -> Program:
-    """The program of a task, after comparing a custom or an edited loss with one device. Where they
-    differ, each device computes it as one device would; it is refused if that differs too."""
+    """The program of a task, after comparing a custom or an edited loss with one device. If they
+    differ, each device computes the loss as one device would; if that differs too, this raises."""
     shapes = batch_shapes(config.batch, task.first_row)
     program = build(config, mesh, task, shapes, **given)
     if not check_start(program, task, say):
@@ -280,7 +280,7 @@ def build_checked(config: Config, mesh: Any, task: Task, say: Reporter, **given:
     evaluates = make_evaluate if len(task.held_out) else None
     batch = functools.partial(training_batch, program.config, mesh, task, program.batch)
     with jax.set_mesh(mesh):
-        batch(0, 0)         # (what cannot be made is refused here, before anything is written)
+        batch(0, 0)         # (a batch that cannot be made fails here, before anything is written)
         if program.own:
             return program.own.check(program, batch, evaluates, say.line)
         while not check_loss(program.plan, make_gradients, evaluates, batch, say.line):
@@ -298,8 +298,8 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
     """Train task.init's weights on task.examples for config.steps updates, on config.mesh, in
     config.out ('' keeps nothing on disk).
 
-        step            replaces make_step's step: for several networks or losses, or state other
-                        than weights (docs/tasks.md)
+        step            replaces make_step's step: for several networks or losses, or for state
+                        other than weights (docs/tasks.md)
         optimizer       an optax transformation, with its learning rate, or several by the paths of
                         weights: {"head": optax.sgd(0.1), "*": None}
         schedule(step)  replaces learning_rate(config, step); jax traces it
@@ -315,13 +315,13 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
         program = build_checked(config, mesh, task, say, step=step, transform=optimizer,
                                 schedule=schedule)
         config = program.config
-        # (At its end, this waits for the last save, and says what has become of the run.)
+        # (At its end, this waits for the last save, and prints how the run ended.)
         with running(program, task, learning_rate, say, stop, log) as loop:
             if config.eval_first and loop.at < config.steps:
                 evaluate(loop, is_new=loop.is_new)
                 save(loop)
             # Update until the last step, or until a signal (in `stop`) asks to end after this one.
-            # While the devices work on a step, the numbers of the one before are written down.
+            # While the devices work on a step, the loop writes the metrics of the previous one.
             while loop.at < config.steps and not stop:
                 batch = training_batch(config, mesh, task, program.batch, loop.at)
                 loop.state, metrics = loop.step(loop.state, batch)
@@ -330,7 +330,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
                 flush_metrics(loop)         # of the step before
                 loop.pending = loop.at, metrics
                 is_best = is_due(loop, config.eval_every) and evaluate(loop)
-                # params, opt and step: enough to continue bit for bit. It waits for no disk.
+                # params, opt and step: enough to continue bit for bit. This waits for no disk.
                 if is_best or is_due(loop, config.save_every or config.steps):
                     save(loop)
                 hosts.share_stop(stop)
@@ -340,9 +340,9 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
     """The batch of update `at` (the first is 0), a pure function of seed, batch size and `at`. With
-    `rows`, only its first rows. Rows must have the shapes in `shapes`, if that is given.
+    `rows`, only its first rows. If `shapes` is given, rows must have these shapes.
 
-    Each array is cut along B, over data, fsdp and expert. (The step cuts T over seq.) For text:
+    Each array is cut along B, over data, fsdp and expert; the step cuts T over seq. For text:
 
         tokens, targets, weights    [B, T]      no target where a weight is 0
         segments, positions         [B, T]      with rows of documents
@@ -364,15 +364,15 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 # The command line: zigzag/commands, which stands above this file
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config. (It does not look at --out; `main` does.) In a script,
-    --help prints the script's docstring, and what else is in argv: its defaults."""
+    """train.py's command line as a Config. It does not look at --out; `main` does. In a script,
+    --help prints the script's docstring, and its defaults from the rest of argv."""
     from zigzag.commands import command_line
 
     return command_line.parse(argv, sys.modules["__main__"].__doc__)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
-    """The command line's step, compiled for this machine or --topology; writes nothing."""
+    """The command line's step, compiled for this machine or --topology. It writes nothing."""
     from zigzag.commands import programs
 
     return programs.ready_to_run(config)[1]
