@@ -10,7 +10,7 @@
                                                                                     -> logits
 
 The vision tower and the language model (OPT) are transformers of transformer.py. The Q-Former
-between them is built from blocks of transformer.py: every other layer also attends to the picture.
+between them is built from blocks of transformer.py: every second layer also attends to the picture.
 A text contains Q tokens with the id image_token_index. The Q-Former's vectors replace their
 embeddings.
 

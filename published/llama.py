@@ -460,7 +460,7 @@ FAMILIES["deepseek_v3"] = _relative(
 def _chatglm(r):
     refuse(r, rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False,
            post_layer_norm=True, pre_seq_len=None, original_rope=True)
-    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 the key has another meaning than in 3
+    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 this key means something else than in 3
         refuse(r, rope_ratio=1)
     return {**sizes(r, layers="num_layers", seq_len="seq_length", vocab_size="padded_vocab_size",
                     head_dim="kv_channels", d_ff="ffn_hidden_size", norm_eps="layernorm_epsilon",

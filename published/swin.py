@@ -3,7 +3,7 @@
     picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
                                                                             -> mean -> classes
     a stage:  [ norm -> attention in windows -> + -> norm -> MLP -> + ] x its layers
-    a merge:  four neighbours become one token of twice the width
+    a merge:  four neighbors become one token of twice the width
 
      layers 0, 2, ...       layers 1, 3, ...: the picture is rolled by half a window, so that
       +---+---+---+         windows lie across the borders of the previous layer's
