@@ -129,5 +129,5 @@ def _for_decoding(network, config, folder, mesh, edited):
 
 
 def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float32") -> None:
-    """Write a Hugging Face folder, which transformers reads."""
+    """Write a Hugging Face folder that transformers can read."""
     folders.save_hf(network_of(config), folder, params, getattr(config, "network", config), dtype)

@@ -32,7 +32,7 @@ class Family(NamedTuple):
     prefix: str = ""                            # of names; a bare model's folder lacks it
     ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
     adjust: Callable[[Any], Changes] = lambda c: {}     # how weights differ from ours
-    aliases: Names = {}                         # {other name: usual name}
+    aliases: Names = {}                         # {alias: usual name}
     stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> what words in names number, in
                                                 # addition to those of arrays_of_folder.stacks_of
     older: Names = {}                           # {part of a name: that part in older or newer

@@ -130,7 +130,7 @@ class Export:
 
 
 def export(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run the command: write the folder of a run's weights, and its tokenizer's files."""
     options = from_flags(Export(), argv)
     if not options.export:
         raise ConfigError("--export '': expected a new folder")

@@ -32,7 +32,7 @@ Shapes = dict[str, jax.ShapeDtypeStruct]    # of a batch
 
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
-    """The options of a model. Each field is also a flag; 0 often means derived from the others."""
+    """The options of a model. Each field is also a flag; 0 often means that others determine it."""
     layers: int = flag(4, least=1)  # number of layers
     d_model: int = flag(128, least=1)  # width of the residual stream
     heads: int = flag(8, least=1)  # query heads
@@ -45,7 +45,7 @@ class Config(Computed):
     parallel_block: bool = False  # attention and MLP read the same norm and are added together
     parallel_norms: int = flag(1, one_of=(1, 2))
                                   # norms of a parallel block; 2: the MLP has its own
-    causal: bool = True           # a token sees only earlier ones; false (an encoder): all
+    causal: bool = True           # tokens see no later token; false (an encoder): they see all
     encoder_layers: int = 0       # layers of an encoder that the decoder attends to; 0: no encoder
     encoder_heads: int = 0        # heads of the encoder; 0: same as --heads
     encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
@@ -89,7 +89,7 @@ class Config(Computed):
                                   # alibi, alibi16 (in bfloat16) or none
     relative: str = flag("", one_of=("", "buckets", "grid"))
                                   # learned bias of scores by distance: buckets (T5) or grid (BEiT)
-    relative_buckets: int = flag(32, least=2)  # number of buckets of distances
+    relative_buckets: int = flag(32, least=2)  # number of distance buckets
     relative_distance: int = flag(128, least=2)
                                   # the last bucket holds this distance and all larger ones
     relative_shared: bool = True  # one table of these biases for all layers
@@ -101,7 +101,7 @@ class Config(Computed):
     rotary_dim: int = 0           # width of the rotated part of a head; 0: all of it
     rotary_layers: str = ""       # which layers have rotary positions, as a repeating pattern
                                   # (rrrn: three with, one without); empty: all
-    position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
+    position_rows: int = 0        # rows of the learned position table; 0: as many as seq_len needs
     position_offset: int = 0      # row of the table for position 0
     window: int = 0               # keys that a query sees, including its own; 0: all before it
     local_layers: str = ""        # which layers have the window, as a repeating pattern (lllg:

@@ -55,7 +55,7 @@ def _embed_weights(c, make):
 
 
 def head_weights(c: Any, make: Any) -> Params:
-    """The weights from the last norm on."""
+    """The weights of the last norm and of the head."""
     D, W = c.d_model, c.embed_dim or c.d_model
     weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":

@@ -403,7 +403,7 @@ def _layer(w, x, i, c, batch):
 
 
 def begin(params, c, batch, specs=None, embed=embedding):
-    """The embedding [B, T, D], after the dense layers of a model with experts."""
+    """The embedding [B, T, D], run through the dense layers of a model with experts."""
     x = embed(params, batch, c)
     if c.dense_layers:
         x, _ = shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), params["dense_layers"], x,
