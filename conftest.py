@@ -1,21 +1,21 @@
-"""When all of test_all.py has passed, renews the record of the files on which it did (.tested)."""
+"""Renews .tested, the record of the files on which all of test_all.py has passed."""
 
 import pytest
 
 from zigzag.core import edited as tested
 
 TESTS = "test_all.py::"
-collected, passed, failed = set(), set(), set()     # ids of the tests of test_all.py
+collected, passed, failed = set(), set(), set()     # ids of the tests in test_all.py
 
 
-@pytest.hookimpl(tryfirst=True)         # before -k and -m leave some out
+@pytest.hookimpl(tryfirst=True)         # before -k and -m leave out some tests
 def pytest_collection_modifyitems(items):
     collected.update(item.nodeid for item in items if item.nodeid.startswith(TESTS))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """With -n, the workers collect, and the process that started them sees the results."""
+    """With -n, the workers collect, and the process that starts them sees the results."""
     collected.update(getattr(node, "workeroutput", {}).get("collected", []))
 
 

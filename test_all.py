@@ -2,14 +2,14 @@
 
     pytest test_all.py
 
-Run it after each change of model.py, shard.py, train.py or sample.py. Every check is relative:
-your model on a mesh against your model on one device, your loss against your forward pass, a run
-that was stopped against one that was not. No number of today's model is in here. The tests of each
-part are in tests.
+Run it after each change of model.py, shard.py, train.py or sample.py. Every check is relative: your
+model on a mesh against your model on one device, your loss against your forward pass, a stopped and
+continued run against an uninterrupted one. No expected values are stored here. The tests of each
+part are in tests/.
 
-Where a mesh differs from one device, the leaves that the message names tell the place: the
-gradient of everything is wrong after a wrong sum over the loss, that of one weight after a wrong
-sum over that weight.
+If a mesh differs from one device, the leaves in the message point to the place. A wrong sum over
+the loss makes every gradient wrong. A wrong sum over one weight makes only that weight's gradient
+wrong.
 """
 
 import functools
@@ -43,12 +43,12 @@ from tests.helpers import (
 from tests.readme import block
 from zigzag.core.mesh import AXES, by_path, mesh_sizes, shardings
 
-# Two models between them have what behaves differently on a mesh: key heads that serve two query
+# Together, two models cover what behaves differently on a mesh: key heads that serve two query
 # heads each, experts, dropout.
 DENSE = dict(layers=4, heads=4, kv_heads=2)
 EXPERTS = dict(layers=2, heads=4, kv_heads=2, experts=4, dropout=0.1)
 
-# Six meshes of three axes, which are all fifteen pairs of axes; and the compiler's own step.
+# Six meshes of three axes, which cover all fifteen pairs of axes; and the compiler's own step.
 MESHES = [
     ("data=2,fsdp=2,pipe=2", DENSE, dict(microbatches=2)),
     ("data=2,fsdp=2,seq=2", DENSE, dict(zero=1)),
@@ -67,15 +67,15 @@ def config_of(what, **choices):
 
 @functools.cache
 def on_one_device(what):
-    """Three updates, by the same code."""
+    """Three updates on one device, by the same code."""
     return run_updates(config_of(dict(what)), "", 3)[0]
 
 
 @pytest.mark.parametrize("mesh, what, choices", [
     pytest.param(*m, id=" ".join([m[0], *(f"{k}={v}" for k, v in m[2].items())])) for m in MESHES])
 def test_a_mesh_changes_nothing(mesh, what, choices):
-    """A collective that is missing, made twice or over the wrong axis; a gradient that is scaled by
-    a mesh's size, which Adam hides from the loss; weights of which each device has another copy;
+    """A collective that is missing, runs twice or is over the wrong axis; a gradient scaled by a
+    mesh's size, which Adam hides from the loss; weights whose copies differ between devices;
     dropout or masks that depend on the device; a mean of means; a logged sum of one device's part.
     """
     want = on_one_device(tuple(what.items()))
@@ -90,8 +90,8 @@ def test_a_mesh_changes_nothing(mesh, what, choices):
 
 
 def test_the_pairs_of_axes_are_all_there():
-    """A new axis that no mesh here has, or one that an edit of MESHES leaves untested beside
-    another. (The compiler makes the collectives of --step jit, so it counts for no pair.)"""
+    """A new axis that no mesh here has, or a pair of axes that an edit of MESHES leaves untested.
+    The compiler makes the collectives of --step jit, so that mesh counts for no pair."""
     tried = [{a for a, n in mesh_sizes(mesh).items() if n > 1}
              for mesh, _, choices in MESHES if choices.get("step") != "jit"]
     missing = [f"{a} and {b}" for a, b in itertools.combinations(AXES, 2)
@@ -103,9 +103,9 @@ def test_the_pairs_of_axes_are_all_there():
 # The loss and its gradient
 
 def cross_entropy(params, batch, config):
-    """The mean loss, from forward's logits and nothing else of ours. (Add a second head's term here
-    where it is in `loss`: if "seeds" in batch. Held-out batches have no seeds, so that their loss
-    and bits per byte stay those of the text.)"""
+    """The mean loss, from forward's logits and no other code of ours. If you add a second head's
+    term to `loss`, under `if "seeds" in batch`, add it here as well. Held-out batches have no
+    seeds, so their loss and bits per byte stay those of the text."""
     logits = model.forward(params, batch["tokens"], config).astype(jnp.float32)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
     return -jnp.sum(log_probs[..., 0] * batch["weights"]) / jnp.sum(batch["weights"])
@@ -120,11 +120,11 @@ def masked_batch(run):
 
 @pytest.mark.parametrize("what", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_the_loss_is_the_cross_entropy_of_forward(what):
-    """An edit of `loss` that `forward` did not follow, or the other way round: what is generated is
-    then not what was trained. Padded rows of the vocabulary that get a probability."""
+    """An edit of `loss` that `forward` does not follow, or vice versa: generation then uses a
+    different model than training. Padded rows of the vocabulary that get a probability."""
     run = config_of(what)
     config = run.network
-    batch = {k: v for k, v in masked_batch(run).items() if k != "seeds"}    # not to learn from
+    batch = {k: v for k, v in masked_batch(run).items() if k != "seeds"}    # not a training batch
     params = model.init(config, jax.random.key(0))
     total, count, *_ = jax.jit(lambda p: model.loss(p, batch, config))(params)
     want = jax.jit(lambda p: cross_entropy(p, batch, config))(params)
@@ -133,8 +133,8 @@ def test_the_loss_is_the_cross_entropy_of_forward(what):
 
 
 def test_the_gradient_is_that_of_the_cross_entropy():
-    """A derivative of our own (of the chunked loss, of a kernel, of a collective) that is not the
-    derivative; a count that is differentiated; a division at the wrong place."""
+    """A wrong custom derivative (of the chunked loss, of a kernel, of a collective); a gradient
+    that flows through the count; a division at the wrong place."""
     run = config_of(DENSE)
     want = jax.jit(jax.grad(lambda p: cross_entropy(p, masked_batch(run), run.network)))(
         model.init(run.network, jax.random.key(0)))
@@ -142,7 +142,7 @@ def test_the_gradient_is_that_of_the_cross_entropy():
 
 
 def test_no_token_sees_a_later_one():
-    """A mask or a shift that lets a model read the answer: training looks wonderful."""
+    """A mask or a shift that lets the model read the answer: training looks wonderful."""
     run = config_of(DENSE)
     config, params = run.network, model.init(run.network, jax.random.key(0))
     tokens = jnp.asarray(batch_of(run)["tokens"][:1])
@@ -156,8 +156,8 @@ def test_no_token_sees_a_later_one():
 # Runs
 
 def test_a_run_that_is_stopped_and_continued_is_the_run(tmp_path):
-    """Optimizer state, dropout, learning rate or the place in the data that a checkpoint does not
-    bring back: the loss jumps where a job was restarted, and nobody sees why."""
+    """A checkpoint that does not restore the optimizer state, dropout, the learning rate or the
+    place in the data: the loss jumps where a job restarts, and nobody sees why."""
     def config_in(folder):
         return make(layers=2, dropout=0.1, steps=6, save_every=5, eval_every=4,
                     out=str(tmp_path / folder))
@@ -178,7 +178,7 @@ def test_a_run_that_is_stopped_and_continued_is_the_run(tmp_path):
 
 @pytest.mark.parametrize("mesh", ["", "data=2,tensor=2"])
 def test_the_readmes_own_task_trains(tmp_path, mesh):
-    """README's script for a task of your own: a step that takes no custom loss, a mesh on which it
+    """README's script for a custom task: a step that rejects a custom loss, or a mesh on which it
     does not learn."""
     (tmp_path / "mine.py").write_text(block("README.md", "train.fit"))
     done = subprocess.run(
@@ -194,8 +194,8 @@ def test_the_readmes_own_task_trains(tmp_path, mesh):
 # Generation
 
 def test_generation_is_that_of_the_slow_loop():
-    """A cache that is read where it is about to be written, a position that is off by one, padding
-    that is seen: generation is worse than the loss promises."""
+    """A cache read where it is about to be written, a position off by one, visible padding:
+    generation is worse than the loss promises."""
     config = config_of(DENSE).network
     params = model.init(config, jax.random.key(0))
     for temperature in (0, 0.8):
@@ -207,8 +207,8 @@ def test_generation_is_that_of_the_slow_loop():
 @pytest.mark.parametrize("what, temperature", [(DENSE, 0), (EXPERTS, 0.8)],
                          ids=["dense greedy", "experts drawn"])
 def test_generation_is_the_same_on_two_devices(what, temperature):
-    """Logits or a cache of which a device has only its part; random choices that devices make each
-    for itself."""
+    """Logits or a cache that only hold one device's part; random choices that differ between
+    devices."""
     config = config_of(what).network
     params, mesh = model.init(config, jax.random.key(0)), mesh_of("tensor=2")
     split = jax.device_put(params, shardings(model.weight_specs(config, mesh), mesh))

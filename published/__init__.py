@@ -1,20 +1,20 @@
-"""Published models: networks, folders in and out, presets. (A part: delete it if you train the
-decoder of model.py alone.)
+"""Published models: their networks, reading and writing their folders, and presets. This is a part:
+delete it if you train only the decoder of model.py.
 
     transformer   decoders, encoders and encoder-decoders of all families: options in general.py,
                   weights in tables.py, more in positions.py and stems.py
-    clip  swin  sam  blip2      models of pictures, made of its parts (general.py, windows.py)
+    clip  swin  sam  blip2      models of pictures, built from its parts (general.py, windows.py)
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
     record  arrays_of_folder  folders           reading and writing a folder
     reference   whether an edited network still computes the published model
     presets     shapes by name
 
-Needed by recipes that train or read published models, and by tasks/pairs.py for theirs. Read
-transformer.py when a published model is not the plain decoder, or to add a family (llama.py). A
-network of your own is a file here that this one imports: a Config, a table of weights, a loss, the
-shapes of a batch, and the other functions of zigzag/parallel/network.py that it needs. These files
-import shard.py, one another, and zigzag/; only this one imports model.py, to choose between it and
-the others.
+Recipes that train or read published models need this part, and so does tasks/pairs.py for its
+encoder-decoders. Read transformer.py when a published model is not the plain decoder. To add a
+family, see llama.py. A custom network is a file here that this file imports. It has a Config, a
+table of weights, a loss, the shapes of a batch, and any other functions of
+zigzag/parallel/network.py that it needs. These files import shard.py, each other and zigzag/. Only
+this one imports model.py, to choose between it and the other networks.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from zigzag.parallel.network import Network, Params, model_type
 from zigzag.parallel.network import network_of as network_of
 from zigzag.parallel.saved import load_run as load_run
 
-# {model_type of a published config.json: network}. All others are model.py's or transformer.py's.
+# {model_type of a published config.json: network}. model.py or transformer.py has the other types.
 KINDS: dict[str, Network] = {kind: network for network in (
     blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK) for kind in network.families}
 
@@ -49,7 +49,7 @@ KINDS: dict[str, Network] = {kind: network for network in (
 # Which network
 
 def network_of_fields(fields: dict[str, Any]) -> Network:
-    """The network that has these options: the plain decoder, if it has all of them."""
+    """The network that has these options: the plain decoder, if it has them all."""
     kind = model_type(fields.get("published", ""))
     if kind in KINDS:
         return KINDS[kind]
@@ -62,12 +62,12 @@ def network_of_folder(folder: str | Path) -> Network:
     record = read_config(folder)
     if record["model_type"] in KINDS:
         return KINDS[record["model_type"]]
-    family_of(record, others=KINDS)     # (refuses unknown families)
+    family_of(record, others=KINDS)     # refuses unknown families
     return network_of_fields(dataclasses.asdict(folders.hf_config(transformer.NETWORK, folder)))
 
 
 def config_of(fields: dict[str, Any]) -> Any:
-    """The configuration, from fields of a transformer.Config, of the network that has these
+    """Fields of a transformer.Config as the configuration of the network that has these
     options."""
     network = network_of_fields(fields)
     own = {f.name for f in dataclasses.fields(network.config)}
@@ -83,7 +83,7 @@ def is_folder(name: str) -> bool:
 
 
 def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
-    """The network of --model NAME and its fields, beside the flags `given`."""
+    """The network of --model NAME and its fields, for the flags `given`."""
     fields = fields_of_preset(name, given)
     is_general = name == transformer.NETWORK.name
     return transformer.NETWORK if is_general else network_of_fields(fields), fields
@@ -99,17 +99,17 @@ def hf_config(folder: str | Path, **fields: Any) -> Any:
 
 def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields: Any
             ) -> tuple[Params, Any]:
-    """(weights, configuration) of a published model (a Hugging Face folder). The weights go
-    straight into their shards on the mesh (None: onto one device). `fields` of the configuration
-    may say how to train it. `edited`: also if the network's code computes something else."""
+    """(weights, configuration) of a published model (a Hugging Face folder). Weights go straight
+    into their shards on the mesh (None: onto one device). `fields` of the configuration may say how
+    to train it. `edited`: load it even if the network's code computes something else."""
     return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 
 
 def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
                       ) -> tuple[Params, Any, Tokenizer]:
-    """(weights, configuration, tokenizer) for sample.py --model: weights as decoding uses them, in
-    the precision that the devices are best at, with a list of layers (the stacks for training are
-    never made)."""
+    """(weights, configuration, tokenizer) for sample.py --model. The weights are in the form that
+    decoding uses, with a list of layers, in the precision that the devices compute best. The stacks
+    of layers for training are never made."""
     network = network_of_folder(folder)
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
     check_writes(network, config, f"--model {folder}", mesh)
@@ -118,7 +118,7 @@ def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
 
 
 def _for_decoding(network, config, folder, mesh, edited):
-    if network.decoder_of:      # (a decoder among other towers: its layers are stacked here)
+    if network.decoder_of:      # a decoder among other towers: its layers are stacked here
         network.check(config, mesh)
         params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))
         with jax.set_mesh(mesh):
@@ -129,5 +129,5 @@ def _for_decoding(network, config, folder, mesh, edited):
 
 
 def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float32") -> None:
-    """Write a Hugging Face folder, which transformers reads."""
+    """Write a Hugging Face folder that transformers can read."""
     folders.save_hf(network_of(config), folder, params, getattr(config, "network", config), dtype)

@@ -1,4 +1,4 @@
-"""BLIP-2: a language model that sees a picture.
+"""BLIP-2: a language model that reads a picture.
 
     picture [B, C, height, width] -> patches -> [ block ] x L -> norm -> encoded [B, S, X]
                                                                             |
@@ -10,11 +10,11 @@
                                                                                     -> logits
 
 The vision tower and the language model (OPT) are transformers of transformer.py. The Q-Former
-between them is built from blocks of transformer.py: every other layer also attends to the picture.
-A text has Q tokens with the id image_token_index, whose embeddings are replaced by the Q-Former's
-vectors.
+between them is built from blocks of transformer.py: every second layer also attends to the picture.
+A text contains Q tokens with the id image_token_index. The Q-Former's vectors replace their
+embeddings.
 
-Letters are transformer.py's; Q queries, X the width of the vision tower.
+The letters are transformer.py's, and these: Q queries, X width of the vision tower.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from zigzag.parallel.products import lookup, matmul
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configurations. The whole model's is the language model's.
+# Configurations. The whole model has the language model's.
 
 VISION = dict(hidden_size=1408, intermediate_size=6144, num_hidden_layers=39,
               num_attention_heads=16, image_size=224, patch_size=14, hidden_act="gelu",
@@ -64,7 +64,7 @@ def _fields(r):
     if text["embed_dim"] != text["d_model"]:
         raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
                     f" is not supported, only hidden_size {text['d_model']}")
-    count(r, "num_query_tokens")    # (in a text with a picture this id occurs so many times)
+    count(r, "num_query_tokens")    # a text with a picture has this many image tokens
     an_id("image_token_index", r["image_token_index"], text["vocab_size"])
     general.tower(None, "vision_config", _vision(r))
     general.tower(None, "qformer_config", _qformer(r))
@@ -74,7 +74,7 @@ def _fields(r):
 
 def _vision(r):
     r = r.part("vision_config", VISION)
-    refuse(r, num_channels=3)       # (transformers' class ignores it)
+    refuse(r, num_channels=3)       # transformers' class ignores this key
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
     return {**general.tower_sizes(r), **pictures(r), "positions": "learned", "biases": biases}
 
@@ -117,7 +117,7 @@ def table(c: Any) -> Params:
 
 
 def _attention_arrays(name, ours, norm):
-    """BERT's names of an attention's arrays."""
+    """BERT's names for the arrays of an attention block."""
     return under(f"{name}.", attention("{}", "attention.query attention.key attention.value "
                                        "output.dense", ours), {"output.LayerNorm": norm})
 
@@ -167,8 +167,8 @@ FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 
 def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                   ) -> Array:
-    """The Q-Former's vectors [B, Q, D], equal on every device, for the pictures in the batch's
-    source [B, C, height, width]."""
+    """The Q-Former's vectors [B, Q, D] for the pictures in the batch's source [B, C, height,
+    width]. They are equal on every device."""
     v, w, known = transformer.prepare_batch(
         params["vision"], only(batch, "source", "seeds"), vision_config(config))
     x = transformer.trunk(w, v, known, specs=specs and specs["vision"])
@@ -179,11 +179,11 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
     B, Q = len(batch["source"]), len(w["query"])
     slots = jnp.broadcast_to(jnp.arange(Q), (B, Q))
     known = {**seen, "slots": slots, "positions": slots}
-    if "seeds" in batch:        # so that dropout differs from the other towers'
+    if "seeds" in batch:        # so that dropout differs from that of the other towers
         known["seeds"] = batch["seeds"] + np.uint32(0x85EBCA6B)
     x = jnp.broadcast_to(w["query"], (B, *w["query"].shape))                    # [B, Q, D]
     x = shard.residual_stream(transformer.norm(w, "norm", x, c))
-    x = vary_like(x, batch["source"])       # (in training the weights vary over the same axes)
+    x = vary_like(x, batch["source"])       # in training the weights vary over the same axes
 
     def pair(w, x, i):
         x = transformer.block(w["cross_layers"], x, 2 * i, c, known)[0]
@@ -197,9 +197,9 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
 
 
 def _embed_with(vectors, begins=False):
-    """A function in place of transformer.embedding, for texts with these vectors [B, Q, D]: the
-    n-th replaces the embedding of the row's n-th image token. `begins`: every row begins with
-    these, and a batch is perhaps a later part of it."""
+    """A function in place of transformer.embedding, for texts with these vectors [B, Q, D]. The
+    n-th vector replaces the embedding of the row's n-th image token. `begins`: every row begins
+    with the image tokens, and a batch may be a later part of it."""
     def embed(w, batch, c):
         r, x = record_of(c), transformer.embedding(w, batch, c)
         is_image = batch["tokens"] == r["image_token_index"]
@@ -216,7 +216,7 @@ def _embed_with(vectors, begins=False):
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
-    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. A mask decides what
+    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. A mask decides which
     positions count."""
     vectors = image_vectors(params, {"source": source}, config)
     return transformer.forward(params["text"], tokens, config, mask=mask,
@@ -224,18 +224,18 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
-    """(sum, count): the weighted cross-entropy of the batch's targets, and the sum of weights."""
-    check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
+    """(sum, count): the weighted cross-entropy of the batch's targets, and their total weight."""
+    check(config, jax.sharding.get_abstract_mesh())     # train.fit does not check
     vectors = image_vectors(params, batch, config, specs)
     return transformer.loss(params["text"], batch, config, specs and specs["text"],
                             _embed_with(vectors))
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding: as the language model does. The cache of its first layer has the picture's vectors
+# Decoding, as in the language model. The first layer's cache holds the picture's vectors
 
 def decoder_of(tree: Params) -> Params:
-    """A tree of weights (or of their specs) with the language model's own at the top."""
+    """A tree of weights (or of their specs) with the language model's entries at the top."""
     others = {name: w for name, w in tree.items() if name != "text"}
     return others | tree.get("text", {})
 
@@ -247,14 +247,14 @@ def source_ids(c: Any) -> tuple[int, ...]:
 
 def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
-    """What the cache of each layer holds of these pictures."""
+    """The entries for these pictures in the cache of each layer."""
     return [{"cross_vectors": image_vectors(params, source, config, specs)},
             *({} for _ in range(1, config.layers))]
 
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
-    """As model.extend, for rows that begin with source_ids."""
+    """Like model.extend, for rows that begin with source_ids."""
     embed = _embed_with(cache[0]["cross_vectors"], begins=True)
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 

@@ -5,10 +5,10 @@
                                                                                      | scaled [B, B]
     text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
 
-Both towers are transformers of transformer.py; this file has the code between them. Each picture of
-a batch is compared with all texts, and each text with all pictures.
+Both towers are transformers of transformer.py; this file has the code between them. The loss
+compares each picture of a batch with all texts, and each text with all pictures.
 
-Letters are transformer.py's, and I is the width of the vectors that are compared.
+The letters are transformer.py's, and I is the width of the vectors that are compared.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configurations. The whole model's is the text tower's.
+# Configurations. The whole model has the text tower's.
 
 TEXT = dict(vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
             num_attention_heads=8, max_position_embeddings=77, hidden_act="quick_gelu",
@@ -46,7 +46,7 @@ WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None
 def _part(r, name, defaults):
     given = r.plain(name)
     own = r.plain(f"{name}_dict")
-    if isinstance(own, dict):       # an entry of older files, which wins where they differ
+    if isinstance(own, dict):       # an entry of older files, which wins if they differ
         given = {**(given or {}), **defaults, **own}
     return r.part(name, defaults, given)
 
@@ -56,7 +56,7 @@ def _fields(r):
     text = _part(r, "text_config", TEXT)
     general.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
-    float(r["logit_scale_init_value"])      # (fails here if the table of weights could not read it)
+    float(r["logit_scale_init_value"])      # fails here if the table of weights could not read it
     an_id("text_config.eos_token_id", text["eos_token_id"])
     return {**general.tower_sizes(text), "positions": "learned", **named(
         text, vocab_size="vocab_size", seq_len="max_position_embeddings",
@@ -108,8 +108,8 @@ FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE,
 # The network
 
 def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -> Array:
-    """The vectors [B, I] of texts, normalized. A batch has tokens [B, T], and perhaps a mask."""
-    # A text's vector comes from its end: the token with the largest id, or the first eos.
+    """The normalized vectors [B, I] of texts. A batch has tokens [B, T], and may have a mask."""
+    # A text's vector comes from its end token: the one with the largest id, or the first eos.
     eos, tokens = _part(record_of(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
     return _vectors(params, "text", config, batch, specs, lambda x: jnp.take_along_axis(
@@ -118,13 +118,13 @@ def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -
 
 def picture_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                     ) -> Array:
-    """The vectors [B, I] of pictures, normalized: of the batch's source [B, C, height, width]."""
+    """The normalized vectors [B, I] of the pictures in the batch's source [B, C, height, width]."""
     return _vectors(params, "vision", vision_config(config), batch, specs,
                     lambda x: shard.whole_time(x, in_parts=True)[:, 0])
 
 
 def _vectors(params, name, c, batch, specs, chosen):
-    """The vectors of one tower, made of the token of each row that `chosen` takes."""
+    """The vectors of one tower, from the token of each row that `chosen` picks."""
     c, w, known = transformer.prepare_batch(params[name], batch, c)
     x = chosen(transformer.trunk(w, c, known, specs=specs and specs[name]))
     x = matmul(transformer.norm(w, "norm", x, c), cast(params[f"{name}_projection"], c.dtype), 1,
@@ -142,11 +142,11 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None
          ) -> tuple[Array, Array]:
-    """(sum, count): for each row, the mean of two cross-entropies: of its text among all texts of
-    the batch, given the picture, and of its picture among all pictures, given the text. The count
-    is the number of rows. The loss of a row depends on the whole batch; on a mesh each device has
-    its own rows' part."""
-    check(config, jax.sharding.get_abstract_mesh())     # (train.fit does not check)
+    """(sum, count), where count is the number of rows. A row's loss is the mean of two
+    cross-entropies: of its text among all texts of the batch, given the picture, and of its picture
+    among all pictures, given the text. So it depends on the whole batch. On a mesh, each device
+    computes the loss of its own rows."""
+    check(config, jax.sharding.get_abstract_mesh())     # train.fit does not check
     texts = text_vectors(params, only(batch, "tokens", "mask", "seeds"), config, specs)
     pictures = picture_vectors(params, only(batch, "source", "seeds"), config, specs)
     scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)

@@ -1,8 +1,8 @@
 """Published encoders: BERT, RoBERTa, ALBERT; ViT, BEiT.
 
 `architectures` names the class of a folder's weights, and so the head: masked tokens, classes, or
-none. A model that was trained with two heads (BertForPreTraining) is read, and written, as a
-masked language model, without its prediction of the next sentence.
+none. We read and write a model with two heads (BertForPreTraining) as a masked language model,
+without its prediction of the next sentence.
 
 family.py explains `Family`.
 """
@@ -34,13 +34,13 @@ from zigzag.core.errors import ConfigError
 
 ENCODERS: Families = {}
 
-# Buffers, and weights of other heads, which BERT's own folders have too. (They are ignored only if
-# they are not a part of the model.)
+# Buffers, and weights of other heads, which BERT's own folders also hold. They are ignored only if
+# they are not part of the model.
 LEFT_OUT = {r".*embeddings\.position_ids": is_range,
             r".*embeddings\.token_type_ids": lambda c, array: not array.any(),
             r"(\w+\.)?pooler\..*": "", r"cls\.seq_relationship\..*": "",
             r"sop_classifier\..*": ""}
-# Names in folders of the oldest versions, BERT's own for example.
+# Names in folders of the oldest versions, for example BERT's own.
 OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -65,15 +65,15 @@ def _head(r, kind):
 
 
 def _pooler(r, fields, folder):
-    """A model without a head may have a pooler, or none."""
+    """The field `pool_dense`. A model without a head may also lack a pooler."""
     if fields["head"] == "none" and not any("pooler." in name for name in folder.arrays):
         return {"pool_dense": False}
     return {}
 
 
 def _masked(c, dense, norm, bias, decoder):
-    """The head of a masked language model. Its bias has two names; an untied model uses the
-    decoder's (in transformers 5; in 4 they are the same array)."""
+    """The head of a masked language model. Its bias has two names. In transformers 5 an untied
+    model uses the decoder's bias; in 4 both names are the same array."""
     biases = {bias: "-> head_bias", f"{decoder}.bias": "== head_bias"} if c.tied else {
         bias: "~ head_bias"}
     return {dense: "transform", norm: "transform_norm", decoder: "head = embed", **biases}
@@ -116,12 +116,12 @@ ENCODERS["bert"] = Family(
 
 
 def _roberta(r):
-    """The fields of a RoBERTa. Its table of positions begins after the row numbered
-    pad_token_id."""
+    """The fields of a RoBERTa. Its table of positions begins after row pad_token_id, which is for
+    padding."""
     fields = _text(r, "Roberta")
     if fields["head"] == "masked" and fields["activation"] != "gelu":
-        refuse(r, hidden_act="gelu")    # (its head uses gelu, whatever the layers use)
-    rows = r["max_position_embeddings"]     # (one of which is for padding, and one after it)
+        refuse(r, hidden_act="gelu")    # its head uses gelu, whatever the layers use
+    rows = r["max_position_embeddings"]     # one is for padding, and at least one follows it
     padding = an_id("pad_token_id", r["pad_token_id"], min(rows - 1, r["vocab_size"]))
     return {**fields, "pad_id": padding, "position_offset": padding + 1,
             "seq_len": rows - padding - 1}
@@ -138,7 +138,7 @@ ENCODERS["roberta"] = Family(_roberta, _roberta_arrays, {**TEXT, "pad_token_id":
 
 
 def _albert(r):
-    """The fields of an ALBERT: the layers of a group share their weights."""
+    """The fields of an ALBERT. The layers of a group share their weights."""
     refuse(r, inner_group_num=1)
     layers, groups = r["num_hidden_layers"], count(r, "num_hidden_groups")
     width = count(r, "embedding_size")
@@ -174,9 +174,9 @@ PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_s
                 num_channels=3)
 
 
-# The token of hidden patches, which is ignored: no patch is hidden here.
+# The token for masked patches. We ignore it, because no patch is masked here.
 MASK_TOKEN = r"(\w+\.)?embeddings\.mask_token"
-# The names that transformers 5 uses if it is asked not to save in the original format.
+# The names that transformers 5 writes when it does not save in the original format.
 NEWER = {"encoder.layer.": "layers.", "attention.attention.query": "attention.q_proj",
          "attention.attention.key": "attention.k_proj",
          "attention.attention.value": "attention.v_proj",
@@ -234,8 +234,8 @@ def _beit_arrays(c):
 
 
 def _is_index(c, array):
-    """Whether the array is the table of indices: the row of the learned bias for each pair of
-    patches, and for pairs with the class token."""
+    """Whether the array is the table of indices. It has the row of the learned bias for each pair
+    of patches, and for pairs with the class token."""
     slots = np.arange(c.seq_len)
     return np.array_equal(array, patch_ids(c, slots[:, None], slots))
 

@@ -1,4 +1,4 @@
-"""`Family`: a family of published models; and names of arrays that many families share.
+"""`Family`, a family of published models, and names of arrays that many families share.
 
 llama.py and gpt.py have the families; arrays_of_folder.py explains the names.
 """
@@ -26,21 +26,21 @@ Changes = dict[str, Change]     # {name of a weight: how it differs}
 class Family(NamedTuple):
     """A family of published models."""
     fields: Callable[[Record], Fields]          # config.json -> fields of a Config
-    arrays: Names | Callable[[Any], Names]      # {published module or array: our weights in it}, of
-                                                # all; perhaps as a function of a Config
+    arrays: Names | Callable[[Any], Names]      # {published module or array: our weights in it} for
+                                                # all arrays, or a function of a Config
     defaults: Fields                            # the class's defaults for missing keys
-    prefix: str = ""                            # of names; a folder of the bare model lacks it
+    prefix: str = ""                            # of names; a bare model's folder lacks it
     ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
-    adjust: Callable[[Any], Changes] = lambda c: {}     # weights that differ from ours
-    aliases: Names = {}                         # {other name: usual name}
-    stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> what words in names number,
-                                                # beside those of arrays_of_folder.stacks_of
-    older: Names = {}                           # {part of a name: its name in older or newer
+    adjust: Callable[[Any], Changes] = lambda c: {}     # how weights differ from ours
+    aliases: Names = {}                         # {alias: usual name}
+    stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> what words in names number, in
+                                                # addition to those of arrays_of_folder.stacks_of
+    older: Names = {}                           # {part of a name: that part in older or newer
                                                 # versions}
-    fused: Names = {}                           # arrays that have all experts, instead of one array
+    fused: Names = {}                           # arrays that hold all experts, instead of one array
                                                 # for each
-    seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> further fields,
-                                                # which depend on the arrays of the folder
+    seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> more fields, which
+                                                # depend on the arrays of the folder
     shared: tuple[str, ...] = ()                # keys of its class that shared translators read
                                                 # only for classes that have them
     neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes,
@@ -53,11 +53,11 @@ Families = dict[str, Family]
 # Arrays that are not weights: constants that older versions of transformers saved.
 def _is_rates(c, array):
     rates = plain_rates(getattr(c, "rotary_dim", 0) or c.head_dim, c.rope_theta)
-    return array.shape == rates.shape and np.allclose(array, rates, rtol=0.05)  # (half precision)
+    return array.shape == rates.shape and np.allclose(array, rates, rtol=0.05)  # half precision
 
 
 def _is_causal(c, array):
-    """Whether the array is a causal mask, perhaps with a window."""
+    """Whether the array is a causal mask, with or without a window."""
     if array.ndim != 4:
         return False
     seen = np.tri(array.shape[-1], dtype=bool)
@@ -83,8 +83,8 @@ def under(prefix: str, *groups: Names) -> Names:
 
 
 def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:
-    """The four modules of attention. `name` has {} for each of the `parts`: of queries, keys and
-    values, and of the output."""
+    """The four modules of attention: queries, keys, values and output. Their names are in `parts`,
+    and each takes the place of {} in `name`."""
     return {name.format(part): ours + w
             for part, w in zip(parts.split(), ("wq", "wk", "wv", "wo"))}
 
@@ -93,15 +93,15 @@ def mlp(up: str, down: str) -> Names:
     return {up: "w_up", down: "w_down"}
 
 
-# Queries, keys and values of a group of heads beside each other, in one module.
+# One module, with the queries, keys and values of each group of heads next to each other.
 GROUPED = {".weight": "(K [g N | N | M]) D -> wq wk wv",
            ".bias": "(K [g N | N | M]) -> wq_bias wk_bias wv_bias"}
 
 
 def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
-    """The permutation of a head's numbers to our order. Some families have the two numbers of a
-    rotary pair beside each other, from `begin` on; ours are rotary_dim / 2 apart, and come first in
-    the head."""
+    """The permutation that puts a head's elements in our order. In some families the two elements
+    of a rotary pair are adjacent, starting at `begin`. Ours are rotary_dim / 2 apart and come first
+    in the head."""
     turned = np.arange(begin, begin + rotary_dim)
     rest = np.delete(np.arange(head_dim), turned)
     return np.concatenate([turned[::2], turned[1::2], rest])

@@ -25,8 +25,8 @@ from zigzag.parallel.saved import is_custom, load_run
 # Published folders
 
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
-    """The configuration of a published model, with these fields changed, which may only say how it
-    is trained and computed."""
+    """The configuration of a published model, with these fields changed. They may only affect how
+    it is trained and computed."""
     if other := fields.keys() - (may := _may_change(network)):
         raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
                           f"only these may be given: {', '.join(sorted(may))}")
@@ -44,17 +44,17 @@ def _may_change(network):
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
             **fields: Any) -> tuple[Params, Any]:
-    """(weights, configuration) of a published model (a Hugging Face folder). The weights go
-    straight into their shards on the mesh (None: onto one device). `fields` of the configuration
-    may say how to train it. `edited`: also if the network's code computes something else."""
+    """(weights, configuration) of a published model (a Hugging Face folder). Weights go straight
+    into their shards on the mesh (None: onto one device). `fields` of the configuration may say how
+    to train it. `edited`: load it even if the network's code computes something else."""
     config = hf_config(network, folder, **fields)
     check_hf(network, folder, config, edited)       # before large shapes are made
     return read_hf(network, folder, config, network.places(config, mesh)), config
 
 
 def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = False) -> None:
-    """Refuse a folder that is not complete; and, unless `edited`, a network whose code computes
-    something else than the published model."""
+    """Refuse an incomplete folder. Unless `edited`, also refuse a network whose code computes
+    something different from the published model."""
     read_hf(network, folder, config)
     if not edited and (differs := code_difference(network, config)):
         kind = model_type(config.published)
@@ -65,8 +65,8 @@ def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = F
 
 def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None
             ) -> Params | None:
-    """The weights of a published model, sharded as `places` (shapes with shardings). Without
-    `places`, only checks the folder."""
+    """Read the weights of a published model, sharded as `places` (shapes with shardings). Without
+    `places`, only check the folder."""
     opened = Folder(folder)
     return read_weights(opened, family_of(opened.config, families_of(network)), config,
                         network.table(config), places)
@@ -74,11 +74,11 @@ def read_hf(network: Network, folder: str | Path, config: Any, places: Params | 
 
 def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
             dtype: str = "float32") -> None:
-    """Write a folder that transformers reads, with adapters merged. A model that was not loaded
-    from a published one is saved as a model that transformers knows, if it is one."""
+    """Write a folder that transformers can read, with adapters merged. A model that did not start
+    from a published one becomes a LLaMA or a Mixtral, if its options allow."""
     if config.lora_rank:
         params, config = low_rank.merged(params), dataclasses.replace(config, lora_rank=0)
-    weights, seen = dict, SEEN      # (a published model's weights are saved as they are)
+    weights, seen = dict, SEEN      # a published model's weights are saved as they are
     if not config.published:
         if network.name not in TO_PUBLISHED:
             raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
@@ -100,8 +100,8 @@ SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
 def _check_described(network, config, seen):
-    """Refuse options, but those that are `seen`, that differ from the config.json that would be
-    written."""
+    """Refuse options that differ from the config.json to be written, except those in
+    `seen`."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
     found = fields_of(json.loads(config.published), families_of(network))
@@ -120,7 +120,7 @@ def _check_described(network, config, seen):
 @dataclasses.dataclass(frozen=True)
 class Export:
     """python model.py --run RUN --export DIR: a trained model as a Hugging Face folder"""
-    run: str = "out"            # the --out of a train.py
+    run: str = "out"            # the --out of a run of train.py
     export: str = ""            # the folder to write
     dtype: str = flag("float32", one_of=DTYPES)     # of the written arrays: float32, bfloat16 or
                                                     # float16
@@ -130,7 +130,7 @@ class Export:
 
 
 def export(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run the command: write the folder of a run's weights, and its tokenizer's files."""
     options = from_flags(Export(), argv)
     if not options.export:
         raise ConfigError("--export '': expected a new folder")

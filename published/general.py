@@ -1,8 +1,8 @@
-"""The options of the general transformer, their derived values, and the combinations that are
-refused.
+"""The options of the general transformer, their derived values, and the combinations that `check`
+refuses.
 
-A field is an option of transformer.py and a flag of train.py; the comment beside it is the flag's
-help.
+Each field is an option of transformer.py and a flag of train.py. The comment next to it is the
+flag's help text.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ Shapes = dict[str, jax.ShapeDtypeStruct]    # of a batch
 
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
-    """The options of a model. Each field is also a flag; 0 often means derived from the others."""
-    layers: int = flag(4, least=1)  # how many blocks
+    """The options of a model. Each field is also a flag; 0 often means that others determine it."""
+    layers: int = flag(4, least=1)  # number of layers
     d_model: int = flag(128, least=1)  # width of the residual stream
     heads: int = flag(8, least=1)  # query heads
     kv_heads: int = 0             # key/value heads; 0: same as heads
@@ -45,7 +45,7 @@ class Config(Computed):
     parallel_block: bool = False  # attention and MLP read the same norm and are added together
     parallel_norms: int = flag(1, one_of=(1, 2))
                                   # norms of a parallel block; 2: the MLP has its own
-    causal: bool = True           # a token sees only earlier ones; false (an encoder): all
+    causal: bool = True           # tokens see no later token; false (an encoder): they see all
     encoder_layers: int = 0       # layers of an encoder that the decoder attends to; 0: no encoder
     encoder_heads: int = 0        # heads of the encoder; 0: same as --heads
     encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
@@ -57,16 +57,16 @@ class Config(Computed):
     channels: int = flag(3, least=1)  # numbers in a pixel, or in a frame of sound
     token_types: int = 0          # number of token types, each with its own embedding; 0: none
     head: str = flag("tokens", one_of=("tokens", "masked", "classes", "none"))
-                                  # prediction: tokens, masked (tokens, by BERT's head), classes
-                                  # (one for each row) or none
+                                  # prediction: tokens, masked (tokens, with BERT's head), classes
+                                  # (one per row) or none
     labels: int = 0               # number of classes; 1: a number for each row (regression)
     pool: str = flag("first", one_of=("first", "last", "mean"))
                                   # input of the classifier: first or last (token), or mean (of
                                   # patches)
     pool_dense: bool = False      # a dense layer with tanh before the classifier
     head_scale: float = 0.0       # factor on the head's input; 0: none
-    layer_groups: int = 0         # number of layers with weights of their own, each used several
-                                  # times; 0: all layers
+    layer_groups: int = 0         # number of groups of layers that share weights; 0: each layer has
+                                  # its own
     layer_scale: bool = False     # a learned factor on the output of attention and of the MLP
     residual_scale: float = flag(1.0, least=-math.inf)
                                   # factor on the output of attention and of the MLP
@@ -81,41 +81,41 @@ class Config(Computed):
     activation: str = flag("silu", one_of=("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"))
                                   # activation of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
     gated: bool = True            # a gated MLP: the activation multiplies a second product
-    biases: str = ""              # the products with a bias, comma-separated: embed, qkv (or qv),
-                                  # out, mlp, head
+    biases: str = ""              # the products that have a bias, comma-separated: embed, qkv (or
+                                  # qv), out, mlp, head
     positions: str = flag("rotary",
         one_of=("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"))
                                   # rotary, learned, fixed (a table, not trained), sinusoidal,
                                   # alibi, alibi16 (in bfloat16) or none
     relative: str = flag("", one_of=("", "buckets", "grid"))
                                   # learned bias of scores by distance: buckets (T5) or grid (BEiT)
-    relative_buckets: int = flag(32, least=2)  # number of buckets of distances
+    relative_buckets: int = flag(32, least=2)  # number of distance buckets
     relative_distance: int = flag(128, least=2)
-                                  # the last bucket has all distances from this one on
+                                  # the last bucket holds this distance and all larger ones
     relative_shared: bool = True  # one table of these biases for all layers
     pad_id: int = flag(-1, least=-2)
-                                  # positions count only tokens other than this id; -1: all tokens,
-                                  # -2: all that the mask keeps
+                                  # positions skip tokens with this id; -1: count all tokens, -2:
+                                  # count all that the mask keeps
     rope_theta: float = 10000.0   # RoPE base
     rope_scaling: str = ""        # as published, in JSON: {"rope_type": "linear", "factor": 2}
     rotary_dim: int = 0           # width of the rotated part of a head; 0: all of it
-    rotary_layers: str = ""       # which layers have rotary positions, a pattern that repeats
+    rotary_layers: str = ""       # which layers have rotary positions, as a repeating pattern
                                   # (rrrn: three with, one without); empty: all
-    position_rows: int = 0        # rows of the table of learned positions; 0: as seq_len needs
-    position_offset: int = 0      # table row of position 0
-    window: int = 0               # keys that a query sees, its own included; 0: all before it
-    local_layers: str = ""        # which layers have the window, a pattern that repeats (lllg:
+    position_rows: int = 0        # rows of the learned position table; 0: as many as seq_len needs
+    position_offset: int = 0      # row of the table for position 0
+    window: int = 0               # keys that a query sees, including its own; 0: all before it
+    local_layers: str = ""        # which layers have the window, as a repeating pattern (lllg:
                                   # three with, one without); empty: all
     local_theta: float = 0.0      # RoPE base of layers with the window; 0: rope_theta, scaled
     embed_dim: int = 0            # width of the embedding and the head; 0: d_model
-    embed_scale: float = 0.0      # factor on the embedding; 0: the root of d_model
+    embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
     attn_scale: float = 0.0       # factor on the scores; 0: head_dim ** -0.5
     attn_softcap: float = 0.0     # bound on the scores, by tanh; 0: none
     logit_softcap: float = 0.0    # bound on the logits, by tanh; 0: none
     q_rank: int = 0               # latent attention: width of the queries' latent; 0: d_model
     kv_rank: int = 0              # width of the latent of keys and values; 0: no latent attention
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
-    dropout: float = 0.0          # share of each block's output dropped in training
+    dropout: float = 0.0          # dropout rate on the outputs of attention and MLP, in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     experts_per_token: int = flag(2, least=1)  # experts that each token visits
     shared_experts: int = 0       # additional experts that every token visits
@@ -140,8 +140,8 @@ class Config(Computed):
 
     @property
     def own_stem(self) -> str:
-        """The input of the main stack of layers: tokens, if there is an encoder (which has `stem`).
-        """
+        """The input of the main stack of layers. If there is an encoder, this is tokens, and the
+        encoder has `stem`."""
         return "tokens" if self.encoder_layers else self.stem
 
 
@@ -160,7 +160,7 @@ def check(c: Any) -> None:
             d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
     if c.encoder_layers:
         fill_in(c, encoder_heads=c.heads, encoder_d_ff=c.d_ff, source_len=c.seq_len)
-    if c.own_stem != "tokens":      # the picture or the sound decides the length
+    if c.own_stem != "tokens":      # the picture or the sound determines the length
         object.__setattr__(c, "seq_len", stems.length(c))
     if c.positions in ("learned", "fixed"):
         fill_in(c, position_rows=_longest(c) + c.position_offset)
@@ -170,12 +170,12 @@ def check(c: Any) -> None:
 
 
 def _longest(c):
-    """The longest text that has positions: seq_len, or source_len if the source is text."""
+    """The longest text with positions: seq_len, or source_len if the source is a longer text."""
     return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 
 def _of_values(c):
-    """What no option may be, whatever the others are."""
+    """Values of single options that no model can have."""
     longest, turned = _longest(c), c.rotary_dim or c.head_dim
     rows = c.position_rows - c.position_offset
     return [
@@ -193,7 +193,7 @@ def _of_values(c):
         ("window", c.window > 2**30, f"expected at most {2**30}")]
 
 
-# {option: another one, without which it would do nothing}
+# {option: the option without which it would do nothing}
 NEEDS = {"shared_experts": "experts", "qk_norm_wide": "qk_norm", "local_theta": "window",
          "q_rank": "kv_rank"}
 
@@ -227,7 +227,7 @@ def _of_blocks(c):
 
 
 def _of_encoders(c):
-    """What no encoder, or encoder-decoder, can be."""
+    """Options that no encoder, or encoder-decoder, can have."""
     classes, half = c.head == "classes", c.relative_buckets // 2
     others = c.experts or c.parallel_block or c.kv_rank or c.layer_groups or not c.causal
     return [
@@ -252,7 +252,7 @@ def _of_encoders(c):
         ("layer_groups", c.layer_groups and (c.layers % c.layer_groups or c.causal
                                              or c.dense_layers),
          f"must divide --layers {c.layers}, of an encoder (--causal false)"),
-        # (An encoder itself has causal=False.)
+        # An encoder's own configuration has causal=False.
         ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
          "give --encoder_layers, from which text follows, or --causal false and --head classes or "
          "none"),
@@ -266,9 +266,9 @@ def _of_encoders(c):
 
 
 def lacking(fields: Fields) -> list[str]:
-    """The names of the fields of a Config that the plain decoder lacks and that differ
-    from their defaults. (PLAIN_OPTIONS, not model.Config, says what it has: a fork's own option may
-    have the name of another one here.)"""
+    """The names of the fields of a Config that differ from their defaults and that the plain
+    decoder lacks. PLAIN_OPTIONS, not model.Config, says which it has, because a fork may give a new
+    option the name of a different option here."""
     usual = {f.name: f.default for f in dataclasses.fields(Config)}
     found = [name for name, value in fields.items()
              if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
@@ -277,11 +277,11 @@ def lacking(fields: Fields) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------
-# Models with several transformers ("towers"). Each tower is a transformer.py with a Config of its
-# own, made from config.json and from the model's training options. The configuration of the whole
-# model is its language tower's, so that tokens, vocabulary and length mean the same as elsewhere.
+# Models with several transformers ("towers"). Each tower is a transformer.py with its own Config,
+# made from config.json and from the model's training options. The whole model has the configuration
+# of its language tower, so tokens, vocabulary and length mean what they mean elsewhere.
 
-# Options of training and computing: all towers have the model's.
+# Options of training and computing, which all towers take from the model.
 TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
 
 
@@ -292,7 +292,7 @@ def tower_sizes(r: Record) -> Fields:
 
 
 def tower(c: Any, name: str, fields: Fields) -> Any:
-    """The Config of the tower `name` of the model c."""
+    """The Config of the tower `name` of model c."""
     return as_config(Config, f"config.json, {name}",
                      {**fields, **{option: getattr(c, option) for option in TRAINED if c}})
 

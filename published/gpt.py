@@ -64,7 +64,7 @@ def _gptj(r):
             "biases": "mlp,head"}
 
 
-# (GPT-2 stores the transposes of torch's Linear weights.)
+# GPT-2 stores the transposes of torch's Linear weights.
 GPT["gpt2"] = Family(_gpt2, ENDS | under(
     "transformer.h.{l}.", NORMS,
     {"attn.c_attn": "wq wk wv", "attn.c_proj": "wo", **mlp("mlp.c_fc", "mlp.c_proj"),
@@ -77,8 +77,8 @@ GPT["gpt2"] = Family(_gpt2, ENDS | under(
 
 
 def _is_sinusoids(c, array):
-    """Whether the array is the sines and cosines of each position, which GPT-J's first folders
-    have."""
+    """Whether the array holds the sines and cosines of each position. GPT-J's first folders have
+    it."""
     angle = np.arange(len(array))[:, None] * plain_rates(c.rotary_dim or c.head_dim, 10000.0)
     return np.allclose(array, np.concatenate([np.sin(angle), np.cos(angle)], 1), atol=0.01)
 
@@ -96,7 +96,7 @@ def _gpt_neo(r):
     if sum(len(kinds) * times for kinds, times in types) != r["num_layers"]:
         raise wrong("attention_types", types, f" are not for num_layers {r['num_layers']!r:.80}")
     kinds = [kind for kinds, times in types for _ in range(times) for kind in kinds]
-    kinds = r.get("attention_layers", kinds)        # (this key wins if they differ)
+    kinds = r.get("attention_layers", kinds)        # this key wins if they differ
     of_layers("attention_layers", kinds, [*names], r["num_layers"])
     return {**_old(r, layers="num_layers", heads="num_heads", activation="activation_function",
                    position_rows="max_position_embeddings"), "attn_scale": 1.0,
@@ -117,7 +117,7 @@ GPT["gpt_neo"] = Family(
 
 def _gpt_neox(r):
     bias, parallel = r["attention_bias"], bool(r["use_parallel_residual"])
-    # (transformers 4 writes these two under both names.)
+    # transformers 4 writes these two under both names.
     refuse(r, rope_theta=r["rotary_emb_base"], partial_rotary_factor=r["rotary_pct"])
     return {**_old(r, "layer_norm_eps", d_ff="intermediate_size", activation="hidden_act"),
             **rope(r, "rotary_emb_base", "rotary_pct"), "parallel_block": parallel,
@@ -165,7 +165,7 @@ GPT["opt"] = Family(
 
 def _bloom(r):
     refuse(r, apply_residual_connection_post_layernorm=False)
-    if r.get("slow_but_exact"):     # (adds the biases of a product once for each part)
+    if r.get("slow_but_exact"):     # adds the biases of a product once for each part
         refuse(r, pretraining_tp=1)
     return {**_old(r, layers="n_layer", heads="n_head", seq_len=""),
             "seq_len": r.get("max_position_embeddings") or r.get("seq_length") or 2048,
@@ -193,8 +193,8 @@ GPT["bloom"] = Family(
 
 def _falcon(r):
     """The fields of a Falcon. There are three layouts: 7B (one key head), 40B (groups, two norms),
-    and RW (ALiBi, a sequential block). The fused array is the same in all: groups of query heads,
-    each with its key head."""
+    and RW (ALiBi, a sequential block). All have the same fused array: groups of query heads, each
+    with its key head."""
     grouped, heads = r["new_decoder_architecture"], r["num_attention_heads"]
     if grouped:
         refuse(r, parallel_attn=True)
@@ -206,7 +206,7 @@ def _falcon(r):
               "biases": "qkv,out,mlp" if r["bias"] else ""}
     if not r["alibi"]:
         return {**fields, **rope(r)}
-    # (With the others, transformers 4 adds ALiBi twice.)
+    # With any other value, transformers 4 adds ALiBi twice.
     refuse(r, _attn_implementation=(None, "sdpa"), output_attentions=(None, False))
     return {**fields, "positions": "alibi16"}
 
@@ -217,7 +217,7 @@ GPT["falcon"] = Family(
      "num_ln_in_parallel_attn": None, "alibi": False, "new_decoder_architecture": False,
      "multi_query": True, "parallel_attn": True, "bias": False, "ffn_hidden_size": None,
      "activation": "gelu"}, "transformer.", INV_FREQ, aliases={"n_embed": "hidden_size"},
-    # (The second row: keys that are neutral if positions are ALiBi's.)
+    # The keys of the second row are neutral if positions are ALiBi's.
     neutral=keys("""multi_query num_kv_heads num_ln_in_parallel_attn ff_factor
                     apply_residual_connection_post_layernorm rope_theta rope_scaling"""))
 

@@ -1,11 +1,11 @@
-"""The families of published decoders: translations of their config.json, and the names of their
+"""The families of published decoders: the translation of their config.json, and the names of their
 arrays.
 
-To add a family whose parts published/transformer.py has, write a `Family`: `fields` translates its
-config.json to fields of published.transformer.Config, `arrays` gives the weights in each published
-module (arrays_of_folder.py explains them), and `defaults` are its class's in transformers, for keys
-that a config.json leaves out (all but sizes). Nothing else: sharding follows from the rule. Here
-are LLaMA's relatives; gpt.py has GPT-2's, encoder_decoders.py those of encoder-decoders.
+If published/transformer.py has all the parts of a new family, write only a `Family`. `fields`
+translates config.json to fields of published.transformer.Config. `arrays` maps published modules to
+our weights (see arrays_of_folder.py). `defaults` are its class's in transformers, for keys that a
+config.json may omit (all but sizes). Sharding follows from the table of weights. LLaMA's relatives
+are here, GPT-2's in gpt.py, encoder-decoders in encoder_decoders.py.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ FAMILIES: Families = {**GPT, **PAIRS, **ENCODERS}
 
 def family_of(record: Fields, families: Families = FAMILIES,
               others: Iterable[str] = ()) -> Family:
-    """The family of a published config.json. (`others` are model_types of other networks.)"""
+    """The family of a published config.json. `others` are model_types of other networks."""
     kind = record["model_type"]
     if kind not in families:
         known = sorted({*families, *others})
@@ -68,7 +68,7 @@ def family_of(record: Fields, families: Families = FAMILIES,
 
 def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fields:
     """Fields of published.transformer.Config, from a published config.json or from its part `at`.
-    Keys that are not read and may matter are refused."""
+    Refuses keys that no code reads and that may matter."""
     family, kind = family_of(record, families), record["model_type"]
     try:
         fields, r = read_record(record, family, at)
@@ -80,28 +80,28 @@ def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fi
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
         raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
                           f"({one_line(e)})") from None
-    # (Fine-tuning needs no losses for routers: those are for new models.)
+    # Only new models need the losses for routers; fine-tuning does not.
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
             "published": json.dumps(r.given, sort_keys=True), **fields}
 
 
 def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, Record]:
-    """(fields, Record) of a config.json; the Record knows which keys were read."""
+    """(fields, Record) of a config.json. The Record knows which keys were read."""
     record = as_older(with_usual_names(record, family.aliases), family.shared)
     r = Record(record, family.defaults, family.shared, at)
     return family.fields(r), r
 
 
 def record_of(c: Any) -> Record:
-    """The config.json that a configuration is of, with defaults for missing entries."""
+    """The config.json that a configuration came from, with defaults for missing entries."""
     record = json.loads(c.published)
     return Record(record, family_of(record, families_of(network_of(c))).defaults)
 
 
 def token_id(c: Any, name: str) -> int | None:
-    """A special id of a published model, eos_token_id for example; None if there is none."""
+    """A special id of a published model, for example eos_token_id; None if there is none."""
     record = json.loads(c.published or "{}")
-    family = FAMILIES.get(record.get("model_type"))     # (None: a network of its own)
+    family = FAMILIES.get(record.get("model_type"))     # None: a network with its own families
     i = {**(family.defaults if family else {}), **record}.get(name)
     if i is not None and type(i) is not int:
         raise wrong(name, i, ": expected an id")
@@ -109,38 +109,38 @@ def token_id(c: Any, name: str) -> int | None:
 
 
 def start_id(c: Any) -> int:
-    """The id with which an encoder-decoder begins a text: in T5, its padding."""
+    """The id that begins a text of an encoder-decoder. In T5 this is the id of padding."""
     start = token_id(c, "decoder_start_token_id")
     start = start if start is not None else token_id(c, "pad_token_id") or 0
     return an_id("decoder_start_token_id", start, c.vocab_size or MOST)
 
 
 def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
-    """(the id that begins a text of an encoder-decoder, the id that ends it, the id of padding), of
-    a published model."""
+    """For a published model: (the id that begins a text of an encoder-decoder, the id that ends it,
+    the id of padding)."""
     end = token_id(c, "eos_token_id")
     return (start_id(c), tokenizer.ends[0] if end is None else end,
             token_id(c, "pad_token_id") or 0)
 
 
 def whole_context(c: Any) -> Any:
-    """The configuration of a fine-tuned run, with seq_len of its published model, since it may have
-    been trained on shorter rows."""
+    """The configuration of a fine-tuned run, with the seq_len of its published model if that is
+    longer. The run may have trained on shorter rows."""
     context = fields_of(json.loads(c.published), families_of(network_of(c)))["seq_len"]
     return dataclasses.replace(c, seq_len=max(c.seq_len, context))
 
 
-# The options of training and computing, and those that the plain decoder has in common with the
-# general network.
+# The options of training and computing, and those that the plain decoder shares with the general
+# network.
 OF_TRAINING = {"dropout", "balance", "router_z", *(f.name for f in dataclasses.fields(Computed))}
 PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim d_ff vocab_size
     seq_len tied norm_eps rope_theta rope_scaling embed_scale experts experts_per_token"""))
 
 
 def as_llama(c: Any) -> tuple[Any, Callable]:
-    """The configuration of a model of our own as a model that transformers knows, a LLaMA or, with
-    experts, a Mixtral; and a function that makes its weights from ours. (folders.save_hf refuses
-    options that these cannot say.)"""
+    """Express our own model as one that transformers knows: a LLaMA or, with experts, a Mixtral.
+    Returns the configuration, and a function that makes its weights from ours. folders.save_hf
+    refuses options that these models lack."""
     record = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
         num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
@@ -156,7 +156,7 @@ def as_llama(c: Any) -> tuple[Any, Callable]:
     config = dataclasses.replace(c, tied=False, embed_scale=1.0, rope_scaling=scaling,
                                  published=json.dumps(record))
 
-    def weights(params):        # the embedding with its factor, and the head separately
+    def weights(params):        # the embedding times its factor, and a separate head
         scale = c.embed_scale or c.d_model**0.5
         return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}
 
@@ -191,7 +191,7 @@ WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 
 def _relative(fields, defaults, arrays=LLAMA, shared=HEAD_DIM, ignored=INV_FREQ, **more):
-    """A family of LLaMA's relatives. `defaults` are those that differ from MODERN."""
+    """A relative of LLaMA. `defaults` are those that differ from MODERN."""
     return Family(fields, arrays, {**MODERN, **defaults}, "model.", ignored, shared=shared, **more)
 
 
@@ -201,20 +201,20 @@ def _llama(r):
     return {**_modern(r), **biased(qkv=bias, out=bias, mlp=r.get("mlp_bias"))}
 
 
-# The keys about windows, which are ignored in a model without one.
+# The keys about windows, which do nothing in a model without one.
 NO_WINDOW = keys("sliding_window use_sliding_window layer_types max_window_layers")
 
 
 def _qwen_window(r):
     refuse(r, use_mrope=False)
     if not r["use_sliding_window"]:
-        return {}       # (whatever else the file says about it)
+        return {}       # whatever else the file says about windows
     return _window_unless(r, lambda i: i < r["max_window_layers"])
 
 
 def _window_unless(r, is_full):
-    """The fields of a window in all layers but those for which is_full(number), if layer_types
-    does not say which."""
+    """The fields of a window. layer_types says which layers have it; without layer_types, all have
+    it except those for which is_full(number) is true."""
     layers, known = r["num_hidden_layers"], ("full_attention", "sliding_attention")
     kinds = r["layer_types"] or [known[not is_full(i)] for i in range(layers)]
     return window(r, of_layers("layer_types", kinds, known, layers))
@@ -259,7 +259,7 @@ FAMILIES["phi3"] = _relative(
 
 def _gemma(r, **of_rope):
     """Gemma 2 and 3: norms before and after attention and MLP (`_one_more` adjusts their scales),
-    and an embedding scaled by the root of its width (embed_scale 0)."""
+    and an embedding scaled by the square root of its width (embed_scale 0)."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
     return {**_modern(r, **of_rope), **named(r, activation="hidden_activation"),
@@ -274,16 +274,16 @@ def _softcap(r, name):
 
 
 def _gemma2(r):
-    if r["attn_logit_softcapping"] is not None:     # (by sdpa, transformers leaves it out)
+    if r["attn_logit_softcapping"] is not None:     # with sdpa, transformers leaves it out
         refuse(r, _attn_implementation=(None, "flash_attention_2", "eager"))
     return {**_gemma(r), **_window_unless(r, lambda i: i % 2)}
 
 
 def _gemma3(r):
-    """(rope_scaling is for the layers without a window.)"""
-    refuse(r, attn_logit_softcapping=None)      # (its class ignores it)
+    """The fields of a Gemma 3. Its rope_scaling is for the layers without a window."""
+    refuse(r, attn_logit_softcapping=None)      # its class ignores it
     if r.get("rope_scaling"):
-        r["rope_scaling"]["rope_type"]          # (needed: transformers 5 ignores `type` here)
+        r["rope_scaling"]["rope_type"]          # must be there: transformers 5 ignores `type` here
     fields, every = _gemma(r, known=("default", "linear")), r["sliding_window_pattern"]
     local = _window_unless(r, lambda i: (i + 1) % every == 0)
     theta = factor(r, "rope_local_base_freq")
@@ -291,7 +291,7 @@ def _gemma3(r):
 
 
 def _one_more(c):
-    """The norms of Gemma multiply by 1 + the array. Ours store that sum."""
+    """Gemma's norms multiply by 1 + the array. Ours store that sum."""
     return {name: Change(offset=1.0) for name in (
         "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
 
@@ -332,13 +332,13 @@ FAMILIES["granite"] = _relative(
 
 def _smollm3(r):
     """A layer has rotary positions if its entry in no_rope_layers is 1. If layer_types does not say
-    which layers have the window, the others have it."""
+    which layers have the window, those without rotary positions do."""
     fields, every = _llama(r), r["no_rope_layer_interval"]
     turned = r["no_rope_layers"]
     if turned is None:
         turned = [int((i + 1) % every != 0) for i in range(fields["layers"])]
     of_layers("no_rope_layers", turned, (0, 1), fields["layers"])
-    if "sliding_attention" in (r["layer_types"] or ()):     # (only eager attention applies it)
+    if "sliding_attention" in (r["layer_types"] or ()):     # only eager attention applies it
         refuse(r, use_sliding_window=True)
     return {**fields, **_window_unless(r, lambda i: turned[i]),
             "rotary_layers": "" if all(turned) else "".join("nr"[turns] for turns in turned)}
@@ -361,7 +361,7 @@ def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
             f"{prefix}experts.{{e}}.{up}": "e_up", f"{prefix}experts.{{e}}.{down}": "e_down"}
 
 
-# The arrays of all experts, as in transformers 5.
+# Arrays that hold all experts, as in transformers 5.
 FUSED = under(LAYER, {"mlp.experts.gate_up_proj": "-> e_gate e_up",
                       "mlp.experts.down_proj": "-> e_down"})
 FAMILIES["mixtral"] = _relative(
@@ -401,11 +401,11 @@ FAMILIES["qwen3_moe"] = _relative(
 def _deepseek_v3(r):
     refuse(r, attention_bias=False, moe_layer_freq=1, scoring_func="sigmoid",
            topk_method="noaux_tc")
-    if not isinstance(r["rope_interleave"], bool):      # (_deepseek_v3_order reads it)
+    if not isinstance(r["rope_interleave"], bool):      # _deepseek_v3_order reads it
         refuse(r, rope_interleave=True)
     turned = count(r, "qk_rope_head_dim")
     width = count(r, "qk_nope_head_dim") + turned
-    refuse(r, head_dim=turned, qk_head_dim=width)       # (transformers 5 writes these too)
+    refuse(r, head_dim=turned, qk_head_dim=width)       # transformers 5 writes these as well
     fields = _modern(r, width=turned)
     scaling = json.loads(fields["rope_scaling"] or "{}")
     scale = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim") or 0) ** 2
@@ -431,7 +431,7 @@ def _deepseek_v3_arrays(c):
 
 
 def _deepseek_v3_order(c):
-    """The published heads have the rotated part at the end, with the numbers of a pair adjacent."""
+    """In published heads the rotated part comes last, with the two elements of a pair adjacent."""
     begin, turned = c.head_dim - c.rotary_dim, c.rotary_dim
     if not json.loads(c.published).get("rope_interleave", True):
         return {"wq": Change(np.roll(np.arange(c.head_dim), turned))}
@@ -439,7 +439,7 @@ def _deepseek_v3_order(c):
             "k_rotary": Change(neighbours(turned, turned))}
 
 
-# (The folder has more layers, after the last one, which predict later tokens: they are ignored.)
+# The folder has more layers after the last one, which predict later tokens. We ignore them.
 FAMILIES["deepseek_v3"] = _relative(
     _deepseek_v3,
     {"num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
@@ -460,7 +460,7 @@ FAMILIES["deepseek_v3"] = _relative(
 def _chatglm(r):
     refuse(r, rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False,
            post_layer_norm=True, pre_seq_len=None, original_rope=True)
-    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 the key has another meaning than in 3
+    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 this key means something else than in 3
         refuse(r, rope_ratio=1)
     return {**sizes(r, layers="num_layers", seq_len="seq_length", vocab_size="padded_vocab_size",
                     head_dim="kv_channels", d_ff="ffn_hidden_size", norm_eps="layernorm_epsilon",
@@ -493,9 +493,9 @@ FAMILIES["glm"] = _relative(
 
 
 # -------------------------------------------------------------------------------------------
-# The plain decoder (model.py), which is a LLaMA, a Mistral without window, or a Mixtral
+# The plain decoder (model.py), which is a LLaMA, a Mistral without a window, or a Mixtral
 
-# {option that the plain decoder lacks: the value that their config.json must have}
+# {option that the plain decoder lacks: the value that a config.json must give it}
 NEUTRAL = dict(activation="silu", biases="", rotary_dim=0, window=0, local_layers="")
 
 
@@ -516,10 +516,10 @@ PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
 
 
 def families_of(network: Network) -> Families:
-    """{model_type: Family} of the published models that a network computes. (model.py knows nothing
-    of published models, so this says what its decoder is.)"""
+    """{model_type: Family} of the published models that a network computes. model.py knows nothing
+    of published models, so this function says what its decoder is."""
     return PLAIN if network.name == "decoder" else network.families
 
 
-# {name of a network: how a model of ours is written as one that transformers knows}
+# {name of a network: the function that expresses its model as one that transformers knows}
 TO_PUBLISHED = {"decoder": as_llama, "transformer": as_llama}

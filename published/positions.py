@@ -1,6 +1,6 @@
 """Positions for the general transformer: windows that differ from layer to layer, rotary rates,
-sinusoids, ALiBi's slopes, learned biases by distance. Everything that does not depend on an array
-is computed by numpy in float64, as a constant of the program.
+sinusoids, ALiBi's slopes, learned biases by distance. numpy computes everything that does not
+depend on an array, in float64, as a constant of the program.
 
 c is a network's configuration, i the number of a layer.
 """
@@ -21,18 +21,18 @@ from zigzag.parallel.rotary import SCALINGS, Scaling, parse_scaling, plain_rates
 # Windows and rotary rates, which differ from layer to layer
 
 def _has_window(c):
-    """A bool for each layer: whether it has the window."""
+    """For each layer, whether it has the window."""
     kinds = (c.local_layers or "l") * c.layers
     return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
 
 
 def layer_slots(c: Any, i: int) -> int:
-    """The most keys that a query of layer i sees; 0 if it sees all before it."""
+    """The most keys that a query of layer i sees; 0 if it sees all keys before it."""
     return c.window if _has_window(c)[i] else 0
 
 
 def layer_is_local(c: Any, i: Array) -> Array:
-    """Whether layer i, which may be traced, has the window."""
+    """Whether layer i has the window; i may be traced."""
     return jnp.array(_has_window(c))[i]
 
 
@@ -51,17 +51,17 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
 
 
 def max_positions(c: Any) -> int:
-    """The number of positions: the rows of a table of learned ones, else no limit."""
+    """The number of positions: the rows of a table of learned positions, else no limit."""
     return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
 
 
 def decoding_length(c: Any, tokens: int, slots: int) -> int:
     """The length on which the scaling of rotary positions depends, for rows that end with `tokens`
     tokens in a cache of `slots`. If the scaling does not depend on the number of tokens, this is
-    the number of slots, which compiles fewer programs."""
+    the number of slots, so that jax compiles fewer programs."""
     known = parse_scaling(c.rope_scaling)
     trained = known.get("original_max_position_embeddings", 0)
-    if c.positions == "learned":        # not scaled, but no longer than the table
+    if c.positions == "learned":        # not scaled, but limited by the table
         return min(slots, max_positions(c))
     if known["rope_type"] not in ("dynamic", "longrope"):
         return slots
@@ -71,12 +71,12 @@ def decoding_length(c: Any, tokens: int, slots: int) -> int:
 
 
 # -------------------------------------------------------------------------------------------
-# Others
+# Other positions
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """The slope [H] of each head: by how much a key's score falls with each step of distance. If
-    the number of heads is not a power of two, the remaining heads take every other slope of the
-    next power."""
+    """The slope [H] of each head, by which a key's score falls with each step of distance. If the
+    number of heads is not a power of two, the remaining heads take every second slope of the next
+    power."""
     power = 2 ** math.floor(math.log2(heads))
 
     def slopes(n):
@@ -87,12 +87,12 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def alibi_bias(c: Any, slopes: Array, position: Array) -> Array:
-    """The bias [B, H, 1, S] on the scores of keys at these positions [B, 1, 1, S]. (It depends on
-    the key alone, not on the distance: a softmax ignores a term common to a query's scores.)"""
+    """The bias [B, H, 1, S] on the scores of keys at these positions [B, 1, 1, S]. It depends on
+    the key and not on the distance, because a softmax ignores a term common to a query's scores."""
     if c.positions == "alibi":
         return slopes[:, None, None] * position
-    # Falcon rounded slopes, positions and their product, and scaled them with the scores. (Rounded
-    # explicitly: in bfloat16 arithmetic a compiler may skip a rounding between two operations.)
+    # Falcon rounded slopes, positions and their product, and scaled them with the scores. We round
+    # explicitly because in bfloat16 a compiler may skip a rounding between two operations.
     rounded = _to_bfloat16(_to_bfloat16(slopes[:, None, None]) * _to_bfloat16(position))
     return rounded * c.head_dim**-0.5
 
@@ -115,8 +115,8 @@ def relative_ids(c: Any, query: Token, key: Token) -> Array:
 
 
 def _bucket_ids(c, query, key):
-    """T5's buckets: one for each small distance, logarithmic ones for larger distances. If tokens
-    see both ways, half of the buckets are for later keys."""
+    """T5's buckets: one for each small distance, and logarithmic ones for larger distances. If
+    tokens see both ways, half of the buckets are for later keys."""
     far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
     exact, steps = half // 2, np.arange(c.relative_distance)
     ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
@@ -125,14 +125,14 @@ def _bucket_ids(c, query, key):
     bucket = np.append(bucket, half - 1)
     begins = np.searchsorted(bucket, np.arange(1, half))    # each bucket's smallest distance
     distance = jnp.maximum(-far, 0) if c.causal else jnp.abs(far)
-    # (Not a Python sum of len(begins) terms, on which the CPU compiler of jax 0.10 fails.)
+    # The CPU compiler of jax 0.10 fails on a Python sum of len(begins) terms.
     ids = jnp.sum(distance[..., None] >= jnp.asarray(begins), -1, dtype=jnp.int32)
     return ids if c.causal else ids + jnp.where(far > 0, half, 0)
 
 
 def patch_ids(c: Any, query: Any, key: Any) -> Any:
-    """BEiT's indices of pairs of slots: one for each distance in rows and columns of patches, and
-    three more for the class token (slot 0): from it, to it, and with itself."""
+    """BEiT's indices of pairs of slots. There is one for each distance in rows and columns of
+    patches, and three for the class token (slot 0): from it, to it, and with itself."""
     ids, last = grid_ids(query - 1, key - 1, c.side), relative_rows(c) - 1
     ids = jnp.where(key == 0, last - 1, ids)
     return jnp.where(query == 0, jnp.where(key == 0, last, last - 2), ids)
@@ -145,15 +145,15 @@ def grid_ids(query: Any, key: Any, side: int) -> Any:
 
 
 def relative_bias(c: Any, table: Array, ids: Array) -> Array:
-    """The bias [1, H, T, S] on the scores, from a table [J, H] and the ids [1, T, S]. (A product
-    with one-hot rows: the gradient of a lookup would add all scores one by one.)"""
+    """The bias [1, H, T, S] on the scores, from a table [J, H] and the ids [1, T, S]. It is a
+    product with one-hot rows, because the gradient of a lookup would add all scores one by one."""
     chosen = jax.nn.one_hot(ids, table.shape[0])        # float32: a CPU has no bfloat16 product
     return jnp.einsum("btsj,jh->bhts", chosen, table.astype(jnp.float32))
 
 
 def counted(flags: Array, slots: Array) -> Array:
-    """The positions of the tokens in these slots, if only tokens with a flag count, from 0; -1 for
-    tokens without. `flags` [B, T] has all of the time."""
+    """The positions, from 0, of the tokens in these slots if only tokens with a flag count; -1 for
+    tokens without one. `flags` [B, T] has the whole sequence."""
     position = jnp.where(flags, jnp.cumsum(flags, 1), 0) - 1
     return jnp.take_along_axis(position, slots, 1)
 
@@ -166,7 +166,7 @@ def sinusoids(rows: int, width: int) -> np.ndarray:
 
 
 # -------------------------------------------------------------------------------------------
-# Scalings of rotary rates that the plain decoder does not have
+# Scalings of rotary rates that the plain decoder lacks
 
 def _dynamic(dim, theta, known, length):
     """A larger base for sequences longer than the trained length."""
@@ -176,10 +176,10 @@ def _dynamic(dim, theta, known, length):
 
 
 def _yarn(dim, theta, known, length):
-    """As llama3, but the mix is a linear ramp over the indices of the pairs."""
+    """Like llama3, but the mix is a linear ramp over the indices of the pairs."""
     trained = known["original_max_position_embeddings"]
 
-    def pair(turns):        # the index of the pair that makes so many turns in the trained length
+    def pair(turns):        # the index of the pair that makes this many turns in the trained length
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(known.get("beta_fast") or 32), pair(known.get("beta_slow") or 1)
@@ -191,7 +191,7 @@ def _yarn(dim, theta, known, length):
 
 
 def _longrope(dim, theta, known, length):
-    """A factor for each pair, from one of two lists (short_factor, long_factor) by the length."""
+    """A factor for each pair, from short_factor or long_factor, depending on the length."""
     is_long = length > known["original_max_position_embeddings"]
     factors = known[name := "long_factor" if is_long else "short_factor"]
     if len(factors) != dim // 2:
@@ -200,12 +200,12 @@ def _longrope(dim, theta, known, length):
 
 
 def mscale(factor: float, by: float) -> float:
-    """The factor by which yarn (and DeepSeek's attention) sharpens scores."""
+    """The factor with which yarn and DeepSeek's attention sharpen scores."""
     return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _sharpens(known):
-    """The factor on sine and cosine of yarn and longrope."""
+    """The factor on sine and cosine in yarn and longrope."""
     factor, by, by_all = known.get("factor", 1), known.get("mscale"), known.get("mscale_all_dim")
     if (given := known.get("attention_factor")) is not None:
         return given

@@ -1,14 +1,14 @@
-"""Reading a published config.json: the parts that families share, translated to fields of
+"""Read a published config.json: translate the parts that families share to fields of
 published.transformer.Config.
 
-The file may be wrong or unknown: a value of a wrong kind, an option that we do not compute, or a
-key that no code here reads is refused in one line. For missing keys the defaults of the family's
-class in transformers are used: many files leave out much, and few of these numbers would show in
-the shapes of the weights.
+The file may be wrong or unknown. This code refuses, in one line, a value of a wrong kind, an option
+that we do not compute, or a key that no code here reads. Missing keys take the defaults of the
+family's class in transformers. Many files omit keys, and few of their values would show in the
+shapes of the weights.
 
-Two generations of transformers write and read such files. A file that only 5 writes is first
-brought into the form of 4, which both read (`as_older`). If they would compute different models
-from a file, it is refused.
+Two generations of transformers write and read such files. `as_older` first converts a file that
+only 5 writes to the form of 4, which both read. If the two would compute different models from a
+file, this code refuses it.
 """
 
 import json
@@ -22,7 +22,7 @@ from zigzag.core.options import fits, options
 Fields = dict[str, Any]
 Names = dict[str, str]
 
-# Limits above any model's, and low enough for a list of layers in memory.
+# Limits above any model's sizes, and low enough for a list of layers in memory.
 MOST, MOST_LAYERS = 10**8, 10_000
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
@@ -32,8 +32,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-# Keys of any config.json that cannot change what a model computes: its origin, the generation of
-# text, what is returned, the names of ids and labels, and options of training.
+# Keys of any config.json that cannot change what a model computes: its origin, text generation,
+# which outputs it returns, the names of ids and labels, and options of training.
 NEUTRAL = frozenset("""
     _name_or_path _model_name_or_path name_or_path name _commit_hash transformers_version
     architectures auto_map custom_pipelines tokenizer_class processor_class finetuning_task
@@ -71,7 +71,7 @@ NEUTRAL = frozenset("""
 """.split())
 
 
-# {key: the value at which it turns nothing on}: with it the key may stay unread.
+# {key: the value that turns nothing on}. A key with this value may stay unread.
 OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
            cross_attention_hidden_size=None, tie_encoder_decoder=False, pruned_heads=None,
            per_layer_config=None, pretraining_tp=1,
@@ -81,13 +81,13 @@ OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
 
 
 def listed(items: Sequence[str], most: int) -> str:
-    """The first items as text, and how many more there are."""
+    """The first `most` items as text, and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
 
 
 def wrong(name: str, value: Any, what: str) -> ConfigError:
-    """The error about the value of a key, and what is wrong with it."""
+    """The error that says what is wrong with the value of a key."""
     value = value.given if isinstance(value, Record) else value
     return ConfigError(f"config.json: {name} {value!r:.80}{what}")
 
@@ -98,8 +98,8 @@ def wrong(name: str, value: Any, what: str) -> ConfigError:
 class Record:
     """A config.json that records which keys are read, because unread keys must not matter.
 
-    r["key"] and r.get("key") read. A part of it is a Record too. `defaults` are the class's values
-    of missing keys; `shared` are keys that shared translators read and that this class has."""
+    r["key"] and r.get("key") read a key. A part of it is another Record. `defaults` are the class's
+    values for missing keys. `shared` are keys of this class that shared translators read."""
 
     def __init__(self, given: Fields, defaults: Fields | None = None,
                  shared: Sequence[str] = (), at: str = "", kind: str = ""):
@@ -109,7 +109,7 @@ class Record:
         self.has_read: set[str] = set()
         self.parts: dict[str, Record] = {}
         for name, default in (defaults or {}).items():
-            kind = float if type(default) is int else type(default)     # (as_config: no fractions)
+            kind = float if type(default) is int else type(default)     # as_config checks ints
             value = given.get(name)
             if kind in KINDS and value is not None and not _is(kind, value):
                 raise wrong(at + name, value, f": expected {KINDS[kind]}")
@@ -125,11 +125,11 @@ class Record:
         return self[name] if name in self.values else default
 
     def of_class(self, name: str) -> Any:
-        """The value of a key that only some classes have; None: this one has not."""
+        """The value of a key that only some classes have; None if this class lacks it."""
         return self.get(name) if name in self.shared else None
 
     def plain(self, name: str) -> Any:
-        """The value as plain data, all of which counts as read; None: there is none."""
+        """The value as plain data, which all counts as read; None if there is none."""
         self.has_read.add(name)
         return self.values.get(name)
 
@@ -145,8 +145,8 @@ class Record:
         return self.parts[name]
 
     def refuse_unread(self, neutral: Sequence[str]) -> None:
-        """Refuse keys that were not read and that may matter: neither `neutral`, by name or by
-        path, nor turned off."""
+        """Refuse keys that no code has read and that may matter. A key does not matter if `neutral`
+        has its name or path, or if it is turned off."""
         unknown = []
         for owner, name in self.unread():
             path = owner.at + name
@@ -163,14 +163,14 @@ class Record:
                 f"take it out of the file")
 
     def unread(self) -> "Iterator[tuple[Record, str]]":
-        """(its Record, its name there) of each key that was not read."""
+        """Yield (its Record, its name there) for each unread key."""
         yield from ((self, name) for name in self.given if name not in self.has_read)
         for part in self.parts.values():
             yield from part.unread()
 
 
 def with_usual_names(record: Fields, aliases: Names) -> Fields:
-    """A config.json with keys under their usual names; `aliases` is {other name: usual name}."""
+    """A config.json with keys under their usual names. `aliases` is {alias: usual name}."""
     for name, usual in aliases.items():
         if name in record and record.get(usual, record[name]) != record[name]:
             raise wrong(name, record[name], f" is another name of {usual}, which is "
@@ -186,7 +186,7 @@ def _is(kind, value):
 
 
 def as_config(cls: Any, path: Any, fields: Fields) -> Any:
-    """The configuration `cls` with these fields, which came from the file at `path`."""
+    """A configuration of class `cls` with these fields, which came from the file at `path`."""
     for name, option in options(cls).items():
         if not fits(option, fields.get(name, option.default)):
             raise ConfigError(f"{path}: {name} would be {fields[name]!r:.80}; expected "
@@ -201,8 +201,8 @@ def as_config(cls: Any, path: Any, fields: Fields) -> Any:
 # Parts of a config.json
 
 def refuse(r: Any, **expected: Any) -> None:
-    """Refuse a model if one of these keys has another value than the one that we compute, or than
-    those in a tuple. (Null counts as false and as 0, but not in a tuple.)"""
+    """Refuse a model if one of these keys differs from the value that we compute, or from all
+    values in a tuple. Null equals false and 0, but not in a tuple."""
     for name, known in expected.items():
         value = known[-1] if isinstance(known, tuple) else known
         given = r.get(name, value)
@@ -215,8 +215,8 @@ def unknown(r: Record, name: str, given: Any, known: str) -> ConfigError:
 
 
 def classed(r: Record, heads: dict[str, Fields]) -> Fields:
-    """The fields of the head that the first class in `architectures` names. `heads` is {regex of
-    names of classes: fields}; "" is for a file that names none."""
+    """The fields of the head of the first class in `architectures`. `heads` is {regex of class
+    names: fields}; "" is for a file that names no class."""
     given = r.get("architectures") or [""]
     name = given[0] if isinstance(given, list) else None
     found = [fields for known, fields in heads.items() if re.fullmatch(known, str(name))]
@@ -230,14 +230,14 @@ LANGUAGE_MODELS = {"": {}, r".*For(CausalLM|ConditionalGeneration)": {},
 
 
 def decoder_head(r: Record) -> Fields:
-    """The fields of a decoder's head: {} for a language model's, or those of classes, read off the
-    last token. Others are refused."""
+    """The fields of a decoder's head: {} for a language model, or a head that reads classes off the
+    last token. Refuses other heads."""
     return classed(r, {**LANGUAGE_MODELS,
                        ".*ForSequenceClassification": {"head": "classes", "pool": "last"}})
 
 
 def labels(r: Record) -> Fields:
-    """The field of the number of classes; 1: a regression."""
+    """The field `labels`, the number of classes; 1: a regression."""
     names = r.plain("id2label")
     found = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
     count({"labels": found}, "labels")
@@ -253,7 +253,7 @@ def activation(name: Any) -> str:
 
 
 def count(r: Any, name: str, most: int = MOST) -> int:
-    """A whole number above 0."""
+    """The value of this key, an integer above 0."""
     value = r[name]
     if not _is(int, value) or not 1 <= value <= most:
         raise wrong(getattr(r, "at", "") + name, value, f": expected a whole number from 1 to "
@@ -262,20 +262,20 @@ def count(r: Any, name: str, most: int = MOST) -> int:
 
 
 def an_id(name: str, value: Any, below: int = MOST) -> int:
-    """An id, which numbers tokens from 0 to below a bound."""
+    """This value, if it is a token id: at least 0 and below a bound."""
     if not _is(int, value) or not 0 <= value < below:
         raise wrong(name, value, f": expected an id, at least 0 and below {below}")
     return value
 
 
 def factor(r: Record, name: str) -> float:
-    """A factor or a bound: a number above 0. (In a Config, 0 means none or derived.)"""
+    """A factor or a bound, a number above 0. In a Config, 0 means none or derived."""
     if not _is(float, r[name]) or not r[name] > 0:
         raise wrong(r.at + name, r[name], ": expected a number above 0")
     return float(r[name])
 
 
-# {option: the most that it may be} of options that are whole numbers above 0; options that are true
+# {option: its largest value} for options that are integers above 0. FLAGS are options that are true
 # or false.
 COUNTS = {**dict.fromkeys("""d_model heads encoder_heads vocab_size seq_len source_len d_ff
     encoder_d_ff head_dim expert_d_ff shared_experts experts kv_rank layer_groups embed_dim
@@ -285,7 +285,7 @@ FLAGS = ("tied", "parallel_block", "router_norm")
 
 
 def named(r: Record, **names: str) -> Fields:
-    """The fields that config.json has under these names ("": not at all)."""
+    """The fields that config.json has under these names; "" skips a field."""
     found = {}
     for option, name in names.items():
         if option == "activation":
@@ -301,7 +301,7 @@ TEXT_SIZES = dict(SIZES, vocab_size="vocab_size", seq_len="max_position_embeddin
 
 
 def sizes(r: Record, **names: str) -> Fields:
-    """The fields of a text model, which config.json has under the usual names or these."""
+    """The fields of a text model. In config.json they have the usual names, or these."""
     return named(r, **{**TEXT_SIZES, **names})
 
 
@@ -319,7 +319,7 @@ def pictures(r: Record) -> Fields:
 
 
 def of_layers(name: str, values: Any, known: Sequence[Any], layers: int) -> list[Any]:
-    """A list that has one of the known values for each layer."""
+    """Return the list `values`, which must have one of the known values for each layer."""
     if not isinstance(values, list) or len(values) != layers or set(values) - set(known):
         raise wrong(name, values, f": expected one of {', '.join(map(str, known))} for each of "
                     f"{layers} layers")
@@ -327,7 +327,7 @@ def of_layers(name: str, values: Any, known: Sequence[Any], layers: int) -> list
 
 
 def window(r: Record, kinds: list[str] | None = None, name: str = "sliding_window") -> Fields:
-    """The fields of a window. `kinds` says of each layer whether it has it; None: all have."""
+    """The fields of a window. `kinds` says which layers have it; None: all of them."""
     is_used = r["use_sliding_window"] if "use_sliding_window" in r.shared else True
     if not is_used or r.get(name) is None:
         return {}
@@ -340,12 +340,12 @@ def window(r: Record, kinds: list[str] | None = None, name: str = "sliding_windo
 
 # -------------------------------------------------------------------------------------------
 # Rotary positions
-#
-# transformers 4 writes rope_theta, rope_scaling (the type and its numbers) and, in some classes,
-# partial_rotary_factor. 5 writes all of these in rope_parameters; classes with several kinds of
-# layers have one for each kind. Both read rope_scaling; 4 ignores rope_parameters.
+# transformers 4 writes rope_theta, rope_scaling (the type and its numbers) and, in some
+# classes, partial_rotary_factor. 5 writes all of these in rope_parameters; classes with
+# several kinds of layers have one for each kind. Both read rope_scaling; 4 ignores
+# rope_parameters.
 
-# {type of scaling: its keys beside rope_type}
+# {type of scaling: its keys other than rope_type}
 SCALINGS = {"default": (), "linear": ("factor",), "dynamic": ("factor",),
             "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
             "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -355,8 +355,8 @@ TRAINED = "original_max_position_embeddings"
 
 
 def as_older(record: Fields, shared: Sequence[str]) -> Fields:
-    """A config.json with its rope_parameters in the form of transformers 4, which 5 reads too. (4
-    ignores the form of 5, and would silently use its defaults.)"""
+    """A config.json with its rope_parameters in the form of transformers 4, which 5 reads as well.
+    4 ignores the form of 5, and would silently use its defaults."""
     r, model_type = dict(record), record["model_type"]
     new, moved = r.pop("rope_parameters", None), {}
     if new is None:
@@ -371,20 +371,20 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         if local.pop("rope_type", "default") != "default" or local:
             raise wrong("rope_parameters", local, ": of sliding_attention only the rope_type "
                         "'default' is supported")
-        scaling |= scaling.pop("full_attention")    # (what else is there is refused by its name)
+        scaling |= scaling.pop("full_attention")    # refuse_unread names other keys
     theta, share = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else (
         "rope_theta", "partial_rotary_factor")
     moved[theta] = scaling.pop("rope_theta", None)
     if share in shared:
         moved[share] = scaling.pop("partial_rotary_factor", None)
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    if kind == "longrope" and (model_type != "phi3" or TRAINED in r):   # (its class has a default)
+    if kind == "longrope" and (model_type != "phi3" or TRAINED in r):   # its class has a default
         moved[TRAINED] = scaling.pop(TRAINED, None)
     for name, value in moved.items():
         if value is not None and r.setdefault(name, value) != value:
             raise wrong(name, r[name], f" beside {value!r:.80} in rope_parameters: expected the "
                         f"same")
-    name = "type" if model_type == "phi3" else "rope_type"      # (Phi-3 takes no other)
+    name = "type" if model_type == "phi3" else "rope_type"      # Phi-3 takes no other name
     scaling = {name: kind, **scaling} if scaling or kind != "default" else None
     return {**r, "rope_scaling": scaling}
 
@@ -392,13 +392,13 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
 def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_factor",
          names: Names | None = None, known: Sequence[str] = tuple(SCALINGS),
          width: int = 0) -> Fields:
-    """The fields of rotary positions. `theta` and `share` are the names of the RoPE base and of the
-    rotated share of a head, `names` older names of types of scaling, `known` the types that the
-    class has, and `width` is that of a head."""
+    """The fields of rotary positions. `theta` and `share` are the keys of the RoPE base and of the
+    rotated share of a head. `names` maps older names of scalings to today's. `known` are the types
+    of scaling that the class has, and `width` is a head's width."""
     part, base, turned = r.part("rope_scaling"), r.get(theta), r.of_class(share)
     if share not in r.shared:       # this class ignores it, or only some of its functions read it
         refuse(r, partial_rotary_factor=(None, 1))
-    # (transformers 5 reads these in rope_scaling too.)
+    # transformers 5 also reads these in rope_scaling.
     refuse(part, rope_theta=(None, base), partial_rotary_factor=(None, turned or 1))
     width = width or r.of_class("head_dim") or r["hidden_size"] // r["num_attention_heads"]
     dim = int(width * (1.0 if turned is None else turned))
@@ -420,12 +420,12 @@ def _scaling(r, part, known, names):
     if kinds[-1] != kind or kind not in known:
         raise wrong(part.at + "rope_type", kind, f" is not known, or not the same as `type`; "
                     f"expected one of {', '.join(known)}")
-    # (zigzag/parallel/rotary.py refuses a scaling that lacks one of its numbers.)
+    # zigzag/parallel/rotary.py refuses a scaling that lacks one of its numbers.
     scaling = {name: value for name in SCALINGS[kind] if (value := part.get(name)) is not None}
     own, top = part.get(TRAINED), r.get(TRAINED)
     if kind in ("llama3", "yarn", "longrope"):
-        # (If there is one at the file's top level, transformers 5 takes that, and 4 only for
-        # longrope; for longrope 4 takes no other.)
+        # If the file's top level has this key, transformers 5 takes it. transformers 4 takes it
+        # only for longrope, and for longrope it takes no other.
         of_5, of_4 = top or own or longest, (top if kind == "longrope" else own) or longest
         if of_4 != of_5 or own not in (None, of_5):
             raise wrong(part.at + TRAINED, own, f" beside {top} at the top and "
@@ -437,5 +437,5 @@ def _scaling(r, part, known, names):
         refuse(part, factor=(None, scaling["factor"]))
     if kind == "dynamic":
         scaling[TRAINED] = longest
-    part.get("finetuned")       # (a key of the first files with yarn)
+    part.get("finetuned")       # a key of the first files with yarn
     return {**scaling, "rope_type": kind}

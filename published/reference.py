@@ -1,11 +1,11 @@
-"""Whether the code of model.py still computes a LLaMA or a Mixtral.
+"""Whether the code of model.py still computes a LLaMA, a Mistral or a Mixtral.
 
-If model.py is edited without a change of its options or weights (another activation, say), an
-export would be a LLaMA that computes something else, and a published LLaMA that is read would
-become another model. So both compare first: the weights that the code has, which attention it asks
-for at the whole context, and the logits of a few tokens by a small model with the same options. The
-reference is the general network, configured by the config.json, with attention by its formula in
-place of shard.py's.
+An edit of model.py may change no option or weight: a different activation, for example. Then an
+export would be a LLaMA that computes something else, and a published LLaMA would load as a
+different model. So both first compare the code's weights, the attention that it asks for over the
+whole context, and the logits of a few tokens from a small model with the same options. The
+reference is the general network, configured by the config.json, with the plain attention formula in
+place of shard.py's attention.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ from zigzag.core.errors import one_line
 from zigzag.core.mesh import by_path, flatten, within
 from zigzag.parallel.network import NETWORKS, model_type
 
-TOKENS, LAYERS = 64, 2      # an edit that is not in attention, and matters only beyond these, is
-                            # not found
+TOKENS, LAYERS = 64, 2      # this misses an edit outside of attention that matters only beyond
+                            # these
 
 
 def code_difference(network: Any, c: Any) -> str:
-    """How the code of a network differs from that of the published model that its configuration
-    says; '' if it computes the same, or is not compared: only the plain decoder is."""
+    """How the code of a network differs from the published model that its configuration names; ''
+    if it computes the same. This compares only the plain decoder, and returns '' for others."""
     kind = model_type(c.published)
     if families_of(network).get(kind) is not PLAIN.get(kind, network):
         return ""
     return _difference(network, dataclasses.replace(c, dtype="float32", remat="none"))
 
 
-@functools.cache        # (a session may read many folders)
+@functools.cache        # a session may read many folders
 def _difference(network, c):
     general = NETWORKS["transformer"]
     fields = {**fields_of(json.loads(c.published)), "tied": c.tied, "seq_len": c.seq_len}
@@ -55,8 +55,8 @@ def _difference(network, c):
 
 def _other_attention(network, c):
     """How the attention that the code asks for differs from plain causal attention to all tokens of
-    the context; '' if it does not. (Traced, not computed: a window may be longer than TOKENS.)"""
-    time = c.seq_len - (c.seq_len > 1 and c.seq_len % 2 == 0)   # (odd: one block, traced quickly)
+    the context; '' if it does not. This only traces, as a window may be longer than TOKENS."""
+    time = c.seq_len - (c.seq_len > 1 and c.seq_len % 2 == 0)   # odd: one block, traced quickly
     ids, calls = jax.ShapeDtypeStruct((1, time), np.int32), set()
     with within(calls=calls.add):
         jax.eval_shape(lambda params, ids: network.forward(params, ids, c),
@@ -81,13 +81,13 @@ def _small(c):
 
 
 def _other_logits(network, c, general, same):
-    """By how much the logits differ, for random weights; '' if they do not. Weights that no array
-    of a folder fills are zeros, as they are read."""
+    """How much the logits differ for random weights; '' if they do not. Weights that no array of a
+    folder fills are zeros, as when reading it."""
     c, same = _small(c), _small(same)
     keys, ids = iter(jax.random.split(jax.random.key(0), 99)), np.arange(TOKENS)[None] * 37 % 128
     ids = ids[:, :c.seq_len]
 
-    def random(w):      # (norms too: all ones would hide that they are not used)
+    def random(w):      # norms as well: all ones would hide an unused norm
         return jax.random.uniform(next(keys), w.shape) + 0.5 if w.scale is None else (
             w.scale * jax.random.normal(next(keys), w.shape))
 
@@ -96,18 +96,18 @@ def _other_logits(network, c, general, same):
     placed = by_path(params)
     own = structure.unflatten([placed.get(path, jnp.zeros(row.shape))
                                for path, row in zip(paths, rows)])
-    with jax.default_matmul_precision("highest"):       # (else a GPU or a TPU rounds to 1e-3)
+    with jax.default_matmul_precision("highest"):       # else a GPU or a TPU rounds to 1e-3
         want = jax.jit(lambda w: general.forward(w, ids, same, attend=plain_attention))(params)
         got = jax.jit(lambda w: network.forward(w, ids, c))(own)
     error = float(jnp.abs(got - want).max() / jnp.abs(want).max())
     lost = [path for path in paths if path not in placed]
     zeros = f"; no array of the folder fills its {', '.join(lost)} (zeros)" if lost else ""
-    # (Rounding gives 1e-6; computing half of a model in bfloat16 1e-2.)
+    # Rounding gives 1e-6; computing half of a model in bfloat16 gives 1e-2.
     return "" if error < 1e-3 else f"its logits differ by {error:.1%} of the largest{zeros}"
 
 
 def plain_attention(q: Any, k: Any, v: Any, **asked: Any) -> Any:
-    """Causal softmax attention by its formula: q [B, T, H, N], k and v [B, T, K, N]."""
+    """Causal softmax attention, as its formula: q [B, T, H, N], k and v [B, T, K, N]."""
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q, k) * q.shape[-1] ** -0.5
     seen = jnp.tri(q.shape[1], dtype=bool)

@@ -3,19 +3,19 @@
     picture -> patches, + their positions -> [ norm -> attention -> + -> norm -> MLP -> + ] x L
             -> neck: 1 x 1 convolution -> norm -> 3 x 3 convolution -> norm -> [B, O, h, w]
 
-Most layers attend within windows of 14 x 14 tokens, a few to the whole picture. Consecutive layers
-of one kind are a run, with stacked weights; the tables of distances have another size in each kind.
-A score has a bias that depends on the query and on the distance to the key in rows and columns:
-q . down[rows] + q . right[columns].
+Most layers attend within windows of 14 x 14 tokens, and a few attend to the whole picture.
+Consecutive layers of one kind form a run, with stacked weights. The tables of distances differ in
+size from kind to kind. A score has a bias that depends on the query and on the distance to the key
+in rows and columns: q . down[rows] + q . right[columns].
 
-From the folder of a SamModel only vision_encoder.* is read: the prompt encoder and the mask decoder
-are other models. It is saved as a SamVisionModel, without them.
+From the folder of a SamModel we read only vision_encoder.*, because the prompt encoder and the mask
+decoder are separate models. We save a SamVisionModel, without them.
 
-Windows need all of the time, and runs differ, so the axes pipe and seq are refused.
+Windows need the whole sequence, and runs differ, so `check` refuses the axes pipe and seq.
 
-B batch, T time, D model, H heads (K of keys), N per head (M of values), F feed-forward, L layers of
-a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of tokens, O
-width of the result (o the same), k and z the sides of a convolution.
+B batch, T sequence, D model, H heads (K of keys), N per head (M of values), F feed-forward, L
+layers of a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of
+tokens, O width of the result (o the same), k and z the sides of a convolution.
 """
 
 import functools
@@ -53,7 +53,7 @@ class Run(NamedTuple):
     """Consecutive layers with windows of one size."""
     name: str       # the name of its weights
     numbers: list[int]
-    window: int     # tokens on a side of a window; the picture's side if all tokens see all
+    window: int     # tokens on a side of a window; the picture's side without windows
 
 
 def runs(c: Config) -> list[Run]:
@@ -93,7 +93,7 @@ def _layer_weights(c, run):
 # The network
 
 def _attend(w, q, k, v, _, window):
-    """Attention within windows; `down` and `right` change the scores."""
+    """Attention within windows. If the layer has `down` and `right`, they change the scores."""
     known = {"slot": jnp.broadcast_to(jnp.arange(window**2), q.shape[:2])}
     known = _distance_scores(w, q, window) if "down" in w else known
 
@@ -106,8 +106,8 @@ def _attend(w, q, k, v, _, window):
 
 
 def _distance_scores(w, q, window):
-    """Two biases [B W, t, H, window] for queries q [B W, t, H, N]: for keys in each row of the
-    window, and in each column."""
+    """Two biases [B W, t, H, window] for queries q [B W, t, H, N]: one for the keys in each row of
+    the window, and one for the keys in each column."""
     apart = np.arange(window)[:, None] - np.arange(window) + window - 1
     q = q.reshape(len(q), window, window, *q.shape[2:])
     scores = {"down": jnp.einsum("bijhn,ikn->bijhk", q, w["down"][apart],
@@ -118,7 +118,7 @@ def _distance_scores(w, q, window):
 
 
 def _score_bias(known):
-    """The bias on the scores [B W, H, t, keys] from these two; keys are in row-major order."""
+    """The bias on the scores [B W, H, t, keys] from these two. Keys are in row-major order."""
     down, right = (known[name].swapaxes(1, 2) for name in ("down", "right"))
     scores = down[..., :, None] + right[..., None, :]
     return scores.reshape(*scores.shape[:3], -1)
@@ -134,7 +134,7 @@ def _neck(params, x, c):
 
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
-    """Pictures [B, C, height, width] -> [B, O, h, w]. They must have config's image_size."""
+    """Pictures [B, C, height, width] -> [B, O, h, w]. Both sides must be config.image_size."""
     c, size = config, (config.side,) * 2
     stems.check_source(pictures, c)
     params, kept = cast(params, c.dtype), c.side * c.patch_size
@@ -154,8 +154,8 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
     """(sum, count): the squared error of the output for pictures `source` against `targets`
-    [B, O, h, w] (another encoder's output, say: an encoder has no labels), and the number of
-    elements."""
+    [B, O, h, w], and the number of elements. An encoder has no labels. The targets may be, for
+    example, another encoder's output."""
     got = forward(params, batch["source"], config, specs)
     error = got.astype(jnp.float32) - batch["targets"].astype(jnp.float32)
     return jnp.sum(error**2), jnp.float32(error.size)
@@ -191,7 +191,7 @@ def _fields(r):
     if r["window_size"]:
         count(r, "window_size")
     count(r, "output_channels")
-    for name in ("use_abs_pos", "use_rel_pos"):     # (which `table` reads)
+    for name in ("use_abs_pos", "use_rel_pos"):     # `table` reads these
         r.plain(name)
     inner = r["mlp_dim"] or int(r["mlp_ratio"] * r["hidden_size"])
     return {**tower(r), **pictures(r), "d_ff": count({"mlp_dim": inner}, "mlp_dim"),
@@ -200,7 +200,7 @@ def _fields(r):
 
 
 def _fields_of_whole(r):
-    """The fields of a SamModel, of which only the image encoder is read, trained and saved."""
+    """The fields of a SamModel. We read, train and save only its image encoder."""
     classed(r, {"": {}, "SamModel": {}})
     own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
            "architectures": ["SamVisionModel"]}

@@ -1,8 +1,8 @@
 """Stems: from pictures or sound to the vectors [B, T, D] that the first layer of an encoder reads.
-They are small, and every device computes all of them.
+Stems are small, and every device computes the whole stem.
 
-    patches   a picture [B, C, height, width] is cut into squares, and each is multiplied by one
-              matrix; the class token, a learned vector, comes first
+    patches   cut a picture [B, C, height, width] into squares and multiply each by one matrix; the
+              class token, a learned vector, comes first
     frames    sound [B, C, time], C numbers a frame: two convolutions over three frames each; the
               second has stride 2
 """
@@ -19,14 +19,14 @@ from zigzag.parallel.network import Params
 
 
 def length(c: Any) -> int:
-    """T, the number of vectors that a stem makes."""
+    """T, the number of vectors that a stem returns."""
     if c.stem == "patches":
         return c.side ** 2 + 1
     return c.source_len
 
 
 def source_shape(c: Any, rows: int) -> tuple[int, ...]:
-    """The shape of a stem's input for a batch of `rows`."""
+    """The shape of a stem's input for a batch of `rows` rows."""
     if c.stem == "patches":
         return rows, c.channels, c.image_size, c.image_size
     return rows, c.channels, 2 * c.source_len

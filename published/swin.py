@@ -1,9 +1,9 @@
-"""Swin: classes of pictures by attention within windows, in stages of fewer and wider tokens.
+"""Swin: classes of pictures from attention within windows, in stages of fewer and wider tokens.
 
     picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
                                                                             -> mean -> classes
     a stage:  [ norm -> attention in windows -> + -> norm -> MLP -> + ] x its layers
-    a merge:  four neighbours become one token of twice the width
+    a merge:  four neighbors become one token of twice the width
 
      layers 0, 2, ...       layers 1, 3, ...: the picture is rolled by half a window, so that
       +---+---+---+         windows lie across the borders of the previous layer's
@@ -13,12 +13,12 @@
       +---+---+---+           +-+---+---+-+     see each other (they differ in `region`).
 
 Each score has a learned bias for the distance of the two tokens (`relative`). Between blocks the
-tokens are a residual stream [B, T, D], T = h * w, whose time tensor may split. Windows need all of
-the time, and layers differ from stage to stage, so the axes pipe and seq are refused.
+tokens are a residual stream [B, T, D], T = h * w, and tensor may split its T. Windows need the
+whole sequence, and layers differ from stage to stage, so `check` refuses the axes pipe and seq.
 
-B batch, T time, D width of a stage (d of the next, m of four tokens), H heads (K of keys), N per
-head (M of values), F feed-forward, L layers of a stage, J distances in a window, A classes,
-C channels, y and x the sides of a patch.
+B batch, T sequence, D width of a stage (d of the next, m of four tokens), H heads (K of keys), N
+per head (M of values), F feed-forward, L layers of a stage, J distances in a window, A classes, C
+channels, y and x the sides of a patch.
 """
 
 import functools
@@ -102,8 +102,8 @@ def _layer_weights(c, stage):
 # The network
 
 def _attend(w, q, k, v, size, shift, window, c):
-    """Attention within windows of pictures that are rolled by `shift`. Tokens that come from other
-    sides of the picture are as in other documents."""
+    """Attention within windows of pictures rolled by `shift`. Tokens from different sides of the
+    picture do not see each other, like tokens of different documents."""
     end, right = (jnp.arange(n) >= n - shift for n in size)     # rolled from the other side
     region = windows.cut((2 * end[:, None] + right)[None], window)
     table = heads_of(q, w["relative"], 1)
@@ -126,7 +126,7 @@ def _merge(w, x, size, c):
 
 
 def _trunk(params, pictures, c, specs=None):
-    """The last norm's output [B, T, D], with all of the time."""
+    """The last norm's output [B, T, D], with the whole sequence."""
     x, window = windows.patches(params, pictures, c), record_of(c)["window_size"]
     size = x.shape[1:3]
     x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
@@ -136,7 +136,7 @@ def _trunk(params, pictures, c, specs=None):
             raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
                               f"{size[0]} x {size[1]} tokens in {stage.name}: less than its "
                               f"windows, {window} x {window}")
-        # (Not rolled if one window has the whole picture.)
+        # A single window holds the whole picture and needs no roll.
         shift = window // 2 if min(size) > window else 0
 
         def layer(w, x, shift, size=size):
@@ -153,7 +153,7 @@ def _trunk(params, pictures, c, specs=None):
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
     """float32 logits [B, labels] of pictures [B, C, height, width]; without a head, vectors
-    [B, T, D]. Pictures may have another size than config.image_size."""
+    [B, T, D]. The size of pictures may differ from config.image_size."""
     params = cast(params, config.dtype)
     x = _trunk(params, pictures, config, specs)
     if config.head == "none":
@@ -163,7 +163,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and their number."""
+    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and the row count."""
     return class_loss(forward(params, batch["source"], config, specs), batch, config)
 
 
@@ -186,7 +186,7 @@ DEFAULTS = dict(image_size=224, patch_size=4, num_channels=3, embed_dim=96, dept
 
 
 def _fields(r):
-    # (Absolute embeddings have a row too many, and do not run in transformers either.)
+    # Absolute embeddings have one row too many, and do not run in transformers either.
     refuse(r, use_absolute_embeddings=False)
     heads = _check_stages(r)
     head = classed(r, {"SwinForImageClassification": dict(head="classes", pool="mean"),
@@ -199,7 +199,7 @@ def _fields(r):
 
 
 def _check_stages(r):
-    """The number of heads of the first stage, after refusing invalid stages."""
+    """Refuse invalid stages. Returns the number of heads of the first stage."""
     size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
@@ -233,7 +233,7 @@ def _arrays(c):
     return under("swin.", found) | {"classifier": "classifier"}
 
 
-# The names that transformers 5 uses if it is asked not to save in the original format.
+# The names that transformers 5 writes when it does not save in the original format.
 NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "attention.k_proj",
          "attention.self.value": "attention.v_proj",
          "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
@@ -241,7 +241,7 @@ NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "atte
 
 
 def _is_index(c, array):
-    """The published array of indices: the row of the table for each pair of tokens in a window."""
+    """Whether the array is the table's row for each pair of tokens in a window."""
     side = record_of(c)["window_size"]
     patches = np.arange(side**2)
     return np.array_equal(array, grid_ids(patches[:, None], patches, side))

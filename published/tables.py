@@ -1,6 +1,6 @@
-"""Every weight of the general transformer, once: its dimensions, each with the mesh axis that
-splits it, and its initial standard deviation (None: all ones). The letters are transformer.py's,
-and these:
+"""One entry for every weight of the general transformer: its dimensions, each with the mesh axis
+that splits it, and its initial standard deviation (None: all ones). The letters are
+transformer.py's, and these:
 
 J rows of learned biases by distance, Z token types, A classes, C channels (of a picture or of a
 frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
@@ -30,7 +30,7 @@ def table(c: Any) -> Params:
         weights["dense_layers"] = layer_weights(c, c.dense_layers)
     if c.encoder_layers:
         weights["encoder"] = table(encoder_config(c))
-        weights["encoder"].pop("embed", None)       # (the decoder's is used)
+        weights["encoder"].pop("embed", None)       # it uses the decoder's
     if c.relative and c.relative_shared:
         weights["relative"] = make("J/fsdp H/tensor", 0.1)
     return weights | _embed_weights(c, make) | head_weights(c, make)
@@ -55,7 +55,7 @@ def _embed_weights(c, make):
 
 
 def head_weights(c: Any, make: Any) -> Params:
-    """The weights from the last norm on."""
+    """The weights of the last norm and of the head."""
     D, W = c.d_model, c.embed_dim or c.d_model
     weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":
@@ -78,13 +78,13 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
     """The weights of a stack of L equal layers."""
     D, G = c.d_model, c.expert_d_ff or c.d_ff
     F = c.shared_experts * G if experts else c.d_ff
-    # Latent attention (R): queries, keys and values are made from short vectors, and the rotated
-    # part of a key (U) is shared by all heads.
+    # Latent attention (R) makes queries, keys and values from short vectors. All heads share the
+    # rotated part of a key (U).
     Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim or c.head_dim
     make = Table(L=L, D=D, H=H, K=c.kv_heads, N=c.head_dim, M=M, F=F, E=experts, G=G, Q=Q, R=R,
                  U=U, Y=c.head_dim - U, J=relative_rows(c))
-    # The weights out of blocks, whose results are added to the residual stream 2 L times, start
-    # smaller by a factor of sqrt(2 L), so that the stream does not grow with depth.
+    # The residual stream sums 2 L outputs. The weights that produce them start smaller by a factor
+    # of sqrt(2 L), so that the stream does not grow with depth.
     into, back = D**-0.5, (2 * c.layers) ** -0.5
     weights = {"wq": make("L/pipe D/fsdp H/tensor N", into),
                "wk": make("L/pipe D/fsdp K/tensor N", into),
@@ -146,8 +146,8 @@ def _has_bias(c, product):
 
 
 def encoder_config(c: Any, length: int = 0) -> Any:
-    """The Config of the encoder of an encoder-decoder, for a source of this length. (Refused if
-    there are not enough learned positions.)"""
+    """The Config of the encoder of an encoder-decoder, for a source of this length. Refuses a
+    source that is longer than the table of learned positions."""
     if length and c.stem == "tokens":
         c = change(c, source_len=length)
     enough = c.stem == "tokens" or c.stem == "patches" and c.position_rows >= stems.length(c)
@@ -164,7 +164,7 @@ def batch_shapes(config: Any, rows: int) -> Shapes:
     c, ids = config, jax.ShapeDtypeStruct((rows, config.seq_len), jnp.int32)
     weights = ids.update(dtype=jnp.float32)
     batch = {"tokens": ids, "targets": ids, "weights": weights}
-    if c.head == "classes":     # (of one label a number: a regression)
+    if c.head == "classes":     # one label is a number, for a regression
         kind = weights if c.labels == 1 else ids
         batch = {"tokens": ids, "mask": weights, "labels": kind.update(shape=(rows,))}
     if c.own_stem != "tokens":

@@ -2,14 +2,14 @@
 
     tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
 
-model.py is the plain decoder, and the file to fork. Here, everything that some family does
-differently is an option: an `if` in the one function that it concerns. The options are in
-config.py, the weights in tables.py. A section near the end is for encoders.
+model.py is the plain decoder, and the file to fork. Here, each difference between families is an
+option: an `if` in the one function that it concerns. The options are in general.py, and the weights
+in tables.py. A section near the end is for encoders.
 
-This file never mentions the mesh. Where a collective may be needed, it calls shard.py: `columns`
+The layers never mention the mesh. Where they may need a collective, they call shard.py: `columns`
 into a block, `row` out of it, `embed_lookup`, `self_attend`, `experts`, `token_loss`.
 
-B batch, T time, S time of keys, D model, H heads, K kv heads, N per head, M per head of values,
+B batch, T sequence, S keys, D model, H heads, K kv heads, N per head, M per head of values,
 F feed-forward, V vocabulary (padded), W width of the embedding, L layers, E experts, G their width,
 P rows of positions. Latent attention: Q and R latents, U the rotated part of a head, Y the rest.
 """
@@ -72,26 +72,26 @@ def norm(w, name, x, c, kind="", eps=0.0):
     if (kind or c.norm) == "layer":
         x32 = x32 - jnp.mean(x32, -1, keepdims=True)
     x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
-    # (If tensor splits x's time, the scale's gradient is summed.)
+    # If tensor splits x along the sequence, jax sums the scale's gradient over it.
     return _plus_bias(w, x32.astype(x.dtype) * w[name], name)
 
 
 def heads_of(q, a, dim):
-    """This device's query heads, out of an array of all heads."""
+    """This device's query heads, from an array of all heads."""
     return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
 
 
 def _known(c, i):
-    """The arguments of shard.self_attend for a bound on the scores, and for a window, in which a
-    query sees the last c.window keys, its own included."""
+    """The arguments of shard.self_attend for a bound on the scores and for a window. In a window, a
+    query sees the last c.window keys, including its own."""
     return {"softcap": c.attn_softcap, "window": c.window,
             "local": layer_is_local(c, i) if "g" in c.local_layers else None}
 
 
 def _scores(w, q, c):
-    """The `scores` argument of shard.self_attend for the queries q: a function that changes scores
-    by a learned bias for each distance (`relative`) or slopes of the heads (ALiBi); None for plain
-    scores."""
+    """The `scores` argument of shard.self_attend for the queries q. It is a function that adds to
+    the scores a learned bias by distance (`relative`) or by each head's slope (ALiBi), or None for
+    plain scores."""
     table = slopes = None
     if c.relative:
         table = heads_of(q, w["relative"], 1)
@@ -107,13 +107,13 @@ def _scores(w, q, c):
 
 
 def with_bias(w, name):
-    """The weight, or (weight, bias) if it has one, for `columns`."""
+    """The weight for `columns`, or (weight, bias) if it has a bias."""
     bias = w.get(f"{name}_bias")
     return w[name] if bias is None else (w[name], bias)
 
 
 def _into_heads(w, c, cache=None):
-    if cache is not None:           # (kv heads are not repeated in a cache)
+    if cache is not None:           # a cache does not repeat kv heads
         return [with_bias(w, name) for name in ("wq", "wk", "wv")]
     return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
 
@@ -124,8 +124,8 @@ def _into_keys(w, c, *names):
 
 def _latent(w, h, c):
     """For latent attention: queries [B, T, H, N], the latent [B, T, R] of keys and values, and the
-    rotary part of the keys [B, T, 1, U], which all heads share. (The published models use an
-    epsilon of 1e-6 in these norms, whatever the other norms have.)"""
+    rotary part of the keys [B, T, 1, U], which all heads share. The published models use an epsilon
+    of 1e-6 in these norms, whatever the other norms use."""
     q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
@@ -141,8 +141,8 @@ def _latent_heads(w, h, c):
 
 
 def _latent_from_cache(w, h, c, i, batch, cache):
-    """Latent attention with a cache of latents. No keys or values are made from them: the queries
-    are multiplied by the weight that would make the keys, and the result by the one that makes
+    """Latent attention with a cache of latents. It never makes keys or values from them. Instead it
+    multiplies the queries by the weight for the keys, and the result by the weight for the
     values."""
     (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
     turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
@@ -161,7 +161,7 @@ def _latent_from_cache(w, h, c, i, batch, cache):
 
 def _heads(w, qkv, c, i, batch, cache=None):
     """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
-    with these keys and values in it."""
+    with these keys and values added."""
     q, k, v = qkv
     if c.qk_norm_wide:
         scale = w["k_norm"] if cache is not None else shard.repeat_kv(w["k_norm"], c.heads)
@@ -175,14 +175,14 @@ def _heads(w, qkv, c, i, batch, cache=None):
     if cache is not None:
         attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
         return attend(q, k, v, **changes), attend.layer
-    attend = batch.get("attend", shard.self_attend)     # (published/reference.py gives another)
+    attend = batch.get("attend", shard.self_attend)     # published/reference.py replaces it
     return attend(
         q, k, v, **changes, causal=c.causal, heads=c.heads, positions=batch["positions"],
         documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
 
 
 def _scaled(q, c):
-    """The queries, scaled if the factor on the scores (attn_scale) is not the default."""
+    """The queries, scaled if the factor on the scores (attn_scale) differs from the default."""
     return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
 
 
@@ -212,7 +212,7 @@ def activate(c, first, *gated):
 
 
 def _into_dense(w):
-    """The first weights of the MLP that all tokens visit, or [] if there is none."""
+    """The first weights of the MLP that all tokens visit, or [] without such an MLP."""
     return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
@@ -224,8 +224,8 @@ def feed_forward(w, h, c, i=0, batch=None):
 
 
 def _out_of_block(w, h, c, i, batch, out, dense):
-    """The sum of the products `out`, the MLP that all tokens visit (`dense` is the result of its
-    first products), and the experts' output for h; and the experts' terms of the loss."""
+    """Sum the products `out`, the MLP that all tokens visit (`dense` is the result of its first
+    products), and the experts' output for h. Returns the sum and the experts' terms of the loss."""
     if dense:
         out = [*out, (activate(c, *dense), w["w_down"])]
     if "router" in w:
@@ -234,8 +234,8 @@ def _out_of_block(w, h, c, i, batch, out, dense):
 
 
 def _experts(w, h, c, i, batch, beside):
-    """h [B, T, D] through each token's best experts, weighted by the router, plus the products
-    `beside`; and in training the terms of the loss of shard.router_terms."""
+    """Run h [B, T, D] through each token's best experts, weighted by the router, and add the
+    products `beside`. In training, also return the loss terms of shard.router_terms."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits, -1) if c.router == "softmax" else jax.nn.sigmoid(logits)
     chosen = _choose(probs, w.get("router_bias"), c)                            # [B, T, K]
@@ -255,8 +255,8 @@ def _experts(w, h, c, i, batch, beside):
 
 
 def _choose(scores, bias, c):
-    """The numbers [B, T, K] of each token's experts: those with the best scores [B, T, E], to which
-    `bias` is added here only."""
+    """The numbers [B, T, K] of each token's experts, which have the best scores [B, T, E]. Only
+    this choice adds `bias` to the scores."""
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
     if c.expert_groups > 1:         # first choose groups, by the sum of their two best experts
@@ -277,7 +277,7 @@ def _drop(y, c, site, batch):
 # The network: embed, block, head
 
 def embedding(params, batch, c):
-    """The stream [B, T, D] that the layers begin with."""
+    """The stream [B, T, D] that enters the first layer."""
     if c.own_stem == "tokens":
         check_ids(batch["tokens"], c.vocab_size)
         x = shard.embed_lookup(params["embed"], batch["tokens"])
@@ -285,7 +285,7 @@ def embedding(params, batch, c):
     else:
         x = stems.stream(params, batch["source"], c)
         x = shard.residual_stream(own_time(_padded(x)))
-    # (With a norm after the embedding, everything before the norm has the embedding's width.)
+    # With a norm after the embedding, everything before the norm has the embedding's width.
     if "project_in" in params and not c.embed_norm:
         x = matmul(x, params["project_in"])
     if c.positions in ("learned", "fixed", "sinusoidal"):
@@ -329,8 +329,8 @@ def _add(w, half, x, y, c, site, batch):
 
 
 def _parallel_block(w, x, i, c, batch, cache):
-    """Attention and MLP that read the same norm: one collective leads into both, and one out of
-    both."""
+    """Attention and MLP that read the same norm. They share one collective on the way in, and one
+    on the way out."""
     h = norm(w, "attn_norm", x, c)
     if c.parallel_norms == 1:
         q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))
@@ -359,9 +359,9 @@ def loss_head(params, x, c):
 
 
 def with_positions(batch, c):
-    """The batch with arrays [B, T] about its tokens: their slots in the row, their positions in the
-    document, and, if a row is not one document, the number of the document. (A token that the mask
-    excludes is in document -1.)"""
+    """Add arrays [B, T] about a batch's tokens: their slots in the row, their positions in the
+    document, and, if a row is not one document, the number of the document. A token that the mask
+    excludes is in document -1."""
     if "slots" in batch:
         slots = batch["slots"]
     elif c.own_stem != "tokens":
@@ -386,8 +386,8 @@ def with_positions(batch, c):
 # The network: all layers, logits, loss
 
 def _layers(params, specs=None):
-    """The stacked weights of the layers, with the weights that all layers share repeated in each,
-    and their specs."""
+    """The stacked weights of the layers, and their specs. Each layer gets a copy of the weights
+    that all layers share."""
     layers, specs = params["layers"], specs and specs["layers"]
     if "relative" in params:
         shared = params["relative"]
@@ -403,7 +403,7 @@ def _layer(w, x, i, c, batch):
 
 
 def begin(params, c, batch, specs=None, embed=embedding):
-    """The embedding [B, T, D], after the dense layers of a model with experts."""
+    """The embedding [B, T, D], run through the dense layers of a model with experts."""
     x = embed(params, batch, c)
     if c.dense_layers:
         x, _ = shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), params["dense_layers"], x,
@@ -412,11 +412,11 @@ def begin(params, c, batch, specs=None, embed=embedding):
 
 
 def trunk(params, c, batch, specs=None, embed=embedding):
-    """The last block's output [B, T, D]; that of an encoder on every stage of a pipeline, as the
-    decoder's layers come after it, in the same stages."""
+    """The last block's output [B, T, D]. With a pipeline, every stage gets an encoder's output,
+    because the same stages then run the decoder's layers."""
     x = begin(params, c, batch, specs, embed)
     stacked, specs = _layers(params, specs)
-    # (When generating, every device has all layers, and no spec names pipe.)
+    # In generation, every device has all layers, and no spec names pipe.
     if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
         numbers = jnp.arange(c.dense_layers, c.layer_groups or c.layers)
         return shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), stacked, x, numbers, specs,
@@ -463,9 +463,9 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
 
 
 def prepare_batch(params, batch, c, specs=None):
-    """(configuration, weights, batch) for a forward pass: the configuration with seq_len of this
-    batch (on which some scaled positions depend), the weights in the dtype of the computation, and
-    the batch with its tokens' positions and, if there is an encoder, the encoder's output."""
+    """(configuration, weights, batch) for a forward pass. The configuration has the seq_len of this
+    batch, on which some scaled positions depend. The weights have the dtype of the computation. The
+    batch has its tokens' positions and, if there is an encoder, the encoder's output."""
     if "tokens" in batch:
         c = change(c, seq_len=batch["tokens"].shape[1] * axis_size("seq"))
     params, batch = cast(params, c.dtype), with_positions(batch, c)
@@ -478,10 +478,10 @@ def prepare_batch(params, batch, c, specs=None):
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None,
          embed: Callable = embedding) -> tuple:
     """(sum, count): the weighted cross-entropy of the batch's targets in nats, and the sum of the
-    weights. They travel together and are divided once, so that masks and uneven shards change
-    nothing. A batch with `seeds` [B] is for training: dropout is on, and experts add their terms to
-    the sum and a dict of other sums as a third result. A model with classes returns the
-    cross-entropy of `labels` [B], and the number of rows."""
+    weights. The step divides one by the other once, so masks and uneven shards change nothing. A
+    batch with `seeds` [B] is for training: dropout is on, and experts add their terms to the sum
+    and return a dict of other sums as a third result. A model with classes returns the
+    cross-entropy of `labels` [B] and the number of rows."""
     c, params, batch = prepare_batch(params, batch, config, specs)
 
     def layer(w, x, i, batch):
@@ -508,8 +508,8 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
 
 def encode_source(params: Params, source: Batch, config: Config,
                   specs: Params | None = None) -> list[Params]:
-    """The entries of a source (with source_mask) in each layer's cache: cross-attention's k and
-    v."""
+    """The entries of a source (with source_mask) in each layer's cache: k and v of
+    cross-attention."""
     c = config
     all_time = functools.partial(shard.whole_time, in_parts=True)
     encoded, document = _encode(params, source, c, specs, all_time).values()
@@ -521,10 +521,10 @@ def encode_source(params: Params, source: Batch, config: Config,
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
            config: Config, length: int, specs: Params | None = None,
            embed: Callable = embedding) -> tuple[Array, list[Params]]:
-    """Run `tokens` [B, T], which are at slots slot ... slot + T - 1 of rows that begin at slots
-    start [B], through all layers. Returns the last block's output [B, T, D], with all time, and the
-    cache with their keys and values. `length` is for positions whose scaling depends on it. Layers
-    are a list (zigzag.generate.engine.unstack_layers)."""
+    """Run `tokens` [B, T] through all layers. They are at slots slot ... slot + T - 1 of rows that
+    begin at slots start [B]. Returns the last block's output [B, T, D] for the whole sequence, and
+    the cache with their keys and values. Some positions scale with `length`. The layers are a list
+    (zigzag.generate.engine.unstack_layers)."""
     config = change(config, seq_len=length)
     query = kv_cache.query_tokens(slot, start, tokens.shape[1])
     batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}
@@ -539,11 +539,11 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
 
 
 # -------------------------------------------------------------------------------------------
-# Encoders: the source, cross-attention to the encoder's output, classes of rows. (Nothing of this
-# is in a decoder.)
+# Encoders: the source, cross-attention to the encoder's output, classes of rows. Decoders use none
+# of this.
 
 def _source(batch, c):
-    """The batch of an encoder: this device's part of the time of the source."""
+    """The batch of an encoder: this device's part of the source sequence."""
     is_text, shape = c.own_stem == "tokens", batch["source"].shape
     length = shape[1] if is_text else stems.length(c)
     known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
@@ -559,13 +559,13 @@ def _source(batch, c):
 
 
 def only(batch: Batch, *names: str) -> Batch:
-    """Those arrays of a batch that have these names."""
+    """The arrays of a batch with these names."""
     return {name: batch[name] for name in names if name in batch}
 
 
 def own_time(tree):
-    """Arrays [B, T, ...] that every device of seq has whole (a source, a picture: what shard_time
-    does not split), cut to this device's part of the time, in plain order."""
+    """Cut arrays [B, T, ...] to this device's part of the sequence, in plain order. Every device of
+    seq has them whole: a source or a picture, which shard_time does not split."""
     def part(a):
         parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
         return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
@@ -574,7 +574,7 @@ def own_time(tree):
 
 
 def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
-    """The encoder's output for a batch's source, and the mask of padding."""
+    """The encoder's output for a batch's source, and its documents (-1 for padding)."""
     e = encoder_config(c, batch["source"].shape[1])
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
     known = _source(only(batch, "source", "source_mask", "seeds"), e)
@@ -584,14 +584,14 @@ def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
 
 
 def _padded(x):
-    """An array [B, T, ...] padded with zeros along T, so that the mesh can split it."""
+    """Pad an array [B, T, ...] with zeros along T, so that the mesh can split it."""
     more = -x.shape[1] % time_parts()
     return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
 
 
 def _cross_attention(w, h, c, batch, cache):
-    """Attention to the encoder's output: h [B, T, D] -> [B, T, D]. Its keys and values are in the
-    cache, if there is one."""
+    """Attention to the encoder's output: h [B, T, D] -> [B, T, D]. If there is a cache, it holds
+    the keys and values."""
     q, = shard.columns(h, with_bias(w, "cross_wq"))
     if cache is None:
         k, v = _cross_keys(w, batch["encoded"], c)
@@ -610,9 +610,9 @@ def _cross_keys(w, encoded, c):
 
 
 def _class_logits(params, x, c, batch):
-    """float32 logits [B, A] of each row's class, from its first token, from its last one (that the
-    mask has), or from the mean of a picture's patches. (The last norm then comes after the
-    mean.)"""
+    """float32 logits [B, A] of each row's class. They come from its first token, from the last
+    token that the mask keeps, or from the mean of a picture's patches. The last norm comes after
+    this choice."""
     x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
     if c.pool == "last":
         there = shard.whole_time(batch.get("mask", jnp.ones(batch["tokens"].shape))) > 0
@@ -629,10 +629,10 @@ def _class_logits(params, x, c, batch):
 
 
 def class_loss(logits, batch, c):
-    """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. Of
+    """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. With
     one label (a regression), the squared error."""
     rows = jnp.float32(len(logits))
-    if c.head == "none":        # (traced by the rule, which needs some loss to find what is split)
+    if c.head == "none":        # the rule traces it: it needs some loss to plan the sharding
         return jnp.sum(logits.astype(jnp.float32) ** 2), rows
     labels, classes = batch["labels"], logits.shape[1]
     if classes == 1:
@@ -643,13 +643,13 @@ def class_loss(logits, batch, c):
 
 
 def _repeat(w, x, group, c, batch):
-    """A group of layers with the same weights."""
+    """Run a group of layers that share their weights."""
     times = c.layers // c.layer_groups
 
     def layer(x, i):
         return block(w, x, i, c, batch)[0], None
 
-    how = remat.remat_of(c.remat)       # (with full:0.5, half of the groups are computed again)
+    how = remat.remat_of(c.remat)       # full:0.5 recomputes half of the groups
     layer = layer if how.policy == "none" and not how.share else jax.checkpoint(layer)
     return lax.scan(layer, x, group * times + jnp.arange(times))[0], None
 
@@ -658,8 +658,8 @@ def _repeat(w, x, group, c, batch):
 # Functions of the Network (zigzag/parallel/network.py)
 
 def check(c: Config, mesh: Any) -> None:
-    """Refuse a model that the mesh cannot split. (Tensor never stops a run: a weight that it does
-    not divide is not split.)"""
+    """Refuse a model that the mesh cannot split. Tensor never stops a run, because a weight that it
+    does not divide stays whole."""
     stages = mesh.shape["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
     check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
@@ -680,8 +680,8 @@ def check(c: Config, mesh: Any) -> None:
 
 
 def flops(c: Config, tokens: int, table: Params) -> float:
-    """FLOPs of training on that many tokens. The weights of an encoder, and those of
-    cross-attention's keys and values, are counted for the tokens of the source."""
+    """FLOPs of training on this many tokens. The weights of an encoder, and of the keys and values
+    of cross-attention, count for the tokens of the source."""
     share = c.source_len / c.seq_len if c.encoder_layers else 0.0
     layers = dict(table.get("layers", {}))
     of_source = [layers.pop(name) for name in list(layers)
@@ -724,7 +724,7 @@ def block_traffic(c: Config) -> Traffic | None:
 
 
 def why(config: Config) -> str:
-    """Text that says why the plain decoder is not enough."""
+    """Text that says why a model needs more than the plain decoder."""
     names = lacking(dataclasses.asdict(config))
     names = [name for name in names if not is_derived(config, name)] or names
     options = [f"{name}={getattr(config, name)}" for name in names]

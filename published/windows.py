@@ -1,5 +1,5 @@
-"""What Swin and SAM share: pictures of tokens cut into square windows, each a short row of its own
-for attention.
+"""What Swin and SAM share: pictures of tokens cut into square windows. For attention, each window
+is a separate short row.
 
     [B, 4, 6, D], windows of 2     +--+--+--+
                                    |0 |1 |2 |      -> [6 B, 4, D]: the windows of the first
@@ -19,8 +19,8 @@ from zigzag.parallel import low_rank
 
 
 def patches(params: Any, pictures: Array, c: Any) -> Array:
-    """Pictures [B, C, height, width], padded with zeros to whole patches, as pictures of tokens
-    [B, h, w, D]."""
+    """Turn pictures [B, C, height, width], padded with zeros to whole patches, into pictures of
+    tokens [B, h, w, D]."""
     w, p = params["patch"], c.patch_size
     x = lax.conv_general_dilated(
         pictures.astype(w.dtype), w, (p, p), [(0, -n % p) for n in pictures.shape[2:]],
@@ -30,13 +30,13 @@ def patches(params: Any, pictures: Array, c: Any) -> Array:
 
 def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: Callable,
           shift: Any = None) -> Array:
-    """A block of the stream x [B, T, D], pictures of `size` = (h, w) tokens, whose attention is
-    within windows. The picture is rolled by `shift` before it is cut. attend(w, q, k, v, size)
-    is attention of the tokens [B W, t, H, N] of each window of a picture, padded to this size."""
+    """A block with attention within windows, on the stream x [B, T, D] of pictures of `size` = (h,
+    w) tokens. It rolls the picture by `shift` before cutting it. attend(w, q, k, v, size) computes
+    attention for the tokens [B W, t, H, N] of each window of a picture, padded to this size."""
     w = low_rank.adapted(w)
     h = norm(w, "attn_norm", x, c)
     picture = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
-    picture = padded(picture, window)           # (tokens see the padding: zeros plus bias)
+    picture = padded(picture, window)           # tokens see the padding: zeros plus bias
     whole = picture.shape[1:3]
     picture = picture if shift is None else jnp.roll(picture, (-shift, -shift), (1, 2))
     q, k, v = shard.columns(cut(picture, window), gathered=True, *[

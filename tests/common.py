@@ -1,5 +1,5 @@
-"""What several test files use beside helpers.py: peers, exact gradients, commands in processes of
-their own, runs that are killed.
+"""What several test files use in addition to helpers.py: peers, exact gradients, commands in
+separate processes, killed runs.
 """
 
 import contextlib
@@ -51,15 +51,15 @@ from zigzag.run.plan import compiled, resolve_dtype
 
 
 def peer(name):
-    """A package to compare with, or an optional one: where it is missing the test skips; in .ci/run
-    it fails."""
+    """Import a package to compare with, or an optional one. Without the package, the test skips; in
+    .ci/run it fails."""
     if os.environ.get("ZIGZAG_CI"):
         return importlib.import_module(name)
     return pytest.importorskip(name, reason="pip install -r requirements-peers.txt")
 
 
 def mean_loss(loss, config):
-    """The mean loss, as a function of weights and a batch."""
+    """The mean loss as a function of weights and a batch."""
     def mean(params, batch):
         total, count = loss(params, batch, config)
         return total / count
@@ -68,7 +68,7 @@ def mean_loss(loss, config):
 
 
 def byte_level(files, special):
-    """A tokenizer of 300 ids: these special ones, and byte-level pieces of the files."""
+    """A tokenizer of 300 ids: these special ids, and byte-level subwords of the files."""
     package = peer("tokenizers")
     made = package.Tokenizer(package.models.BPE())
     made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,7 +80,7 @@ def byte_level(files, special):
 
 
 def published_files(folder, text):
-    """A folder with a tokenizer as published ones have: of <s>, </s> and the files in `text`."""
+    """A folder with a published model's kind of tokenizer: <s>, </s> and the files in `text`."""
     made = byte_level(sorted(text.iterdir()), ["<s>", "</s>"])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
@@ -90,25 +90,25 @@ def published_files(folder, text):
 
 
 def json_lines(path, *rows):
-    """A file of lines of JSON."""
+    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def rewrite(path, **fields):
-    """Change fields of an object in a file of JSON. Returns the object as it was."""
+    """Change fields of an object in a JSON file. Returns the original object."""
     was = json.loads(path.read_text())
     path.write_text(json.dumps({**was, **fields}))
     return was
 
 
 def data_py(*words):
-    """data.py in this process."""
+    """Run data.py in this process."""
     data.main([str(word) for word in words])
 
 
 def prepared(path, out, *more, **given):
-    """The corpus that data.py makes of a path."""
+    """The corpus that data.py makes from a path."""
     return data.prepare([str(path)], out, *more, **given)
 
 
@@ -116,7 +116,7 @@ TOKENS = np.random.default_rng(0).integers(0, 300, 5000)
 
 
 def token_shards(folder):
-    """A folder with TOKENS in three files, of which the last is held out."""
+    """A folder with TOKENS in three files; the last is held out."""
     folder.mkdir()
     parts = np.split(TOKENS.astype(np.uint16), (2000, 4500))
     for name, piece in zip(("train_0", "train_1", "val"), parts):
@@ -125,7 +125,7 @@ def token_shards(folder):
 
 
 def documents_of(corpus):
-    """[(ids, their weights)] of all documents, those to learn from first."""
+    """[(ids, their weights)] of all documents, with the training documents first."""
     found = []
     for split in SPLITS:
         documents = corpus.documents(split)
@@ -136,8 +136,8 @@ def documents_of(corpus):
 
 
 def published_model(folder, text, scale=2, seed=0, **options):
-    """A folder with a small model of 300 ids and the tokenizer of published_files. scale: of its
-    weights, so that it has opinions."""
+    """A folder with a small model of 300 ids and the tokenizer of published_files. `scale`
+    multiplies the weights, so that the logits differ more."""
     peer("safetensors")
     published = part("published", "a published folder")
     config = config_of(vocab_size=300, **options)
@@ -147,8 +147,8 @@ def published_model(folder, text, scale=2, seed=0, **options):
 
 
 def digit_pairs(path, count, digits=8, seed=0):
-    """A file of pairs with something to learn in them: up to so many digits, and the same ones from
-    the last to the first."""
+    """A file of pairs that a model can learn: at most `digits` digits, and the same digits in
+    reverse order."""
     rng = np.random.default_rng(seed)
     words = ["".join(map(str, rng.integers(0, 10, rng.integers(1, digits + 1))))
              for _ in range(count)]
@@ -156,17 +156,17 @@ def digit_pairs(path, count, digits=8, seed=0):
 
 
 def order(count, seed, first, size):
-    """The numbers, below `count`, of the examples at places `first` to `first + size`."""
+    """The numbers, below `count`, of the examples at places first ... first + size - 1."""
     return order_at(count, seed, np.arange(first, first + size))
 
 
 def slow(*values):
-    """Parameters of a test that only .ci/full runs; if it has no quick ones, .ci/run takes one."""
+    """Parameters that only .ci/full runs; if a test has no quick ones, .ci/run takes some."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def full(*values):
-    """Parameters of a test that only .ci/full runs."""
+    """Parameters that only .ci/full runs."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -174,7 +174,7 @@ def full(*values):
 # Training in this process
 
 class net:
-    """The functions of whichever network a configuration is of, a run's or its own."""
+    """The functions of a network, found by its configuration or by that of its run."""
 
     @staticmethod
     def loss(params, batch, config, specs=None, with_aux=False):
@@ -199,7 +199,7 @@ class net:
 
 
 def weights_on(params, config, mesh):
-    """These weights as a mesh has them; as they are if there is none."""
+    """These weights, sharded on a mesh; unchanged if there is none."""
     if not mesh:
         return params
     mesh = mesh_of(mesh)
@@ -207,14 +207,14 @@ def weights_on(params, config, mesh):
 
 
 def far_apart(config, times=3, seed=0):
-    """First weights, so many times as large: few ids are nearly as likely as others."""
+    """Initial weights times a factor, so that few ids are nearly equally likely."""
     params = jax.jit(functools.partial(net.init, config))(jax.random.key(seed))
     return jax.tree.map(lambda w: times * w, params)
 
 
 @contextlib.contextmanager
 def plain_sgd():
-    """Updates that subtract the gradient: no optimizer in the way."""
+    """Updates that subtract the plain gradient, without an optimizer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "optimizer", lambda config, decisions: optax.identity())
         patch.setattr(train, "learning_rate", lambda config, step: jnp.float32(1.0))
@@ -227,7 +227,7 @@ def compiled_forward(config):
 
 
 def logits_of(params, config, texts, length, given=None):
-    """The logits of forward, which has no cache, for texts that are padded to this length."""
+    """The logits of forward, which has no cache, for texts padded to this length."""
     tokens = np.zeros((len(texts), length), np.int32)
     for row, ids in zip(tokens, texts):
         row[:len(ids)] = ids
@@ -235,14 +235,14 @@ def logits_of(params, config, texts, length, given=None):
 
 
 def log_probabilities(params, config, texts, given=None):
-    """For each text, the log-probabilities of its ids after the first, by forward."""
+    """For each text, the log-probabilities from forward of its ids after the first."""
     logits = logits_of(params, config, texts, max(map(len, texts)), given)
     logs = np.asarray(jax.nn.log_softmax(logits))
     return [logs[row, np.arange(len(ids) - 1), ids[1:]] for row, ids in enumerate(texts)]
 
 
 def steps_of(monkeypatch):
-    """A list of (rows, steps) of each call of the compiled loop from now on."""
+    """A list that collects (rows, steps) for each call of the compiled loop from now on."""
     steps, decode = [], passes.decode
 
     def spy(*given):
@@ -255,8 +255,8 @@ def steps_of(monkeypatch):
 
 
 def gradients_of(config, mesh, batch, weights=None):
-    """The gradient that a step applies, recovered from plain SGD. weights: where; None: at
-    init's."""
+    """The gradient that a step applies at `weights` (None: at init's weights), recovered from plain
+    SGD."""
     with plain_sgd():
         program = program_of(config, mesh)
         with jax.set_mesh(program.mesh):
@@ -268,13 +268,13 @@ def gradients_of(config, mesh, batch, weights=None):
 
 
 def temporaries(config, mesh):
-    """The bytes of a compiled step beside its arguments and results."""
+    """The bytes that a compiled step needs in addition to its arguments and results."""
     return compiled(program_of(config, mesh)).memory_analysis().temp_size_in_bytes
 
 
 def assert_same_update(got, want, rounding=1e-7):
-    """Assert that gradients are equal up to rounding, leaf by leaf, where some are those of
-    gradients_of: p - (p - g) in float32, so that each element carries the rounding of p."""
+    """Assert that gradients are equal up to rounding, leaf by leaf. Gradients of gradients_of are p
+    - (p - g) in float32, so each element carries the rounding of p."""
     for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
         slack = 1e-5 * np.linalg.norm(b) + rounding * np.sqrt(b.size)
         assert np.linalg.norm(a - b) < slack, path
@@ -282,28 +282,28 @@ def assert_same_update(got, want, rounding=1e-7):
 
 @contextlib.contextmanager
 def in_float64():
-    """Our code with twice the digits."""
+    """Run our code in float64."""
     cast = mesh_tools.cast
 
     def as_it_is(tree, dtype):
         return tree
 
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
-        for module in list(sys.modules.values()):       # who imported it has it by name
+        for module in list(sys.modules.values()):       # importers hold it under a name
             if getattr(module, "cast", None) is cast:
                 patch.setattr(module, "cast", as_it_is)
-        patch.setattr(jnp, "float32", jnp.float64)      # every "in float32"
+        patch.setattr(jnp, "float32", jnp.float64)      # for code that computes "in float32"
         yield patch
 
 
-# (The plain formula knows nothing of sums over devices, or of how they are cut.)
+# The plain formula knows nothing about sums over devices or about splits.
 NOT_IN_THE_FORMULA = ("accumulate", "microbatches", "schedule", "chunks", "override", "remat",
                       "zero", "fsdp_min", "sum_dtype", "overlap")
 
 
 @functools.lru_cache(maxsize=None)
 def _of_the_formula(config):
-    """(sum, count, aux), gradients: autodiff of net.loss where there is no mesh, in float64."""
+    """(gradients, (sum, count, aux)): autodiff of net.loss without a mesh, in float64."""
     def loss(params, batch):
         sums = net.loss(params, batch, config, with_aux=True)
         return sums[0], sums
@@ -315,7 +315,7 @@ def _of_the_formula(config):
 
 @functools.lru_cache(maxsize=None)
 def exact_inputs(config):
-    """First weights, and a batch in which rows have different numbers of targets."""
+    """Initial weights, and a batch whose rows have different numbers of targets."""
     params = jax.jit(functools.partial(net.init, config))(jax.random.key(0))
     rng = np.random.default_rng(0)
     c, rows = config.network, config.batch
@@ -332,8 +332,8 @@ def exact_inputs(config):
 
 
 def sums_and_gradients(config, mesh, params, batch):
-    """What the training step computes before its update: (gradients, (sum, count, aux)), of the
-    whole batch."""
+    """What the training step computes before its update, over the whole batch: (gradients, (sum,
+    count, aux))."""
     program = program_of(config, mesh)
     gradients = train.make_gradients(program.plan)
     with jax.set_mesh(program.mesh):
@@ -347,9 +347,9 @@ def sums_and_gradients(config, mesh, params, batch):
 
 
 def assert_same_on(mesh, rtol=1e-9, **changes):
-    """The step on this mesh finds the sum, the count, the other sums and every gradient that
-    autodiff finds of the plain formula without a mesh: in float64, so that what remains is no
-    rounding."""
+    """Assert that the step on this mesh finds the same sum, count, other sums and gradients as
+    autodiff of the plain formula without a mesh. Both compute in float64, so rounding cannot
+    explain a difference."""
     config = make(**changes)
     with in_float64():
         plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})
@@ -359,8 +359,8 @@ def assert_same_on(mesh, rtol=1e-9, **changes):
 
 
 def assert_agree(got, want, rtol, beside=None):
-    """Assert that each leaf is equal up to a share of its norm, plus a thousandth of that share of
-    the norm of everything, or of `beside`."""
+    """Assert that each leaf's error is at most `rtol` times its norm, plus a thousandth of `rtol`
+    times the norm of the whole tree, or of `beside`."""
     size = float(optax.tree.norm(want if beside is None else beside))
     for (path, b), a in zip(mesh_tools.by_path(want).items(), jax.tree.leaves(got), strict=True):
         error = np.linalg.norm(np.asarray(a) - b)
@@ -368,7 +368,7 @@ def assert_agree(got, want, rtol, beside=None):
 
 
 def refused(capsys, *words, main=None):
-    """The error of a command line that ends with exit status 2 and one line."""
+    """Assert that a command line ends with exit status 2 and one line. Returns that error."""
     with pytest.raises(SystemExit) as e:
         flags.run_main(lambda: (main or train.main)([str(w) for w in words]))
     error = capsys.readouterr().err
@@ -377,12 +377,12 @@ def refused(capsys, *words, main=None):
 
 
 def refuses(says):
-    """A block that ends in a refusal, in whose text this pattern is found."""
+    """A block that must end in a ConfigError whose text matches this pattern."""
     return pytest.raises(ConfigError, match=says)
 
 
 # -------------------------------------------------------------------------------------------
-# Commands: in this process, or each in one of its own
+# Commands, in this process or each in a separate one
 
 SMALL = ("--layers", 2, "--d_model", 32, "--heads", 4, "--seq_len", 32, "--batch", 4)
 
@@ -399,37 +399,37 @@ def continued(*words):
 
 
 def check_network(config, mesh):
-    """Refuse a network that this mesh cannot train, as train.py does."""
+    """Refuse, as train.py does, a network that this mesh cannot train."""
     checks.check_network(config, network_of(config), mesh)
 
 
 def opened(config, run, tokenizer=None, ready=0, fingerprint=""):
-    """--data of a configuration, opened for the run in this folder: a Learned."""
+    """Open the --data of a configuration for the run in this folder; gives a Learned."""
     return training.opener(source.kind_of(config))(config, tokenizer, run, ready, fingerprint)
 
 
 def train_here(config, mesh):
-    """Train on --data, as train.py does, on this mesh."""
+    """Train on --data on this mesh, as train.py does."""
     with training.opened(resolve_dtype(config, mesh)) as (config, task, say):
         return train.fit(config, task, mesh=mesh, say=say)
 
 
 def go(*words):
-    """train.py in this process, on one device."""
+    """Run train.py in this process, on one device."""
     config = continued(*words)
     train_here(config, mesh_of(""))
     return config
 
 
 def _words(file, words):
-    """The words that run a file of ours, "-m MODULE", or what python is given in a list."""
+    """The command that runs a file of ours, "-m MODULE", or python with a list of arguments."""
     at = file if isinstance(file, list) else (
         str(file).split() if str(file).startswith("-m ") else [str(ROOT / file)])
     return [sys.executable, *at, *map(str, words)]
 
 
 def command(*words, file="train.py", env=None, **more):
-    """Run a command in a process of its own, and wait for its end."""
+    """Run a command in a separate process, and wait for its end."""
     return subprocess.run(
         _words(file, words), text=True, capture_output=True,
         timeout=600, cwd=more.pop("cwd", ROOT),
@@ -437,21 +437,21 @@ def command(*words, file="train.py", env=None, **more):
 
 
 def succeeds(*words, **more):
-    """A command that must end with status 0."""
+    """Run a command that must end with status 0."""
     done = command(*words, **more)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def started(*words, file="train.py", cwd=ROOT):
-    """Start a command and do not wait for it."""
+    """Start a command without waiting for it."""
     return subprocess.Popen(
         _words(file, words), text=True, cwd=cwd,
         env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def until_step(at, out, *runs):
-    """Wait until a run has written that many steps, or a process has ended."""
+    """Wait until a run has logged step `at`, or until a process has ended."""
     while all(run.poll() is None for run in runs):
         with contextlib.suppress(OSError, ValueError, IndexError):
             if json.loads((Path(out) / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= at:
@@ -460,8 +460,8 @@ def until_step(at, out, *runs):
 
 
 def hosts(count, *words, own=lambda i: (), cwd=lambda i: ROOT, port=None, **more):
-    """Start the same command in several processes; own(i) is what only process i is given, and
-    cwd(i) is where it runs."""
+    """Start the same command in several processes. own(i) has the additional words for process i,
+    and cwd(i) is its working directory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = port or free.getsockname()[1]
@@ -470,7 +470,7 @@ def hosts(count, *words, own=lambda i: (), cwd=lambda i: ROOT, port=None, **more
 
 
 def ends(runs, within=240):
-    """(status, stdout, stderr) of each process, when all have ended by themselves."""
+    """Wait until all processes end by themselves. Returns (status, stdout, stderr) of each."""
     begin, results = time.monotonic(), []
     try:
         for run in runs:
@@ -483,16 +483,16 @@ def ends(runs, within=240):
 
 
 def all_succeed(runs):
-    """ends() of processes that must all have status 0."""
+    """ends(), for processes that must all end with status 0."""
     results = ends(runs)
     assert all(status == 0 for status, *_ in results), results
     return results
 
 
 def survives_kills(seed, kills, folder, start):
-    """A command runs to its end; and once more while it is killed (-9 or SIGTERM) so many times, at
-    any moment: while it starts, compiles, steps, saves or restores. Both have the same metrics.
-    start(folder) gives its processes."""
+    """Run a command to its end. Then run it again, killed `kills` times (-9 or SIGTERM) at any
+    moment: while it starts, compiles, steps, saves or restores. Assert that both have the same
+    metrics. start(folder) returns its processes."""
     rng, begin = np.random.default_rng(seed), time.monotonic()
     assert all(status == 0 for status, *_ in ends(start(folder / "whole")))
     length = time.monotonic() - begin
@@ -501,7 +501,7 @@ def survives_kills(seed, kills, folder, start):
         wait = rng.uniform(0, length)
         while time.monotonic() - begin < wait and all(run.poll() is None for run in runs):
             time.sleep(0.01)
-        if any(run.poll() is not None for run in runs):     # what goes on has less left to do
+        if any(run.poll() is not None for run in runs):     # the rest takes less time
             length = time.monotonic() - begin
         runs[rng.integers(len(runs))].send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
         for status, _, error in ends(runs):

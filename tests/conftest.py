@@ -1,4 +1,4 @@
-"""Fixtures that several test files use. Importing `common` here fixes the devices for all tests."""
+"""Fixtures for several test files. Importing `common` here fixes the devices for all tests."""
 
 import collections
 import gc
@@ -13,13 +13,13 @@ from tests import parts
 from tests.common import WORDS
 from tests.helpers import learn, make
 
-MOST = 5        # of the longest cases of a test, in .ci/full
+MOST = 5        # cases that .ci/full takes of a test's longest ones
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """.ci/run takes the quick cases of a test or, if it has none, its first slow one, the 25th and
-    so on. .ci/full takes MOST of the others, evenly spread; `.ci/full all` takes all."""
+    """.ci/run takes the quick cases of a test. If there are none, it takes the first slow case, the
+    25th and so on. .ci/full takes MOST of the others, evenly spread; `.ci/full all` takes all."""
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         kind = next(filter(item.get_closest_marker, ("full", "slow")), "quick")
@@ -37,24 +37,24 @@ def pytest_collection_modifyitems(items):
 
 
 # -------------------------------------------------------------------------------------------
-# A copy without a part (README): what needs it is left out, or skipped, and counted
+# A copy without a part (README): pytest leaves out or skips what needs it, and counts the files
 
 REFUSED = re.compile(r"(?:needs|one of) ([\w/ ]+), which this copy does not have")
 
 
 def needs(path):
-    """The first part that is gone, of those that a file of tests imports; "" if there is none."""
+    """The first missing part that a test file imports; "" if no such part is missing."""
     return next(iter(sorted(parts.needs_of_test(path) & parts.GONE)), "") if parts.GONE else ""
 
 
 def pytest_ignore_collect(collection_path):
-    """Files of tests that import a part that is gone are not collected."""
+    """Leave out test files that import a missing part."""
     return True if collection_path.suffix == ".py" and needs(collection_path) else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """A test in which something asks for a part that is gone is skipped."""
+    """Skip a test if something in it asks for a missing part."""
     report = yield
     if parts.GONE and report.failed and (found := REFUSED.search(str(report.longrepr))):
         report.outcome = "skipped"
@@ -75,9 +75,9 @@ counter = itertools.count(1)
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Forget compiled programs before there are too many. Each has several memory mappings, of
-    which Linux allows a process 65,530; beyond that jax's compiler crashes. (A test of generation
-    leaves 390, so a worker died after 150 of them.)"""
+    """Forget compiled programs before there are too many. Each has several memory mappings. Linux
+    allows a process 65,530; beyond that, jax's compiler crashes. A test of generation leaves 390,
+    so a worker died after 150 such tests."""
     if next(counter) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 10_000:
         jax.clear_caches()
         gc.collect()
@@ -96,5 +96,5 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def alone():
-    """A run of the small transformer on one device: rows of metrics, and what fit gives."""
+    """A run of the small transformer on one device: rows of metrics, and the result of fit."""
     return learn(make())

@@ -1,8 +1,8 @@
-"""What test_all.py needs: small configurations, batches, training in this process, and updates on a
-mesh to compare with the same ones on one device.
+"""Helpers for test_all.py: small configurations, batches, training in this process, and updates on
+a mesh to compare with the same updates on one device.
 
-Importing this file fixes how this process compiles (on 8 CPU devices, with few optimizations), so
-every test file imports it before it touches a device; conftest.py does so for all of them.
+Importing this file fixes how this process compiles: on 8 CPU devices, with few optimizations. So
+the import must come before a test touches a device. tests/conftest.py does it for all tests.
 """
 
 import dataclasses
@@ -32,23 +32,23 @@ ROOT = Path(__file__).parents[1]
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
-# Machine code of the worst kind halves the time of tests (of jax 0.10). What programs send is the
-# same, and commands that tests start are compiled as for anybody.
+# Compiling with optimizations off halves the time of the tests (jax 0.10). Programs send the same
+# data. Commands that tests start compile with the usual optimizations.
 jax.config.update("jax_disable_most_optimizations", True)
 with pytest.MonkeyPatch.context() as patch:
-    if jax.__version_info__ < (0, 11):      # (later versions stop at this flag, which they removed)
+    if jax.__version_info__ < (0, 11):      # later versions removed this flag, and stop at it
         more = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
         patch.setenv("XLA_FLAGS", more)
-    jax.devices()       # now, before a test makes another number of them
-# While a file is edited and test_all.py has not passed yet, tests compare what they say they do and
-# nothing else.
+    jax.devices()       # now, before a test asks for a different number
+# After an edit, a run first compares its mesh with one device, until test_all.py passes. Tests skip
+# this comparison.
 tested.why_untested = lambda names: ""
 
 
 
 class needed:
-    """A module of a part, imported when something of it is asked for: in a copy without that part
-    (README), only the tests that ask are skipped (tests/conftest.py)."""
+    """A module of a part, imported on first use. In a copy without that part (README),
+    tests/conftest.py then skips only the tests that use it."""
 
     def __init__(self, module):
         self.module = module
@@ -65,7 +65,7 @@ TINY = dict(layers=2, d_model=32, heads=4, vocab_size=61, seq_len=16, out="", st
 
 
 def config_of(**fields):
-    """The configuration of the network that has these options: the plain decoder, if it can."""
+    """The configuration of the network with these options: the plain decoder, if it has them."""
     plain = {f.name for f in dataclasses.fields(model.Config)}
     if fields.keys() <= plain and not has_part("published"):
         return model.Config(**fields)
@@ -73,12 +73,12 @@ def config_of(**fields):
 
 
 def own(config):
-    """A network's configuration: that of a run's, or itself."""
+    """The configuration of a network, from itself or from the configuration of a run."""
     return getattr(config, "network", config)
 
 
 def run_of(config=None, **changes):
-    """The configuration of a run: of the network that `config` is of, or of one that has these
+    """The configuration of a run with the network of `config`, or with a network that has these
     options."""
     run = {f.name for f in dataclasses.fields(train.Config)}
     inner = {name: value for name, value in changes.items() if name not in run}
@@ -88,18 +88,18 @@ def run_of(config=None, **changes):
 
 
 def make(**changes):
-    """A configuration that trains in a second or two, of a run and of its network."""
+    """The configuration of a run, and of its network, that trains in a second or two."""
     return run_of(**{**TINY, **changes})
 
 
 def mesh_of(text):
-    """A mesh like "data=2,tensor=2" of the first devices; data is 1 unless it is given."""
+    """A mesh of the first devices, from text like "data=2,tensor=2". data is 1 by default."""
     sizes = {"data": 1, **mesh_sizes(text)}
     return make_mesh(devices=jax.devices()[:int(np.prod(list(sizes.values())))], **sizes)
 
 
 def tokens_of(config, count=64, seed=0):
-    """Examples with something to learn in them: each id is the one before plus a step."""
+    """Examples that a model can learn: each id is the previous id plus a step."""
     rng = np.random.default_rng(seed)
     start, step = rng.integers(0, 50, (count, 1)), rng.integers(1, 4, (count, 1))
     ids = (start + step * np.arange(own(config).seq_len + 1)) % own(config).vocab_size
@@ -107,7 +107,7 @@ def tokens_of(config, count=64, seed=0):
 
 
 class KeepRows(report.Reporter):
-    """Prints nothing: it keeps the rows of metrics and the lines of text."""
+    """Prints nothing; keeps the rows of metrics and the lines of text."""
 
     def __init__(self, rows, lines):
         super().__init__(steps=1)
@@ -130,7 +130,7 @@ class KeepRows(report.Reporter):
 
 
 class StopAt(KeepRows):
-    """Asks the run to stop, as a person or a scheduler would, after a step."""
+    """Asks the run to stop after a step, as a user or a scheduler would."""
 
     def __init__(self, step):
         super().__init__([], [])
@@ -142,8 +142,8 @@ class StopAt(KeepRows):
 
 
 def learn(config, mesh="", lines=None, **given):
-    """Train in this process: the rows of its metrics, and what fit gives. Lines that a run would
-    print are added to `lines`."""
+    """Train in this process. Returns the rows of its metrics, and the result of fit. Adds the lines
+    that a run would print to `lines`."""
     rows, lines, T = [], [] if lines is None else lines, config.network.seq_len
     init, loss, _ = train.language(config)
     result = fit(config, **{**dict(
@@ -153,14 +153,14 @@ def learn(config, mesh="", lines=None, **given):
 
 
 def fit(config, **given):
-    """train.fit, with the fields of a Task beside its own arguments."""
+    """train.fit, with the fields of a Task next to its own arguments."""
     own = {name: given.pop(name) for name in ("step", "optimizer", "schedule", "mesh", "log", "say")
            if name in given}
     return train.fit(config, train.Task(**given), **own)
 
 
 def program_of(config, mesh):
-    """Everything that is compiled for the transformer of this configuration on a mesh."""
+    """The whole program for the transformer of this configuration on a mesh."""
     return train.build(config, mesh_of(mesh), *without_data(config))
 
 
@@ -170,7 +170,7 @@ def build(config, mesh, init, loss, shapes, **fields):
 
 
 def batch_of(config, seed=1, weights=None):
-    """A batch as arrays of numpy."""
+    """A batch as numpy arrays."""
     rows = data.collate(tokens_of(config, config.batch, seed), config.network.seq_len)
     rows["seeds"] = np.arange(config.batch, dtype=np.uint32)
     if weights is not None:
@@ -179,13 +179,13 @@ def batch_of(config, seed=1, weights=None):
 
 
 def placed(mesh, batch):
-    """A batch of arrays of numpy on the devices of a mesh."""
+    """A batch of numpy arrays, placed on the devices of a mesh."""
     return place_batch(mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()},
                        len(next(iter(batch.values()))))
 
 
 def rows_in(path):
-    """The rows of a metrics.jsonl, or of another file of JSON lines."""
+    """The rows of a metrics.jsonl, or of any file of JSON lines."""
     return [json.loads(line) for line in open(path)]
 
 
@@ -205,7 +205,7 @@ def all_losses(rows):
 
 
 def without_times(path):
-    """The lines of a metrics.jsonl, without what depends on the machine's speed."""
+    """The lines of a metrics.jsonl, without values that depend on the machine's speed."""
     times = ("tokens_per_second", "mfu", "save_seconds")
     return [json.dumps({k: v for k, v in row.items() if k not in times}) for row in rows_in(path)]
 
@@ -223,20 +223,20 @@ class Updates(NamedTuple):
 
 
 def kept_gradient():
-    """Part of an optimizer: changes nothing, and keeps the gradient in its state."""
+    """A part of an optimizer that changes nothing and keeps the gradient in its state."""
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
 
     def update(gradient, kept, params=None):
-        # (Tied to what was kept before, so that it is placed as the gradient is.)
+        # Depends on the old state, so that jax places it like the gradient.
         return gradient, jax.tree.map(lambda k, g: 0 * k + g, kept, gradient)
 
     return optax.GradientTransformation(init, update)
 
 
 def run_updates(config, mesh, count, times=1):
-    """`count` updates by the whole step, from the start; `times` times with the same program. The
-    rows of a batch have very different masks, so that a mean of means is not the mean."""
+    """Make `count` updates by the whole step from the start, `times` times with the same program.
+    The rows of a batch have very different masks, so a mean of means differs from the mean."""
     weights = np.random.default_rng(0).random((config.batch, config.network.seq_len)) < np.linspace(
         0.1, 1, config.batch)[:, None]
     optimizer, runs = train.optimizer, []
@@ -279,14 +279,14 @@ def assert_close(got, want, **bounds):
 
 
 def assert_same_bits(got, want):
-    """Assert that trees have the same numbers, to the last bit."""
+    """Assert that trees are equal to the last bit."""
     got = by_path(got)
     for path, leaf in by_path(want).items():
         assert (np.asarray(got[path]) == np.asarray(leaf)).all(), path
 
 
 def assert_same_others(got, want):
-    """Assert that the other sums of a loss, which are logged, are equal up to rounding."""
+    """Assert that the logged sums of a loss are equal up to rounding."""
     assert got.keys() == want.keys()
     for name, x in want.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-6 * np.abs(x).max(initial=0),

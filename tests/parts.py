@@ -1,5 +1,5 @@
-"""The parts: folders that a fork may delete. This is the one table of what needs what, which the
-tests of the layout, README and the copies without a part read.
+"""The parts: folders that a fork may delete. This is the only table of what needs what. The tests
+of the layout, of README and of copies without a part read it.
 
     python -m tests.parts       print README's table
 """
@@ -30,17 +30,17 @@ PARTS = {
     "recipes": Part("algorithms and recorded runs"),
     "learn": Part("lessons, `learn.explain`, `learn.walk`", frozenset({"forecast"}))}
 
-# {file of a part: other parts that it needs, besides its part's own}
+# {file of a part: the parts that it needs in addition to those of its part}
 FILES = {"recipes/caption.py": {"published", "tasks"}, "recipes/seq2seq.py": {"published", "tasks"},
          "recipes/classify.py": {"published"}, "recipes/uva3d.py": {"published"},
          "recipes/lm_eval.py": {"tools"}, "recipes/ddpg.py": {"tasks"},
          "recipes/ppo.py": {"tasks"}, "recipes/distill.py": {"tasks"}}
 
-# For tests that ask about all of the repository.
+# For tests of the whole repository.
 GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
-# The most lines of Python in each.
+# The maximum number of lines of Python in each folder.
 BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 600, "tools": 960, "tasks": 1_010,
            "recipes": 1_530, "learn": 3_000}
 
@@ -51,8 +51,8 @@ def is_there(part: str, root: Path = ROOT) -> bool:
 
 @functools.cache
 def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
-    """The first names of the modules that a file imports at its top, and those of the files of
-    tests/ that it imports."""
+    """The first names of the modules that a file imports at its top, and of those that its imports
+    from tests/ import."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -61,7 +61,7 @@ def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
         for name in names:
             found.add(name.split(".")[0])
             if name.startswith("tests."):
-                found.add(name.split(".")[1])       # (that folder may be gone with its part)
+                found.add(name.split(".")[1])       # that folder may be gone with its part
                 for length in (len(name.split(".")), len(name.split(".")) - 1):
                     file = root.joinpath(*name.split(".")[:length]).with_suffix(".py")
                     if file.exists() and file != path:
@@ -70,8 +70,8 @@ def imported(path: Path, root: Path = ROOT) -> frozenset[str]:
 
 
 def needs_of_test(path: Path, root: Path = ROOT) -> set[str]:
-    """The parts without which a file of tests cannot be collected: its folder's, those that it
-    imports, itself or through other files of tests, and those that these need."""
+    """The parts that pytest needs to collect a test file: its folder's part, the parts that it
+    imports, itself or through other test files, and the parts that these need."""
     folder = path.relative_to(root / "tests").parts[0] if root / "tests" in path.parents else ""
     found = (imported(path, root) | {folder}) & PARTS.keys()
     return found.union(*(PARTS[name].needs for name in found))
