@@ -68,7 +68,7 @@ def is_text(x: Any) -> bool:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """The array of a file, mapped into memory."""
+    """Map the array of a .npy file into memory."""
     return numbers_in(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False))
 
 
