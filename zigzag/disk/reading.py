@@ -387,7 +387,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
             "folders made by data.py, with --weights")
-    if options.weight_field and not has_weights and not flag:       # (of several sources, one has)
+    if options.weight_field and not has_weights and not flag:       # any one of several may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
                           f"{lacks(options.weight_field, first)}; it is for lines of JSON and "
                           f".parquet")
