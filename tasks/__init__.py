@@ -10,8 +10,8 @@
 
 pairs and arrays have `opened`, a context manager that opens --data and yields a `Learned`
 (zigzag/run/task.py): the configuration with the values that follow from the data, the task, its
-entries in config.json, and the description to print. If the run is refused, its files in the run's
-folder are removed. Options that only one kind uses declare it (`of=`); elsewhere they are an error.
+entries in config.json, and the description to print. If `fit` refuses the run, `opened` removes its
+files from the run's folder. Options of one kind declare it (`of=`); elsewhere they are an error.
 
 To learn from something else, pass custom functions to train.fit (docs/tasks.md). Needed by recipes
 that learn from pairs or have custom steps. These files import zigzag/ and the five files except
