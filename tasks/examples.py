@@ -6,8 +6,8 @@
 
 Each has `train` and `held_out`, two sequences of examples (a tenth is held out; none, if `whole`);
 `fingerprint`, a digest of the data; and str(), a description to print. Memory holds only the
-offsets of the examples, which are read on demand. A .npz is held whole. This file needs numpy, not
-jax.
+offsets of the examples, and reads each on demand; a .npz is loaded whole. This file needs numpy,
+not jax.
 """
 
 import array

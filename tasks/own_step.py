@@ -71,7 +71,7 @@ class OwnStep:
     """A user's step, and the plans for it.
 
     make_optimizer(config, decisions, name)     the optimizer of a tree
-    schedule(step)                      fit's schedule, or None: then default_rate(step) counts
+    schedule(step)                      fit's schedule, or None: then default_rate(step) applies
     make_gradients(plan), make_evaluate(plan)   functions of train.py"""
 
     def __init__(self, step: Callable, config: Any, mesh: Any, task: Task, batch: Any,

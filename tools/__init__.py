@@ -5,6 +5,6 @@
     plots  trackers                 train.py --plot, --log
     adds                            the flags that these files add
 
-Needed by recipes that score texts (grpo, distill, lm_eval) and by --beams of tasks/pairs.py.
+recipes/lm_eval.py needs tools/scores.py; --beams in tasks/pairs.py needs tools/beams.py.
 Imports zigzag/ and the five files. Delete this folder, and these flags are gone.
 """

@@ -6,7 +6,7 @@
                  ^^^^       its log-probability: the sum over the tokens of the choice
 
     acc         share of the questions whose answer has the largest log-probability
-    acc_norm    the same share, with each log-probability divided by the characters of its choice
+    acc_norm    the same, with log-probabilities divided by the number of characters of the choice
 """
 
 import json

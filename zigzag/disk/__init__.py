@@ -10,7 +10,7 @@
     mixture         several sources, mixed by weights; the order of examples
     lines           lines of JSON, and other helpers that readers share
     batches         from examples to arrays, placed on the mesh
-    checkpoint      the folder of a run: what is saved, and how it is restored
+    checkpoint      the folder of a run: saving and restoring its state
 
 Imports: core. Imported by: everything above.
 """

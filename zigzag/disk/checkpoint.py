@@ -17,8 +17,10 @@ everything else.
 A run that continues gets the same bits as one that never stopped. Weights, optimizer state and step
 are in the checkpoint. Batches and dropout are functions of (seed, step), and the learning rate is a
 function of the step. The run drops lines of metrics.jsonl after the checkpoint and writes them
-again. It keeps the newest checkpoints and the best one (--best). No file stores which one is best:
-it follows from the evaluations in the checkpoints that exist.
+again.
+
+It keeps the newest checkpoints and the best one (--best). No file stores which one is best: it
+follows from the evaluations in the checkpoints that exist.
 """
 
 import contextlib
@@ -473,7 +475,7 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
 
 
 def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
-    """The shapes of the weights of a run's newest (or given) step: the saved tree, in dicts and
+    """Return the saved tree of weights of a run's newest (or given) step as shapes, in dicts and
     lists."""
     at = run_steps(folder)[0] if step is None else step
     path = Path(folder).resolve() / f"checkpoints/{at}"

@@ -6,8 +6,9 @@
 
 The endless order runs through all examples again and again. In each thousand places every source
 has its share, rounded to a thousandth, in a shuffled order. Within its share, a source goes through
-all of its examples, then again in a new order. So the example at a place is a pure function of the
-seed and the place. This file needs numpy, not jax.
+all of its examples, then again in a new order.
+
+So the example at a place is a pure function of seed and place. This file needs numpy, not jax.
 """
 
 import dataclasses

@@ -138,8 +138,8 @@ def saved_state(part: Path) -> Record:
 
 
 def _split(bounds, is_held_out, form):
-    """Return (where documents begin, and where the last one ends; which are held out). Holding out
-    the last tenth may cut a document in two."""
+    """Return (where documents begin, and where the last one ends; which of them are held out).
+    Holding out the last tenth may cut a document in two."""
     total, held_out = int(bounds[-1]), np.diff(bounds)[is_held_out].sum()
     if 0.03 < held_out / max(total, 1) < 0.3:
         return bounds, is_held_out

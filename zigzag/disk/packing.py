@@ -7,8 +7,8 @@
     positions   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 0 1 2 3 4 5 6 7 0
 
 The documents of a block, and its rows, are a pure function of the seed and the block's number.
-Training takes rows block after block, in a new order each epoch, so it packs one block at a time.
-A document that is longer than a row is cut into rows. This file needs numpy, not jax.
+Training takes rows block after block, so it packs one block at a time. Rows of a block have a new
+order in each epoch. A document longer than a row spans several. This file needs numpy, not jax.
 """
 
 import bisect
