@@ -50,7 +50,7 @@ def weight_in(record: Record, field: str) -> Any:
 
 def weights_of_answers(messages: list[Record], field: str, count: int) -> list[Any]:
     """Return a weight for each of the `count` answers among these messages, from this field of each
-    message; 1 if none has the field."""
+    message, or 1 if a message lacks it."""
     found = [message.get(field) for message in messages if message["role"] == "assistant"]
     if not field or not any(x is not None for x in found):
         return [1] * count
