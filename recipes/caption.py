@@ -1,8 +1,8 @@
-"""Captions: an encoder of pictures and a decoder of text learn to say what is in a picture.
+"""Captions: an encoder of pictures and a decoder of text learn to describe a picture.
 
     example     (a picture [3, 16, 16] of one shape, ids of a text such as: a red ring, top left)
     loss        the network's own, the cross-entropy of the caption
-    metric      exact, the share of held-out pictures whose caption is right, letter for letter
+    metric      exact, the share of held-out pictures whose caption is right in every letter
 
     python -m recipes.caption [flags of train.py]
 """
@@ -25,13 +25,13 @@ Y, X = np.mgrid[:16, :16]
 
 
 def drawn(rng):
-    """A picture with some noise, and what is in it. (Before the noise there are 512 pictures, and
-    all of them are in the training set.)"""
+    """Draw a picture with some noise, and return it with its caption. Before the noise there are
+    only 512 pictures, and the training set has all of them."""
     color, shape = list(COLORS)[rng.integers(4)], SHAPES[rng.integers(4)]
     row, column, size = *rng.choice([4, 5, 10, 11], 2), rng.integers(3, 5)
     y, x = abs(Y - row), abs(X - column)
     far = np.hypot(y, x)
-    square, disc = (y < size) & (x < size), far < size - 0.5     # (far < 3 would be a square)
+    square, disc = (y < size) & (x < size), far < size - 0.5     # far < 3 would be a square
     inside = {"square": square, "disc": disc, "cross": square & ((y < 1) | (x < 1)),
               "ring": disc & (far >= size - 2)}[shape]
     picture = np.array(COLORS[color])[:, None, None] * inside + rng.normal(0, 0.1, (3, 16, 16))

@@ -1,9 +1,9 @@
-"""Contrastive learning: which right half belongs to a left half (as CLIP does for texts; Radford et
-al., 2021).
+"""Contrastive learning: match left halves of pictures with right halves, as CLIP matches pictures
+with texts (Radford et al., 2021).
 
     example     a handwritten digit of 8 x 8 pixels: its left half and its right half
-    loss        the cross-entropy of the right partner among those of all rows of the batch, from
-                left to right and from right to left. `shard.all_rows` gets them from all devices
+    loss        the cross-entropy of the correct partner among all rows of the batch, from left to
+                right and from right to left. `shard.all_rows` gets the rows from all devices
     metric      the share of held-out left halves whose right half is the nearest of 360
 
     python -m recipes.contrastive [flags of train.py]
@@ -43,7 +43,7 @@ def init(key):
 
 
 def vectors(params, batch):
-    """Vectors [B, 64] of length 1 for the left halves, and for the right ones."""
+    """Yield unit vectors [B, 64] for the left halves, then for the right halves."""
     for side in "left", "right":
         w = params[side]
         x = jax.nn.gelu(batch[side] @ w["up"] + w["bias"]) @ w["down"]

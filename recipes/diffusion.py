@@ -1,10 +1,10 @@
-"""Diffusion: a text (the name of a digit) becomes a picture, out of noise (Ho et al., 2020).
+"""Diffusion: a network turns noise into a picture of a digit, given its name (Ho et al., 2020).
 
     example     a handwritten digit of 8 x 8 pixels and its class, "zero" to "nine"; one time in ten
-                the class is left out
-    loss        the squared error of the noise that was mixed into the picture, at a random time
-    metric      right, the share of drawn pictures that scikit-learn's nearest neighbours among the
-                real digits take for the class that was asked for (copies would be right, too)
+                the loss hides the class
+    loss        the squared error of the noise that was mixed into the picture, at a random timestep
+    metric      right, the share of generated pictures that scikit-learn's nearest neighbors among
+                the real digits assign to the requested class (copies count as right)
 
     python -m recipes.diffusion [flags of train.py]
 """
@@ -21,13 +21,13 @@ import train
 
 TIMES, WIDTH, GUIDANCE = 100, 256, 2.0
 NAMES = "zero one two three four five six seven eight nine".split()
-# How much of the picture (its square) is left at each time.
+# How much of the picture (its square) is left at each timestep.
 LEFT = jnp.cos((jnp.arange(TIMES) + 1) / (TIMES + 1) * jnp.pi / 2) ** 2
 
 
 def collate(examples):
     pictures, classes, numbers = zip(*examples)
-    text = [[ord(letter) % 32 for letter in NAMES[c].ljust(5)] for c in classes]    # (0: no letter)
+    text = [[ord(letter) % 32 for letter in NAMES[c].ljust(5)] for c in classes]    # 0: no letter
     return {"picture": np.stack(pictures), "number": np.array(numbers, np.uint32),
             "text": np.array(text, np.int32)}
 
@@ -41,7 +41,7 @@ def init(key):
 
 
 def noise_in(w, x, time, text):
-    """What noise [B, 64] was mixed into the pictures x at these times [B], given texts [B, 5]."""
+    """Predict the noise [B, 64] in the pictures x at these timesteps [B], given texts [B, 5]."""
     of_text = w["letters"][jnp.arange(5), text].sum(1)
     h = jnp.concatenate([x @ w["into"], w["times"][time], of_text], -1)
     h = jax.nn.silu(h @ w["up"]) @ w["down"]
@@ -54,7 +54,7 @@ def mixed(picture, noise, time):
 
 
 def loss(params, batch):
-    def of_row(seed):       # (a held-out batch has no seeds)
+    def of_row(seed):       # a held-out batch has the rows' numbers instead of seeds
         keys = jax.random.split(jax.random.key(seed), 3)
         return (jax.random.normal(keys[0], (64,)), jax.random.randint(keys[1], (), 0, TIMES),
                 jax.random.bernoulli(keys[2], 0.9))
@@ -66,7 +66,7 @@ def loss(params, batch):
 
 
 def predict(params, batch):
-    """A picture for each text, from noise, in TIMES steps (without new noise: DDIM)."""
+    """Generate a picture for each text from noise in TIMES steps, without new noise (DDIM)."""
     def step(x, time):
         times = jnp.full(len(x), time)
         without = noise_in(params, x, times, jnp.zeros_like(batch["text"]))

@@ -1,14 +1,14 @@
 """DPO: a model learns which of two answers is preferred (Rafailov et al., 2023).
 
-    example     two texts with the same beginning, the chosen one and the rejected one, with the
-                log-probability of each under the reference: the weights as they are at first
-    loss        -log sigmoid(BETA x margin), where margin = (log p - log p at first) of the chosen
-                answer - the same of the rejected one
+    example     a chosen and a rejected text with the same beginning, and the log-probability of
+                each under the reference, which is the initial weights
+    loss        -log sigmoid(BETA x margin), where margin is log p - log p of the reference for the
+                chosen answer, minus that difference for the rejected answer
     logged      accuracy, the share of pairs whose margin is positive
 
     python -m recipes.dpo [--model FOLDER] [--data PAIRS.jsonl] [flags of train.py]
 
-A line of PAIRS.jsonl has prompt, chosen and rejected (docs/data.md); without it, pairs are made.
+Lines of PAIRS.jsonl have prompt, chosen and rejected (docs/data.md). The default is made_pairs.
 """
 
 import functools
@@ -30,7 +30,7 @@ BETA = 0.1
 
 
 def made_pairs(count=3000):
-    """Two numbers, of which the larger is preferred."""
+    """Yield pairs of numbers as answers. The larger number is the chosen one."""
     rng = np.random.default_rng(0)
     for a, b in rng.integers(100, 1000, (count, 2)).tolist():
         if a != b:
@@ -38,8 +38,8 @@ def made_pairs(count=3000):
 
 
 def encoded(paths, tokenizer, length):
-    """Examples to learn from and held-out ones: pairs of documents, as data.py encodes the lines
-    (those of made pairs, if there are no paths). Pairs with a longer text are left out."""
+    """Yield the training examples, then the held-out ones: pairs of documents that data.py encodes
+    from the paths or, by default, from made_pairs. Leave out pairs with a text above `length`."""
     with tempfile.TemporaryDirectory() as folder:
         if not paths:
             paths = [f"{folder}/made.jsonl"]
@@ -61,7 +61,7 @@ def encoded(paths, tokenizer, length):
 
 
 def collate(pairs, length):
-    """Arrays [B, 2, T]: ids, targets, and weights, which are 0 for what both have in common."""
+    """Return arrays [B, 2, T]: ids, targets, and weights, which are 0 for the common beginning."""
     rows = data.collate([[part] for pair in pairs for part in pair[:2]], length)
     ids, targets, weights = (rows[name].reshape(len(pairs), 2, length)
                              for name in ("tokens", "targets", "weights"))
@@ -69,7 +69,7 @@ def collate(pairs, length):
 
 
 def dpo_loss(logs, reference):
-    """For log-probabilities [B, 2] of the two answers: the loss of each pair, and its margin."""
+    """Return the loss and the margin of each pair, from log-probabilities [B, 2] of its answers."""
     moved = logs - reference
     margin = moved[:, 0] - moved[:, 1]
     return -jax.nn.log_sigmoid(BETA * margin), margin
@@ -79,7 +79,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     given = {word.partition("=")[0] for word in argv}
     own = [] if given & {"--model", "--init_from"} else ["--vocab_size", "257", "--lr", "0.001"]
-    # (In float32, so that the reference is computed as the loss is, on any device.)
+    # In float32 the reference and the loss compute the same log-probabilities on any device.
     config = train.parse(["--out", "dpo", "--steps", "600", "--batch", "32", "--seq_len", "32",
                           "--weight_decay", "0", "--dtype", "float32", *own, *argv])
     weights, tokenizer, record = source.first_weights(config)
@@ -88,7 +88,7 @@ def main(argv=None):
     init, _, _ = train.language(config)
 
     def log_probabilities(params, batch):
-        """The log-probabilities [B, 2] of the two answers of each pair."""
+        """Return the log-probabilities [B, 2] of the two answers of each pair."""
         ids, targets, counted = (batch[name].reshape(-1, length)
                                  for name in ("ids", "targets", "weights"))
         logits = jax.nn.log_softmax(network.forward(params, ids, config.network))
@@ -103,10 +103,10 @@ def main(argv=None):
     of_batch, size = jax.jit(log_probabilities), config.batch
 
     def with_reference(weights, pairs):
-        """The pairs, with the log-probabilities that each has under these weights."""
+        """Return the pairs, each with the log-probabilities of its answers under these weights."""
         found = []
         for i in range(0, len(pairs), size):
-            rows = (pairs[i:i + size] * size)[:size]    # (a whole batch, the last one too)
+            rows = (pairs[i:i + size] * size)[:size]    # fill up the last batch
             found += list(np.asarray(of_batch(weights, collate(rows, length))))
         return [(*pair, logs) for pair, logs in zip(pairs, found)]
 
@@ -116,7 +116,7 @@ def main(argv=None):
 
     learned, held_out = map(functools.partial(with_reference, first),
                             encoded(config.data, tokenizer, length))
-    del first           # (their memory is the run's now)
+    del first           # free the memory for the run
     return train.fit(config, train.Task(init, lambda examples: collate(examples, length) | {
         "reference": np.stack([logs for _, _, logs in examples])}, loss, examples=learned,
         held_out=held_out, weights=weights, tokenizer=tokenizer, record=record))

@@ -1,11 +1,11 @@
-"""DP-SGD: a classifier that learns little of any single example (Abadi et al., 2016).
+"""DP-SGD: a classifier that learns little about any single example (Abadi et al., 2016).
 
     example     a point of one of three interleaved spirals
-    loss        the cross-entropy. Each row's gradient is clipped to a norm of CLIP before the sum
+    loss        the cross-entropy. It clips each row's gradient to a norm of CLIP before the sum
     optimizer   adds noise of NOISE times CLIP to that sum, then Adam
-    metric      the share of held-out points that are right. The privacy spent is printed: an
-                estimate, for batches that are random samples. Here they are parts of a shuffled
-                whole, for which it is no guarantee; and whoever knows --seed can subtract the noise
+    metric      the share of held-out points that are right. `main` prints the privacy spent, an
+                estimate for batches that are random samples. Batches here are parts of a shuffle,
+                so it is no guarantee. Besides, whoever knows --seed can subtract the noise
 
     python -m recipes.dpsgd [flags of train.py]
 """
@@ -51,19 +51,19 @@ def of_row(params, row):
 
 
 def loss(params, batch):
-    """The sum of the rows' losses, whose gradient is the sum of the rows' clipped gradients."""
+    """Return the sum of the rows' losses, whose gradient is the sum of their clipped gradients."""
     start = jax.lax.stop_gradient(params)
     losses, grads = jax.vmap(jax.value_and_grad(of_row), (None, 0))(start, batch)
     norms = jax.vmap(optax.tree.norm)(grads)
     share = jnp.minimum(1, CLIP / jnp.maximum(norms, 1e-12))
     clipped = jax.tree.map(lambda g: jnp.tensordot(share, g, 1), grads)
-    zero = optax.tree.vdot(optax.tree.sub(params, start), clipped)  # (its gradient is `clipped`)
+    zero = optax.tree.vdot(optax.tree.sub(params, start), clipped)  # its gradient is `clipped`
     return losses.sum() + zero, len(losses)
 
 
 def epsilon(steps, share):
-    """The privacy spent by so many steps, each with this share of the examples, at DELTA: by the
-    moments of the sampled Gaussian at orders 2 to 127 (Mironov et al., 2019)."""
+    """Return epsilon, the privacy that this many steps spend at DELTA, each with this share of the
+    examples. It uses moments of the sampled Gaussian, orders 2 to 127 (Mironov et al., 2019)."""
     def moment(order):
         terms = [math.lgamma(order + 1) - math.lgamma(k + 1) - math.lgamma(order - k + 1)
                  + (order - k) * math.log1p(-share) + k * math.log(share)
@@ -76,7 +76,7 @@ def epsilon(steps, share):
 def main(argv=None):
     config = train.parse(["--out", "dpsgd", "--steps", "600", "--batch", "256", "--dtype",
                           "float32", *(sys.argv[1:] if argv is None else argv)])
-    noise = optax.add_noise((NOISE * CLIP / config.batch) ** 2, 0.0, config.seed)   # (of the mean)
+    noise = optax.add_noise((NOISE * CLIP / config.batch) ** 2, 0.0, config.seed)   # for the mean
     spent = epsilon(config.steps, min(config.batch / COUNT, 0.999))
     print(f"privacy  epsilon {spent:.2f} at delta {DELTA:g} (if batches were random samples)")
     task = train.Task(init, collate, loss,

@@ -1,9 +1,9 @@
-"""Federated averaging: clients learn by themselves from pictures that they keep, and then everybody
-has the mean of their weights (McMahan et al., 2017).
+"""Federated averaging: each client trains on pictures that it keeps to itself; then every client
+gets the mean of their weights (McMahan et al., 2017).
 
     example     a client: its 28 handwritten digits, which are of one to three classes
-    loss        that of the weights as they are; its "gradient" for a client is how far LOCAL steps
-                of gradient descent on its own pictures take the weights
+    loss        the loss of the current weights; its "gradient" for a client is how far LOCAL steps
+                of gradient descent on the client's pictures move the weights
     optimizer   subtracts the mean over a batch of clients, which leaves the mean of their weights
     metric      the share of held-out digits that are right
 
@@ -24,7 +24,7 @@ LOCAL, RATE, SIZE = 5, 0.3, 28      # steps of a client, their learning rate, pi
 
 
 def clients():
-    """51 clients to learn from, whose pictures are of few classes, and 12 of any class."""
+    """Return 51 clients to train on, with few classes each, and 12 held-out ones of any class."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))[:63 * SIZE]
     held_out, rest = order[:12 * SIZE], order[12 * SIZE:]
@@ -51,13 +51,13 @@ def logits(params, x):
 
 
 def of_client(params, client):
-    """The mean cross-entropy of a client's pictures."""
+    """The mean cross-entropy on a client's pictures."""
     logs = jax.nn.log_softmax(logits(params, client["x"]))
     return -jnp.take_along_axis(logs, client["labels"][:, None], 1).mean()
 
 
 def learned(params, client):
-    """The weights after LOCAL steps of gradient descent on a client's pictures."""
+    """Return the weights after LOCAL steps of gradient descent on a client's pictures."""
     def step(params, _):
         grads = jax.grad(of_client)(params, client)
         return jax.tree.map(lambda w, g: w - RATE * g, params, grads), None
@@ -66,12 +66,12 @@ def learned(params, client):
 
 
 def loss(params, batch):
-    """The sum of the clients' losses, whose gradient is the sum of how far each would go."""
+    """Return the sum of the clients' losses, whose gradient is the sum of the clients' moves."""
     start = jax.lax.stop_gradient(params)
     ends = jax.vmap(learned, (None, 0))(start, batch)
     moved = jax.tree.map(lambda w, ends: (w - ends).sum(0), start, ends)
     losses = jax.vmap(of_client, (None, 0))(start, batch)
-    zero = optax.tree.vdot(optax.tree.sub(params, start), moved)    # (its gradient is `moved`)
+    zero = optax.tree.vdot(optax.tree.sub(params, start), moved)    # its gradient is `moved`
     return losses.sum() + zero, len(losses)
 
 

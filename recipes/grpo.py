@@ -1,17 +1,17 @@
-"""GRPO: a model learns to add from rewards alone, with answers that it writes itself (after Shao et
-al., 2024). No right answer is ever shown to it.
+"""GRPO: a model learns to add from rewards alone, on answers that it samples itself (after Shao et
+al., 2024). It never sees a right answer.
 
-    example     a sum, such as 37+45=, an answer that the model drew before this update (280: units
-                first), and for each digit how much better it is than those of the same sum's other
-                answers
-    loss        minus that advantage, times a digit's probability now over that when it was drawn;
-                and minus a little entropy, without which all answers are soon the same
+    example     a sum, such as 37+45=; an answer that the model sampled before this update (280:
+                units first); and the advantage of each digit: its reward compared with the mean
+                over all answers to the same sum
+    loss        minus the advantage times the ratio of a digit's probability now to that when it was
+                sampled, minus a little entropy, without which all answers are soon the same
     logged      reward, the share of right digits
-    metric      exact, the share of greedy answers that are right, to sums that were never asked,
+    metric      exact, the share of right greedy answers to held-out sums, which training never asks
                 in either order
 
-The paper rewards whole answers, and keeps the model near its first weights by a penalty (KL) where
-this has the entropy. As it learns from each answer once, no ratio is clipped.
+The paper rewards whole answers, and keeps the model near its initial weights with a KL penalty in
+place of the entropy. Here the model learns from each answer once, so no ratio is clipped.
 
     python -m recipes.grpo [--model FOLDER] [flags of train.py]
 """
@@ -28,13 +28,13 @@ import train
 from zigzag.parallel.network import network_of
 from zigzag.run import source
 
-GROUP, LENGTH = 8, 3        # answers to a sum; ids in an answer, each of which is a digit
-CLIP, ENTROPY = 0.2, 0.07   # how far the ratio counts beyond 1; weight of the entropy
+GROUP, LENGTH = 8, 3        # answers to a sum; ids in an answer, one for each digit
+CLIP, ENTROPY = 0.2, 0.07   # how far from 1 the ratio counts; weight of the entropy
 
 
 def pairs(held_out):
-    """All pairs of numbers below 100: those to learn from, or a twentieth of them (with a, b also
-    b, a)."""
+    """Return pairs of numbers below 100: those to learn from, or the held-out twentieth. A pair and
+    its swap are in the same set."""
     hidden = np.triu(np.random.default_rng(0).random((100, 100)) < 0.05)
     return np.argwhere((hidden | hidden.T) == held_out).tolist()
 
@@ -48,13 +48,13 @@ def answer(a, b):
 
 
 def advantages(rewards):
-    """Rewards [groups, GROUP, digits], each less its group's mean and divided by its deviation."""
+    """Normalize rewards [groups, GROUP, digits] by the mean and deviation of each group."""
     mean, deviation = rewards.mean(1, keepdims=True), rewards.std(1, keepdims=True)
     return (rewards - mean) / (deviation + 1e-4)
 
 
 def grpo_loss(logits, answer, drawn, advantage):
-    """The loss of each answer [B], for logits [B, T, V] of its ids; and their log-probabilities."""
+    """From logits [B, T, V], return the losses of answers [B] and their log-probabilities."""
     every = jax.nn.log_softmax(logits)
     logs = jnp.take_along_axis(every, answer[..., None], 2)[..., 0]
     ratio = jnp.exp(logs - drawn)
@@ -68,7 +68,7 @@ def main(argv=None):
     given = {word.partition("=")[0] for word in argv}
     own = [] if given & {"--model", "--init_from"} else [
         "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4", "--lr", "0.001"]
-    # (In float32, so that answers are drawn as they are learned, on any device.)
+    # In float32 sampling and the loss agree on probabilities on any device.
     c = train.parse(["--out", "grpo", "--steps", "1500", "--batch", "512", "--seq_len", "16",
                      "--weight_decay", "0", "--dtype", "float32", *own, *argv])
     weights, tokenizer, record = source.first_weights(c)
@@ -76,7 +76,7 @@ def main(argv=None):
     network, choices = network_of(c), pairs(held_out=False)
 
     def ids(a, b):
-        """(the question, the right answer)"""
+        """Return the ids of (the question, the right answer)."""
         prompt = tokenizer.prompt(question(a, b))
         right = tokenizer.prompt(question(a, b) + answer(a, b))[len(prompt):]
         if len(right) != LENGTH:
@@ -86,7 +86,7 @@ def main(argv=None):
     equal = 0           # updates in a row in which no answer was better than another
 
     def drawn(seed, step, weights):
-        """The examples of one update."""
+        """Sample the examples of one update."""
         nonlocal equal
         rng = np.random.default_rng((seed, step))
         asked = [ids(*choices[i]) for i in rng.integers(len(choices), size=c.batch // GROUP)]
@@ -115,7 +115,7 @@ def main(argv=None):
         both = jnp.concatenate([batch["prompt"], batch["answer"]], 1)
         logits = network.forward(params, both, c.network)[:, -LENGTH - 1:-1]
         losses, logs = grpo_loss(logits, batch["answer"], batch["drawn"], batch["advantage"])
-        if "seeds" not in batch:        # held out: only the metric means something
+        if "seeds" not in batch:        # held out: only the metric means anything
             return losses.sum(), len(losses)
         return (losses.sum(), len(losses), {
             "reward": batch["reward"].sum(),
@@ -127,7 +127,7 @@ def main(argv=None):
     def metric(outputs, examples):
         return {"exact": float(np.mean((outputs == [one[1] for one in examples]).all(1)))}
 
-    # (The answer to a held-out sum is the right one.)
+    # Held-out examples have the right answer.
     held_out = [(*ids(a, b), [0] * LENGTH, [1] * LENGTH, 1) for a, b in pairs(held_out=True)]
     init, _, _ = train.language(c)
     return train.fit(c, train.Task(init, collate, loss, predict, drawn, held_out, metric=metric,

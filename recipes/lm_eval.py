@@ -10,8 +10,8 @@
     --mesh AXIS=N,...   or a mesh; data takes the remaining devices
     --edited true       load a published model into an edited model.py
 
-These flags are sample.py's. All other flags go to lm_eval's own command. (A row with the ids to
-score fits into seq_len. So the context is one token shorter than that of lm_eval's model hf.)
+These flags are sample.py's. All other flags go to lm_eval's own command. A row with the ids to
+score must fit into seq_len, so the context is one token shorter than in lm_eval's model hf.
 """
 
 import sys
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     import importlib.util
     import os
 
-    # This file has the package's name, so its folder must not be searched; its parent has sample.
+    # This file has the package's name, so Python must not search its folder. The parent has sample.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
     if wants_help:
@@ -56,7 +56,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @register_model("zigzag")
 class Zigzag(TemplateLM):
-    """A decoder as lm_eval calls one. `flags` are some of sample.py's."""
+    """A decoder, with the methods that lm_eval calls. `flags` are some of sample.py's."""
 
     def __init__(self, batch_size: str | int = 8, max_batch_size: int | None = None,
                  device: str | None = None, **flags):
@@ -80,8 +80,8 @@ class Zigzag(TemplateLM):
         return [int(i) for i in encode(string)]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """(log-probability, whether greedy decoding gives it) of each continuation. Requests are
-        (texts, ids of the context, ids of the continuation)."""
+        """Return (log-probability, whether greedy decoding gives it) of each continuation. Requests
+        are (texts, ids of the context, ids of the continuation)."""
         rows = [context + ids for _, context, ids in requests]
         given = [len(context) for _, context, _ in requests]
         found = []
@@ -91,7 +91,7 @@ class Zigzag(TemplateLM):
         return [(total, count == best) for total, count, best in found]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """The log-probability of each text, in windows as lm_eval cuts them."""
+        """Return the log-probability of each text, in the windows that lm_eval cuts."""
         windows = [(number, (None, *utils.make_disjoint_window(window)))
                    for number, request in enumerate(requests)
                    for window in utils.get_rolling_token_windows(
@@ -103,7 +103,7 @@ class Zigzag(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """The text that follows each prompt, up to the first of its stop texts."""
+        """Generate the text after each prompt, up to the first of its stop texts."""
         texts = []
         for options, group in itertools.groupby(
                 (request.args for request in requests), key=lambda pair: pair[1]):

@@ -1,9 +1,9 @@
-"""MAML: weights from which one step of gradient descent learns a new sinusoid (Finn et al., 2017).
+"""MAML: learns weights that adapt to a new sinusoid in one gradient step (Finn et al., 2017).
 
-    example     a sinusoid: 10 points to learn it from, and 10 more to judge by
-    loss        the error on the latter, after a step of gradient descent on the former: its
-                gradient has second derivatives (FOMAML, with --first_order, leaves them out)
-    metric      the error after 0, 1, 4 and 9 steps, on sinusoids that were never seen
+    example     a sinusoid: 10 points to learn from, and 10 more to test on
+    loss        the error on the test points after a gradient step on the other points. Its gradient
+                has second derivatives; --first_order leaves them out (FOMAML)
+    metric      the error after 0, 1, 4 and 9 steps, on sinusoids that training never saw
 
     python -m recipes.maml [--first_order] [flags of train.py]
 """
@@ -16,11 +16,11 @@ import numpy as np
 
 import train
 
-SHOTS, STEP = 10, 0.01      # points to learn from; the rate of the step that learns from them
+SHOTS, STEP = 10, 0.01      # points to learn from; learning rate of the gradient step on them
 
 
 def sinusoids(seed, count):
-    """The points (x, y) of so many: amplitudes 0.1 to 5, phases 0 to pi, x from -5 to 5."""
+    """Draw `count` sinusoids as points (x, y): amplitudes 0.1 to 5, phases 0 to pi, x -5 to 5."""
     rng = np.random.default_rng(seed)
     amplitude, phase = rng.uniform(0.1, 5, (count, 1)), rng.uniform(0, np.pi, (count, 1))
     x = rng.uniform(-5, 5, (count, SHOTS + 10))
@@ -46,7 +46,7 @@ def error(w, points):
 
 
 def learned(w, points, first_order=False):
-    """The weights after one step of gradient descent on these points."""
+    """Return the weights after one step of gradient descent on these points."""
     gradient = jax.grad(error)(w, points)
     gradient = jax.lax.stop_gradient(gradient) if first_order else gradient
     return jax.tree.map(lambda w, g: w - STEP * g, w, gradient)
@@ -65,7 +65,7 @@ def main(argv=None):
         return errors.sum(), len(errors)
 
     def predict(params, batch):
-        """Errors [B, 10] after 0 to 9 steps."""
+        """Return errors [B, 10] after 0 to 9 steps."""
         def of_one(points):
             def step(w, _):
                 return learned(w, points[:SHOTS]), error(w, points[SHOTS:])

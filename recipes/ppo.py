@@ -1,11 +1,11 @@
 """PPO: a policy learns to balance a pole on a cart, from rewards (Schulman et al., 2017).
 
     example     an episode of CartPole-v1 that the policy has just played: up to 500 moves, with the
-                probability and the advantage of each (generalized advantage estimation)
+                log-probability and the advantage of each (generalized advantage estimation)
     step        EPOCHS updates on the same episodes: the clipped ratio of the policy, the squared
                 error of the value, and a little entropy
-    metric      the mean length of 100 episodes, which the policy plays greedily (the held-out loss
-                is that of episodes of the first policy, and means nothing)
+    metric      the mean length of 100 episodes that the policy plays greedily. The held-out loss is
+                on episodes of the initial policy, and means nothing
 
     python -m recipes.ppo [flags of train.py]
 """
@@ -22,7 +22,7 @@ GAMMA, LAMBDA, CLIP, EPOCHS, MOVES = 0.99, 0.95, 0.2, 4, 500
 
 
 def move(state, action):
-    """CartPole-v1 after one move, as Gymnasium computes it; and whether the episode is over."""
+    """Return CartPole-v1's state after a move, as in Gymnasium, and whether the episode is over."""
     _, speed, angle, turn = jnp.moveaxis(state, -1, 0)
     force = jnp.where(action == 1, 10.0, -10.0)
     push = (force + 0.05 * turn**2 * jnp.sin(angle)) / 1.1
@@ -49,8 +49,8 @@ def output(tower, states):
 
 @jax.jit(static_argnames="greedy")
 def play(agent, begin, key, greedy=False):
-    """An episode from each state of begin [B, 4]: a dict of arrays [B, MOVES, ...]. `alive` is True
-    for the moves before the end."""
+    """Play an episode from each state of begin [B, 4]. Return a dict of arrays [B, MOVES, ...].
+    `alive` is True for moves up to the end."""
     def step(carry, key):
         state, alive = carry
         logits = output(agent["policy"], state)
@@ -64,14 +64,14 @@ def play(agent, begin, key, greedy=False):
                                         jax.random.split(key, MOVES))
 
     def back(carry, move):
-        value, advantage = carry        # of the move after it
+        value, advantage = carry        # of the next move
         goes_on = ~move["over"]
-        # (A move's reward is 1 - GAMMA, not 1, so that no value is above 1.)
+        # A move's reward is 1 - GAMMA, not 1, so that no value is above 1.
         error = 1 - GAMMA + GAMMA * value * goes_on - move["value"]
         advantage = error + GAMMA * LAMBDA * advantage * goes_on
         return (move["value"], advantage), advantage
 
-    # (An episode that is cut after MOVES moves would have gone on: the last value stands for that.)
+    # An episode that is cut after MOVES moves would have gone on: the last value stands for that.
     end = output(agent["value"], last)[:, 0] * alive
     _, advantage = jax.lax.scan(back, (end, jnp.zeros_like(end)), moves, reverse=True)
     moves["advantage"], moves["back"] = advantage, advantage + moves["value"]
@@ -79,7 +79,7 @@ def play(agent, begin, key, greedy=False):
 
 
 def episodes(agent, count, key):
-    """A list of episodes, as collate takes them."""
+    """Play `count` episodes, and return them as a list for collate."""
     first, rest = jax.random.split(key)
     begin = jax.random.uniform(first, (count, 4), minval=-0.05, maxval=0.05)
     moves = jax.device_get(play(agent, begin, rest))
@@ -123,7 +123,7 @@ def main(argv=None):
         return episodes(trees["agent"], config.batch, key)
 
     def predict(trees, batch):
-        """How long the policy balances the pole, from the same beginnings, greedily."""
+        """Return how long the greedy policy balances the pole from the first state of each row."""
         now = play(trees["agent"], batch["state"][:, 0], jax.random.key(0), greedy=True)
         return now["alive"].sum(1)
 

@@ -1,8 +1,8 @@
-"""Regression: the line through scikit-learn's diabetes data that least squares finds.
+"""Regression: gradient descent finds the least-squares line through scikit-learn's diabetes data.
 
     example     ten numbers of a patient, and how far the illness is a year later
     loss        the squared error
-    metric      the share of the variance that is explained (R2), beside that of numpy's solution
+    metric      the explained share of the variance (R2), next to that of numpy's solution
 
     python -m recipes.regress [flags of train.py]
 """
@@ -18,7 +18,7 @@ import train
 
 
 def patients():
-    """Rows [442, 10] and targets [442], each column with mean 0 and deviation 1."""
+    """Return rows [442, 10] and targets [442], each column with mean 0 and deviation 1."""
     x, y = load_diabetes(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     return [((a - a.mean(0)) / a.std(0))[order].astype(np.float32) for a in (x, y)]

@@ -1,6 +1,6 @@
 """Text from text: an encoder and a decoder learn to write words backwards.
 
-    example     (ids of a text, ids of the same text from its end to its beginning)
+    example     (ids of a text, ids of the reversed text)
     loss        the network's own, the cross-entropy of the target
     metric      exact, the share of held-out texts that greedy decoding reverses without an error
 
@@ -22,7 +22,7 @@ T5 = ["--model", "transformer", "--encoder_layers", "2", "--layers", "2", "--d_m
 
 
 def texts(count, seed):
-    """Texts of 4 to 12 letters."""
+    """Draw random texts of 4 to 12 letters."""
     rng = np.random.default_rng(seed)
     return ["".join(rng.choice(list("abcdefghij"), n)) for n in rng.integers(4, 13, count)]
 

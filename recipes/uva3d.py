@@ -1,4 +1,4 @@
-"""The run of the UvA notebook on 3D parallelism: its transformer learns one batch by heart.
+"""The run of the UvA notebook on 3D parallelism: its transformer memorizes one batch.
 
     example     one of 32 rows of 8 random tokens, the same 32 in every update
     loss        the network's own (dropout is on), with its accuracy
@@ -17,7 +17,7 @@ import train
 
 
 def rows():
-    """(inputs, targets): a row's inputs are its targets, shifted by one behind a 0."""
+    """Yield (inputs, targets) of each row. The inputs are a 0, then the targets but the last."""
     for targets in np.random.default_rng(42).integers(1, 100, (32, 8)):
         yield np.append(0, targets[:-1]), targets
 

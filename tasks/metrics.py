@@ -1,7 +1,7 @@
 """Metrics: numbers that compare predictions with references.
 
-Each function takes a list of predictions and a list of references of the same length, which are
-texts or lists of ids. It returns a dict of numbers, means over examples (accuracy: over tokens).
+Each function takes two lists of the same length, predictions and references, of texts or of lists
+of ids. It returns a dict of numbers, means over examples (accuracy: over tokens).
 `Task(metric=...)` takes any function of outputs and examples, for example
 
     lambda outputs, examples: exact(texts_of(outputs), [target for _, target in examples])
@@ -21,8 +21,8 @@ def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
 
 
 def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """The share of the references' tokens that the prediction has at the same index. A reference
-    may be a single id, such as a class."""
+    """The share of reference tokens that the prediction has at the same index. A reference may be a
+    single id, such as a class."""
     right = []
     for pair in _pairs(predictions, references):
         p, r = (x if isinstance(x, (str, list)) else [x] for x in map(_items, pair))
@@ -46,8 +46,8 @@ def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
 def rouge(predictions: Sequence, references: Sequence, stem: Callable = lambda word: word
           ) -> dict[str, float]:
     """ROUGE-1 (common words), ROUGE-2 (common bigrams) and ROUGE-L (the longest common
-    subsequence), as F1. Words are runs of letters and digits in lower case, of which stem(word)
-    is compared."""
+    subsequence), as F1. Words are runs of letters and digits in lower case. The scores compare
+    stem(word)."""
     pairs = [[[stem(word) for word in _words(x)] for x in pair]
              for pair in _pairs(predictions, references)]
 
@@ -61,8 +61,8 @@ def rouge(predictions: Sequence, references: Sequence, stem: Callable = lambda w
 
 
 def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """ROUGE of Porter's stems, as the package rouge_score computes it with use_stemmer=True: words
-    of more than three letters are stemmed, by nltk."""
+    """ROUGE of Porter's stems, as the package rouge_score computes it with use_stemmer=True: nltk
+    stems words of more than three letters."""
     stem = functools.cache(optional_package(
         "nltk.stem.porter", "--metric rouge_stemmed").PorterStemmer().stem)
     return rouge(predictions, references, lambda word: (
@@ -70,8 +70,8 @@ def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, floa
 
 
 def f1_of_classes(predictions: Sequence, references: Sequence, labels: int) -> dict[str, float]:
-    """F1 of classes: of class 1, if there are two labels; else the mean over the classes that are
-    predicted or are right somewhere, as scikit-learn's "macro"."""
+    """F1 of classes: of class 1, if there are two labels; else the mean over the classes in the
+    predictions or references, as scikit-learn's "macro"."""
     pairs = [(int(p), int(r)) for p, r in _pairs(predictions, references)]
     classes = [1] if labels == 2 else {c for pair in pairs for c in pair}
 
@@ -82,7 +82,7 @@ def f1_of_classes(predictions: Sequence, references: Sequence, labels: int) -> d
     return {"f1": _mean(map(score, classes))}
 
 
-# The choices of --metric, for pairs of texts and for classes (whose number comes third).
+# The choices of --metric, for pairs of texts and for classes. The latter take the count of classes.
 TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge,
                                       "rouge_stemmed": rouge_stemmed, "f1": f1}
 CLASS_METRICS: dict[str, Callable] = {"accuracy": lambda p, r, labels: accuracy(p, r),
@@ -110,7 +110,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _items(x: Any) -> Any:
-    """An array as a list, so that == returns one bool; anything else unchanged."""
+    """Convert arrays to lists, so that == returns one bool; leave texts and scalars unchanged."""
     return x if isinstance(x, str) or not hasattr(x, "__iter__") else list(x)
 
 

@@ -1,5 +1,5 @@
-"""A step of one's own, fit(step=...): for several networks or losses, and for what a run keeps
-beside its weights (an average, statistics, a buffer).
+"""A custom step, fit(step=...): for several networks or losses, and for state next to the weights
+(an average, statistics, a buffer).
 
     init(key) -> {name: tree}       the networks, and everything else that the run keeps
     step(state, batch, gradients, update) -> state, metrics
@@ -9,13 +9,13 @@ beside its weights (an average, statistics, a buffer).
                                             of loss(trees, batch), and a dict of numbers to log
         update(state, name, gradient)       the state after the optimizer's update of that tree
 
-Only the losses run in pieces, inside train.make_step's shard_map. Everything else in a step is
-ordinary jax on whole arrays, which the compiler splits. How a step is prepared:
+Only the losses run in shards, inside train.make_step's shard_map. Everything else in a step is
+ordinary jax on whole arrays, which the compiler splits. OwnStep prepares a step in four stages:
 
-    calls       the step is traced once with shapes, to see which gradients it asks for
-    places      the rule sees all losses together, so each weight has one place for all of them
-    plans       each call, a loss and the tree in which its gradient is taken, has a Plan
-    check       each of them is compared with one device, on batches that the step makes
+    calls       traces the step once with shapes, to see which gradients it asks for
+    places      shows the rule all losses together, so each weight has one place for all of them
+    plans       makes a Plan for each call: a loss, and the tree to differentiate it by
+    check       compares each call with one device, on batches that the step makes
 """
 
 import dataclasses
@@ -55,10 +55,10 @@ NUMBERS = {"loss", "grad_norm", "tokens", "skipped"}
 
 
 class Call(NamedTuple):
-    """A call of `gradients`; or (with the name "") the evaluation of fit's loss."""
+    """A call of `gradients`; or, with the name "", the evaluation of fit's loss."""
     loss: Callable
     trees: Any              # shapes
-    name: str               # of the tree in which the gradient is taken
+    name: str               # of the tree to differentiate by
     batch: Any              # shapes
 
     def __str__(self) -> str:
@@ -68,11 +68,11 @@ class Call(NamedTuple):
 
 
 class OwnStep:
-    """A step of the user's, and what is planned for it.
+    """A user's step, and the plans for it.
 
     make_optimizer(config, decisions, name)     the optimizer of a tree
-    schedule(step)                      fit's, or None; default_rate(step) where it gave none
-    make_gradients(plan), make_evaluate(plan)   train.py's"""
+    schedule(step)                      fit's schedule, or None: then default_rate(step) applies
+    make_gradients(plan), make_evaluate(plan)   functions of train.py"""
 
     def __init__(self, step: Callable, config: Any, mesh: Any, task: Task, batch: Any,
                  make_optimizer: Any, schedule: Callable | None, default_rate: Callable,
@@ -86,16 +86,16 @@ class OwnStep:
         if not isinstance(self.params, dict) or not all(isinstance(n, str) for n in self.params):
             raise ConfigError("with a step of one's own, init(key) must return a dict "
                               "{name: tree}, with a tree for each network")
-        self.calls, self.updated = [], []       # (the last call is the evaluation)
+        self.calls, self.updated = [], []       # the last call is the evaluation
         self._record(batch)
         self.places = self._places(task.overrides)
         self.optimizers = {name: make_optimizer(self.config, self.places[name], name)
                            for name in self.updated}
         make_optimizer.check(by_path(self.params))
         self.plans = {}                 # {the number of a call: Plan}
-        self.as_one_device = set()      # of these, the ones whose loss runs as on one device
-        self.number, self.skipped = 0, []       # of the trace in progress: calls made, and whether
-                                                # the loss or the gradient was not finite
+        self.as_one_device = set()      # the numbers of calls whose loss runs as on one device
+        self.number, self.skipped = 0, []       # in the trace in progress: calls made, and whether
+                                                # each loss or gradient was not finite
 
     # -- the first trace, with shapes alone
 
@@ -150,7 +150,7 @@ class OwnStep:
                               f"in trees, or in batch if it has a row for each example")
 
     def _check_results(self, results):
-        """Refuse what is no state and metrics."""
+        """Refuse results other than (state, metrics)."""
         new, metrics = results if isinstance(results, tuple) and len(results) == 2 else ({}, {})
         is_state = isinstance(new, dict) and {"params", "opt", "step"} <= new.keys()
         if not is_state or not isinstance(metrics, dict) or jnp.shape(
@@ -165,7 +165,7 @@ class OwnStep:
     # -- where weights live, and how each loss runs
 
     def _places(self, overrides):
-        """A Decision for every array of the trees, from all losses together."""
+        """Return a Decision for every array of the trees, from all losses together."""
         c, parts = self.config, row_groups(self.mesh) * self.config.accumulate
         dtype = c.network.dtype
 
@@ -187,7 +187,7 @@ class OwnStep:
         return see_matrices(decisions, all_losses, weights, given(1))
 
     def plan(self, number: int, call: Call) -> Plan:
-        """The Plan of the call of this number in a trace."""
+        """The Plan of call number `number` in a trace."""
         if number not in self.plans:
             def init(key):
                 known = {n: x for n, x in self.task.init(key).items() if n in call.trees}
@@ -204,7 +204,7 @@ class OwnStep:
             decisions = {n: jax.tree.map(lambda d, place: dataclasses.replace(
                 d, reason=place.reason), plan.decisions[n], places) for n, places in known.items()}
             self.plans[number] = dataclasses.replace(plan, decisions=plan.decisions | decisions)
-        # (Another trace has another function, which may close over other numbers.)
+        # Each trace has a new loss function, which may close over different numbers.
         return dataclasses.replace(self.plans[number], loss=with_checked_sums(call.loss)[0])
 
     # -- what a step calls
@@ -227,7 +227,7 @@ class OwnStep:
         updates, new_opt = self.optimizers[name].update(gradient, opt, params)
         rate = self.rate(state["step"])
         new = jax.tree.map(lambda p, u: p - rate * u, params, updates), new_opt
-        # (A gradient that is not finite would spoil every weight for good.)
+        # A gradient that is not finite would spoil every weight for good.
         learns = jnp.isfinite(optax.tree.norm(gradient))
         params, opt = jax.tree.map(lambda a, b: jnp.where(learns, a.astype(b.dtype), b),
                                    new, (params, opt))
@@ -253,7 +253,7 @@ class OwnStep:
                                                 self.make_evaluate(plan)), own=self)
 
     def _optimizer(self):
-        """The optimizers of all trees as one."""
+        """Combine the optimizers of all trees into one."""
         def init(trees):
             return {name: one.init(trees[name]) for name, one in self.optimizers.items()}
 
@@ -269,9 +269,9 @@ class OwnStep:
 
     def check(self, program: Program, make_batch: Callable, evaluates: Any, say: Callable
               ) -> Program:
-        """Compare every gradient that the step asks for, and the evaluation, with one device. The
-        program that is right then."""
-        # (Made when it is first asked for. On one device nothing asks for it.)
+        """Compare every gradient that the step asks for, and the evaluation, with one device.
+        Return a program that agrees with it."""
+        # Computed on first use. On one device nothing uses it.
         made = functools.cache(lambda: self._made(program, make_batch))
         for number, call in enumerate(self.calls):
             with naming(str(call)):
@@ -296,8 +296,8 @@ class OwnStep:
                           lambda text: say(f"{call}: {text}"))
 
     def _made(self, program, make_batch):
-        """For each of the first updates, and each call: the trees that only the step has computed,
-        and the batch, at new weights and on one device."""
+        """For the first three updates and each call, return the trees that only the step has
+        computed, and the batch, at the initial weights and on one device."""
         def made(state, batch):
             found = []
 
@@ -315,13 +315,13 @@ class OwnStep:
         compiled = jax.jit(made, compiler_options=program.plan.compiler_options,
                            out_shardings=NamedSharding(self.mesh, P()))
         state = _of_user(program.start(jax.random.key(self.config.seed), None))
-        # (One after the other: a CPU's devices may wait for each other for ever.)
+        # One after the other: a CPU's devices could deadlock, waiting for each other.
         return [jax.block_until_ready(compiled(state, make_batch(at, 0))) for at in range(3)]
 
 
 def _check_config(c, mesh):
     check_batch(c, mesh)
-    # (Layers of trees in no loss would lie in another order than others, with chunks.)
+    # With chunks, layers of trees in no loss would have a different order than the others.
     for name, usual, why in (
             ("lora_rank", 0, "has no adapters"), ("chunks", 1, "sees layers in their own order"),
             ("ema", 0, "keeps its own average, as a tree of init's that the step updates")):
@@ -342,8 +342,8 @@ def _shapes(tree):
 
 
 def _means(gradient, sums):
-    """The gradient of the mean, and the numbers to log. If the loss is not finite, or its count is
-    0, the gradient means nothing: it is NaN, so that `update` changes nothing."""
+    """Return the gradient of the mean, and the numbers to log. If the loss is not finite, or its
+    count is 0, the gradient means nothing: it becomes NaN, so that `update` changes nothing."""
     total, count, others = sums
     divisor = jnp.where(count == 0, 1, count)
     gradient = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), gradient)
@@ -355,7 +355,7 @@ def _means(gradient, sums):
 
 
 def _check_like(what, found, wanted, kind):
-    """Refuse a tree whose leaves have not the paths and kinds of another's."""
+    """Refuse a tree whose leaves differ from those of `wanted` in path or kind."""
     found, wanted = ({path: kind(x) for path, x in by_path(_shapes(tree)).items()}
                      for tree in (found, wanted))
     for path in [*wanted, *found]:

@@ -1,10 +1,10 @@
-"""Tools around a run: what one does with a model besides training it and sampling from it.
+"""Tools around a run: things to do with a model besides training and plain sampling.
 
     beams  scores  choices  chat    sample.py --beams, --score, --choices, --chat
-    bench                           --bench, of train.py and of sample.py
+    bench  generation_speed         --bench of train.py, and of sample.py
     plots  trackers                 train.py --plot, --log
-    adds                            what they add to command lines
+    adds                            the flags that these files add
 
-Needed by recipes that score texts (grpo, distill, lm_eval) and by --beams of tasks/pairs.py.
-Imports zigzag/, and the five files. Delete it, and these flags are gone.
+recipes/lm_eval.py needs tools/scores.py; --beams in tasks/pairs.py needs tools/beams.py.
+Imports zigzag/ and the five files. Delete this folder, and these flags are gone.
 """

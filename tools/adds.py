@@ -9,7 +9,7 @@ from zigzag.core.parts import Command, Unused
 
 
 def _check_save(picture):
-    if picture:         # (with --plot it is not asked: begin, in zigzag/core/parts.py)
+    if picture:         # with --plot, zigzag/core/parts.py runs the command without this check
         raise ConfigError(f"--save {picture}: names the picture of --plot RUN, which was not given")
 
 
@@ -17,8 +17,8 @@ def _check_save(picture):
 class OfTraining:
     """Flags of train.py."""
     # training
-    minutes: float = flag(0.0, recorded=False)  # in place of steps: as many as this time allows, by
-                                    # the speed of some steps that are measured first
+    minutes: float = flag(0.0, recorded=False)  # train for this long instead of --steps, judging by
+                                    # the speed of a few steps that it measures first
     # saving
     log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
 
@@ -45,8 +45,8 @@ class OfSampling:
     # what to do
     chat: bool = False          # answer each prompt as a message, by the model's chat template
     system: str = ""            # system message of a conversation
-    score: str = ""             # print the log-probability of the text of this file, or of each
-                                # text in a file of objects with "text"
+    score: str = ""             # print the log-probability of this file's text, or of each text in
+                                # a file of JSON objects with "text"
     by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
                                                 # by itself
     choices: str = ""           # choose an answer to each question of this .jsonl file, by the
@@ -58,7 +58,7 @@ class OfSampling:
                                         # beam search divides scores by length to this power
 
 
-# {flag of sample.py: what it asks for instead of answering prompts}
+# Flags of sample.py about prompts, which the commands below do not use.
 OF_PROMPTS = ("prompt", "prompts", "chat", "logprobs")
 SAMPLING = {"bench": "tools.generation_speed", "score": "tools.scores", "choices": "tools.choices"}
 NOT_USED = {"bench": Unused(("which ids",), (*OF_PROMPTS, "score", "choices", "source", "system",

@@ -1,9 +1,9 @@
-"""Beam search: each prompt has K running beams, and the K best that have finished.
+"""Beam search: each prompt has K running beams, and the K best finished ones.
 
-    best_beams      of each prompt
-    ids_of_rows     the best of rows, which may be a part of a compiled function
+    best_beams      the best beams of each prompt
+    ids_of_rows     the best beam of each row; may be a part of a compiled function
     write           sample.py --beams
-    next_beams      a step: K times V candidates -> the K best that go on, the K best that ended
+    next_beams      a step: K times V candidates -> the K best running, the K best finished beams
 """
 
 import itertools
@@ -27,17 +27,17 @@ from zigzag.generate.rows import cut_at_end, on_host, padded_length, prompt_arra
 
 NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
 LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
-FINISHED = ("finished", "finished_scores")      # in the state: the best beams
+FINISHED = ("finished", "finished_scores")      # where the state has the best finished beams
 
 
 def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], beams: int,
                tokens: int, eos: Any, source: Any, length_penalty: float, early_stop: bool | str
                ) -> list[list[tuple[list[int], float]]]:
-    """For each prompt, the `beams` best continuations that the search finds: pairs (ids, score),
-    best first. The score is the sum of log-probabilities, divided by length ** length_penalty. An
-    id in `eos` ends a continuation; it counts in the score and is not returned. early_stop says
-    when the search ends. False: when no running beam, at its present length, can beat a finished
-    one. "never": when none can at any length. True: as soon as `beams` beams have finished."""
+    """Return, for each prompt, the `beams` best continuations it finds: (ids, score), best first.
+    The score is the sum of log-probabilities, divided by length ** length_penalty. An id in `eos`
+    ends a continuation; it counts in the score but is not returned. early_stop says when the search
+    ends. False: when no running beam, at its present length, can beat a finished one. "never": when
+    none can at any length. True: as soon as `beams` beams have finished."""
     vocab_size = engine.config.vocab_size
     if not (1 <= beams <= vocab_size and tokens >= 1 and math.isfinite(length_penalty)
             and early_stop in (True, False, "never")):
@@ -57,7 +57,7 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
 
 def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
                 ends: Sequence[int], beams: int) -> Array:
-    """The best beam [B, tokens] of these rows. It may be a part of a compiled function."""
+    """Return the best beam [B, tokens] of these rows. It may be a part of a compiled function."""
     return of_padded(engine, params, rows, lambda params, rows: _search(
         engine, params, rows, ends, beams, tokens, tokens)["finished"][:, 0])
 
@@ -69,7 +69,7 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
     def room(prompt):
         return min(flags.tokens, model.room(prompt))
 
-    # (In groups, so that no answer is cut because another prompt is long.)
+    # Search in groups of equal room, so that a long prompt does not cut the answers of others.
     for most, group in itertools.groupby(prompts, room):
         while some := list(itertools.islice(group, flags.batch)):
             if most < flags.tokens:
@@ -84,8 +84,8 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
 
 
 def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, early_stop=False):
-    """The best beams of these rows, at most `limit` ids with their ends: `finished` [B, beams,
-    size] and finished_scores."""
+    """Find the best beams of these rows, of at most `limit` ids with their ends. Return `finished`
+    [B, beams, size] and finished_scores."""
     slots, length = room_for(engine, rows, limit)
     state = prefill(engine, params, rows, slots, length)
     state |= {"ends": np.array(ends or [-1], np.int32), "limit": np.int32(limit)}
@@ -94,7 +94,7 @@ def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, 
 
 @jax.jit(static_argnames=("engine", "length", "beams", "size", "length_penalty", "early_stop"))
 def _search_after(engine, params, state, length, beams, size, length_penalty, early_stop):
-    """_search after prefill. The beams of a prompt are rows [B * beams] of the cache."""
+    """Run _search after prefill. The beams of all prompts are rows [B * beams] of the cache."""
     network, config = engine.network, engine.config
 
     def search(params, specs, state):
@@ -113,7 +113,7 @@ def _search_after(engine, params, state, length, beams, size, length_penalty, ea
                       for name, a in layer.items()} for layer in cache]
             return found, cache, any_device(goes_on) & (found["count"] < limit)
 
-        # (All beams of a prompt are still equal, so only the first counts.)
+        # All beams of a prompt are still equal, so only the first counts.
         newest = jnp.repeat(state["newest"][:, None], beams, 1)
         none, ids = jnp.zeros(newest.shape), jnp.zeros((*newest.shape, size), jnp.int32)
         found = {"newest": newest, "running": ids, "finished": ids,
@@ -128,7 +128,7 @@ def _search_after(engine, params, state, length, beams, size, length_penalty, ea
 
 
 def _gather_beams(tree, beams):
-    """Beams number `beams` [B, k] from arrays [B, K, ...]."""
+    """Take the beams with the numbers `beams` [B, k] from arrays [B, K, ...]."""
     return jax.tree.map(lambda a: jnp.take_along_axis(
         a, beams.reshape(*beams.shape, *(1,) * (a.ndim - 2)), 1), tree)
 
@@ -136,14 +136,14 @@ def _gather_beams(tree, beams):
 def next_beams(state: dict[str, Any], logits: Array, ends: Array, limit: Array,
                length_penalty: float, early_stop: bool | str
                ) -> tuple[dict[str, Any], Array, Array]:
-    """The state with one more id, chosen by the logits [B * K, V] after each beam; the beam [B, K]
-    that each running one continues; and whether the search of a prompt goes on [B]. A beam has at
-    most `limit` ids. The options are those of best_beams."""
+    """Add one id to each beam, chosen by the logits [B * K, V] after it. Return the new state; the
+    beam [B, K] that each running beam continues; and whether each prompt's search goes on [B]. A
+    beam has at most `limit` ids. The options are those of best_beams."""
     def score(sums, length):
         return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
 
     (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
-    # The best continuations of all beams together: enough of them that K can go on.
+    # The best continuations of all beams together, enough that K of them can go on.
     scores = jax.nn.log_softmax(logits).reshape(B, -1, V) + state["running_scores"][..., None]
     candidates = min(max(2, 1 + len(ends)) * K, K * V)
     scores, best = lax.top_k(scores.reshape(B, -1), candidates)
@@ -166,7 +166,7 @@ def next_beams(state: dict[str, Any], logits: Array, ends: Array, limit: Array,
         jnp.concatenate([state["finished_scores"], new_scores], 1), K)
     finished = _gather_beams(jnp.concatenate([state["finished"], ids], 1), chosen)
 
-    # Can a running beam still beat the worst of these?
+    # Can a running beam still beat the worst finished one?
     longest = limit if early_stop == "never" and length_penalty > 0 else count + 1
     worst = finished_scores.min(-1)
     can_improve = state["can_improve"] & (score(running_scores[:, 0], longest) > worst)

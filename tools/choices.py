@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
 
 def read_items(lines: Iterable[tuple[str, str]]) -> list[Item]:
-    """The questions of a file, from pairs (where it is, the line)."""
+    """Parse the questions of a file, from pairs (the line's place, the line)."""
     items = []
     for where, line in lines:
         try:
@@ -46,18 +46,18 @@ def read_items(lines: Iterable[tuple[str, str]]) -> list[Item]:
 
 
 def _item(record):
-    """The question of a line; an error if it has none."""
+    """Parse the question of a line; any error means that it has none."""
     question, choices, answer = (
         record[[name for name in names if name in record][0]]
         for names in (QUESTION, CHOICES, ANSWER))
-    if isinstance(choices, dict):       # (ARC's)
+    if isinstance(choices, dict):       # ARC's format
         choices, labels = choices["text"], list(map(str, choices["label"]))
         answers = dict(zip(labels, range(len(choices)), strict=True))
     else:
         answers = {str(index): index for index in range(len(choices))}
         answers |= {chr(ord("A") + index): index for index in range(len(choices))}
     texts = [question, *choices]
-    "".join(texts).encode()     # (fails for what is no text, or half a character)
+    "".join(texts).encode()     # fails unless all are texts without lone surrogates
     if isinstance(choices, str) or len(choices) < 2 or not all(text.strip() for text in texts):
         raise ValueError("a text is missing")
     answer = str(answer)
@@ -65,8 +65,8 @@ def _item(record):
 
 
 def split_ids(tokenizer: Tokenizer, context: str, text: str) -> tuple[Sequence[int], int]:
-    """(the ids of context + text, how many of them belong to the context). As in lm_eval, they are
-    encoded together, and spaces at the end of the context count as a part of the text."""
+    """Return (the ids of context + text, how many of them belong to the context). As in lm_eval,
+    one call encodes both, and spaces at the end of the context count as a part of the text."""
     ids = tokenizer.prompt(context + text)
     return ids, min(len(tokenizer.prompt(context.rstrip())), len(ids) - 1)
 
@@ -80,8 +80,8 @@ def logprobs(model: Model, items: Sequence[Item]) -> list[list[float]]:
 
 
 def run(model: Model, file: Input) -> None:
-    """sample.py --choices: print how many questions of the file the model answers right, and, with
-    --json, before that an object for each question."""
+    """sample.py --choices: print the share of questions in the file that the model answers right.
+    With --json, first print an object for each question."""
     items, flags, right, right_norm = read_items(file.lines), model.flags, [], []
     for at in range(0, len(items), 16 * flags.batch):
         some = items[at:at + 16 * flags.batch]

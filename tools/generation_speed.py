@@ -1,8 +1,8 @@
 """python sample.py --bench: how fast a model generates here, compared with a lower bound.
 
 To decode one token of one row, a device must read all its weights once. So the time of that read,
-measured on an array of the same size, is the lower bound. The measurements alternate, and medians
-are printed.
+measured on an array of the same size, is the lower bound. `run` alternates the two measurements
+and prints medians.
 """
 
 import statistics
@@ -31,7 +31,7 @@ def run(model: Model, file: None = None) -> None:
     for rows in (1, 8):
         prompts = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist()
         found = []
-        for _ in range(1 + TURNS):      # (the first compiles)
+        for _ in range(1 + TURNS):      # the first turn compiles and does not count
             begin = time.perf_counter()
             pieces = sample.stream(params, prompts, c, TOKENS, temperature=0, piece=TOKENS // 2)
             next(pieces)

@@ -1,10 +1,10 @@
-"""python train.py --plot RUN ... [--save FILE]: how runs went, from their metrics.jsonl alone.
+"""python train.py --plot RUN ... [--save FILE]: the curves of runs, from their metrics.jsonl alone.
 
-    curves_of       the curves of a run, by the names of its numbers
-    text_chart      a panel for each number as text, for a terminal
-    picture         the same by matplotlib, into a file
+    curves_of       reads the curves of a run, by the names of its numbers
+    text_chart      draws a panel for each number as text, for a terminal
+    picture         draws the panels with matplotlib, into a file
 
-Nothing here imports jax, so a chart appears at once, also while the run goes on.
+Nothing here imports jax, so a chart appears at once, even while the run is training.
 """
 
 import json
@@ -18,10 +18,10 @@ import numpy as np
 from zigzag.core.errors import ConfigError, optional_package
 from zigzag.core.files import numbers_of
 
-# What is not drawn. Every other number of a run, such as its metric, has a panel.
+# Numbers without a panel. Every other number of a run, such as its metric, has one.
 HIDDEN = {"train_loss", "tokens", "mfu", "skipped", "save_seconds"}
-MARKS = "*o+x#@%&"      # of the runs, in text
-ROWS, WIDTH = 9, 72     # characters of a panel in text
+MARKS = "*o+x#@%&"      # a character for each run, in a text chart
+ROWS, WIDTH = 9, 72     # size of a panel in a text chart, in characters
 
 Curves = dict[str, np.ndarray]      # {name: [[step, number], ...]}
 
@@ -37,7 +37,7 @@ def run(plot: Sequence[str], save: str = "") -> None:
 
 
 def curves_of(run: str) -> Curves:
-    """The curves of a run, without numbers that are not finite."""
+    """Read the curves of a run, without numbers that are not finite."""
     path, found = Path(run) / "metrics.jsonl", {}
     try:
         lines = path.read_bytes().splitlines()
@@ -47,7 +47,7 @@ def curves_of(run: str) -> Curves:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:              # (it is being written)
+        except ValueError:              # the run is still writing this line
             continue
         for name, x in numbers_of(row).items():
             if name not in HIDDEN and math.isfinite(x):
@@ -62,7 +62,7 @@ def _names(runs):
 
 
 def text_chart(runs: dict[str, Curves], width: int = WIDTH) -> str:
-    """A panel for each number, one below the other, each run with its own mark."""
+    """Draw a panel for each number, one below the other, with a mark for each run."""
     marks = {run: MARKS[i % len(MARKS)] for i, run in enumerate(runs)}
     last = max(curve[-1, 0] for curves in runs.values() for curve in curves.values())
     lines = [f"{marks[run]} {run}: step {max(curve[-1, 0] for curve in curves.values()):,.0f}"
@@ -83,7 +83,7 @@ def _columns(curve, last, width):
 
 
 def _panel(curves, width):
-    """The lines of one panel; `curves` has the columns by their mark."""
+    """The lines of one panel; `curves` is {mark: the means of its columns}."""
     low, high = (which(list(curves.values())) for which in (np.nanmin, np.nanmax))
     grid = [[" "] * width for _ in range(ROWS)]
     for mark, columns in curves.items():
@@ -95,7 +95,7 @@ def _panel(curves, width):
 
 
 def picture(runs: dict[str, Curves], path: str) -> None:
-    """Draw the panels into a file, in the format that its name ends with."""
+    """Draw the panels into a file, in the format of its suffix."""
     figures = optional_package("matplotlib.figure", f"--save {path}")
     names = _names(runs)
     columns = min(3, len(names))
@@ -109,5 +109,5 @@ def picture(runs: dict[str, Curves], path: str) -> None:
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as e:      # (a format that matplotlib does not know)
+    except (OSError, ValueError) as e:      # ValueError: a format that matplotlib does not know
         raise ConfigError(f"--save {path}: {e}") from None

@@ -1,6 +1,6 @@
-"""The log-probabilities of given ids, a row at a time: sample.score, and sample.py --score.
+"""Log-probabilities of given ids, summed for each row: sample.score, and sample.py --score.
 
-A row that is longer than the context is read in windows that overlap by half:
+The model reads a row that is longer than the context in windows that overlap by half:
 
     a b c d e f g       a context of 4 tokens
     a b c d             b c d are scored
@@ -27,12 +27,12 @@ from zigzag.parallel.products import LOGITS
 
 def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any,
                 batch: int, given: Sequence[int] | None = None) -> list[tuple[float, int, int]]:
-    """For each row of ids, the sum of their log-probabilities, how many there are, and how many of
-    them are the likeliest in their place. Every id has a log-probability except the first, or the
-    first given[row] ids. A row longer than the context is read in windows that overlap by half;
-    given ids that do not fit into one window with the others are left out."""
+    """Return, for each row of ids, the sum of their log-probabilities, how many it counts, and how
+    many of these ids are the model's argmax. Every id has a log-probability except the first, or
+    the first given[row] ids. The model reads a row longer than the context in windows that overlap
+    by half. It leaves out given ids that do not fit into one window with the others."""
     length = engine.config.seq_len - len(engine.network.source_ids(engine.config))
-    # (Rows of similar length are computed together, with little padding.)
+    # Batch rows of similar length, which need little padding.
     windows = sorted(overlapping_windows(rows, length, given), key=lambda one: len(one[1]))
     totals = np.zeros((len(rows), 3))
     with mesh_of_weights(params):
@@ -49,7 +49,7 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
                         given: Sequence[int] | None = None) -> Iterator[tuple[int, Any, int]]:
     """Yield windows of the rows that overlap by half: (the row's number, the window's ids, how many
     of them are only context and not scored). The first given[row] ids of a row, by default one, are
-    not scored. They are left out as far as the row is longer than a window."""
+    never scored. If the row is longer than a window, leave out as many of these as needed."""
     if length < 2:
         raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
     half = length // 2
@@ -62,14 +62,14 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
 
 
 def _sums(engine, params, windows, sources):
-    """The sums [B, 2] of read_chunk over the ids of these windows that are scored."""
+    """The sums [B, 2] of read_chunk over the scored ids of these windows."""
     rows = prompt_arrays(engine.network, [ids for _, ids, _ in windows], engine.config, 0,
                          None if sources is None else [sources[n] for n, *_ in windows])
     scored = pad_rows(np.array([len(ids) - context for _, ids, context in windows]))
     (B, size), chunk = rows["tokens"].shape, CHUNK
-    while chunk > 16 and B * chunk * engine.config.vocab_size > LOGITS:     # (must fit in memory)
+    while chunk > 16 and B * chunk * engine.config.vocab_size > LOGITS:     # must fit in memory
         chunk //= 2
-    # (Rolling makes the first token the last target. Its weight is 0.)
+    # Rolling makes the first token the last target. Its weight is 0.
     weights = np.arange(size) >= size - scored[:, None]
     rows |= {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
     return on_host(prefill(engine, params, rows, *room_for(engine, rows, 0), chunk)["sums"])
@@ -79,12 +79,12 @@ def _sums(engine, params, windows, sources):
 # The command
 
 def run(model: Model, file: Input) -> None:
-    """Print the log-probability, the number of scored tokens and the perplexity of each text of the
-    file --score, and of all texts together."""
-    flags, texts = model.flags, [file.text]     # (running text is one document)
+    """sample.py --score: print the log-probability, the number of scored tokens and the perplexity
+    of each text of the file, and of all texts together."""
+    flags, texts = model.flags, [file.text]     # running text is one document
     if flags.by == "line" or file.has_objects:
         texts = file.texts("text")
-    # (The first id is not scored: it is the tokenizer's start id or, without one, the text's.)
+    # The first id has no score: it is the tokenizer's start id or, without one, the text's.
     rows, found = [model.tokenizer.prompt(text) for text in texts], []
     if not flags.json:
         print("log-probability    tokens  perplexity  text")
@@ -101,7 +101,7 @@ def run(model: Model, file: Input) -> None:
 
 
 def score_line(flags: Flags, name: str, text: Any, logprob: float, tokens: int) -> str:
-    """A line of the table of scores."""
+    """A line of the table of scores, or a JSON object with --json."""
     perplexity = math.exp(min(-logprob / tokens, 700)) if tokens else None
     if flags.json:
         return json.dumps({name: text, "logprob": logprob, "tokens": tokens,

@@ -1,8 +1,8 @@
-"""--log: the numbers of a run for TensorBoard, Weights & Biases or trackio, beside metrics.jsonl.
+"""--log: send a run's numbers to TensorBoard, Weights & Biases or trackio, besides metrics.jsonl.
 
 A logger is a function log(step, numbers). To add one, write a function that opens it, like
-`_tensorboard`, and name it in LOGGERS; or give fit a log of your own. (zigzag/run/loggers.py calls
-them.)
+`_tensorboard`, and name it in LOGGERS; or pass a custom log to fit. zigzag/run/loggers.py calls
+them.
 """
 
 import os
@@ -13,13 +13,13 @@ import jax
 
 from zigzag.core.errors import ConfigError, did_you_mean, optional_package
 
-# What opens a logger is given: the run's folder; the id under which loggers know the run, the same
-# when it continues; the updates made by earlier starts; and config.json. It returns two functions:
-# log(step, {name: number}) and close().
+# A function that opens a logger takes the run's folder, the id under which loggers know the run
+# (the same when it continues), the updates made by earlier starts, and config.json. It returns two
+# functions: log(step, {name: number}) and close().
 
 
 def _tensorboard(out, own_id, began, config):
-    """Event files in OUT/tensorboard. The package `tensorboard` is enough to write them."""
+    """Write event files in OUT/tensorboard, for which the package `tensorboard` is enough."""
     writers, event_pb2, summary_pb2 = (
         optional_package(f"tensorboard.{module}", "--log tensorboard")
         for module in ("summary.writer.event_file_writer", "compat.proto.event_pb2",
@@ -40,14 +40,14 @@ def _tensorboard(out, own_id, began, config):
 
 
 def _wandb(out, own_id, began, config):
-    """A run of Weights & Biases, in the project zigzag or WANDB_PROJECT. WANDB_MODE=offline keeps
-    it in OUT/wandb, for `wandb sync`."""
+    """Open a run of Weights & Biases, in the project zigzag or WANDB_PROJECT. WANDB_MODE=offline
+    keeps it in OUT/wandb, for `wandb sync`."""
     return _opened("wandb", config, dir=str(out), name=os.environ.get("WANDB_NAME", out.name),
                    id=own_id)
 
 
 def _trackio(out, own_id, began, config):
-    """A run of trackio, in the project zigzag or TRACKIO_PROJECT. (trackio knows runs by name.)"""
+    """Open a trackio run, in the project zigzag or TRACKIO_PROJECT. trackio knows runs by name."""
     return _opened("trackio", config, name=f"{out.name}-{own_id}")
 
 
@@ -62,8 +62,8 @@ LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 
 
 def check(names: Sequence[str], out: str) -> None:
-    """Refuse loggers that do not exist, that have no folder, or whose package is not installed
-    (process 0 alone needs it)."""
+    """Refuse loggers that do not exist, that have no folder, or whose package is not installed.
+    Only process 0 needs the package."""
     for name in names:
         if name not in (*LOGGERS, "none"):
             raise ConfigError(f"--log {name}: expected some of {', '.join(LOGGERS)}, or none"

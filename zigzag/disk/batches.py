@@ -17,9 +17,9 @@ from zigzag.core.mesh import batch_spec, row_groups
 
 def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
                  ) -> dict[str, np.ndarray]:
-    """The batch {name: array [rows, ...]} that collate makes from these examples, after checking
-    that it is one: numbers, a row for each example and, if `shapes` is given, its names, shapes and
-    dtypes."""
+    """Return the batch {name: array [rows, ...]} that collate makes from these examples, checked:
+    every array holds numbers and has one row per example. If `shapes` is given, names, row shapes
+    and dtypes must match it."""
     batch = collate(examples)
     if not isinstance(batch, Mapping) or not batch:
         raise ConfigError(f"collate returned {repr(batch)[:40]} ({type(batch).__name__}): {BATCH}")
@@ -36,10 +36,10 @@ BATCH = "expected a dict {name: array of numbers}, with a row for each example i
 
 
 def _numbers(name, value, count):
-    """An array that collate returned under this name for `count` examples, as one of numpy's."""
+    """Convert the array that collate returned under this name for `count` examples to numpy."""
     try:
         x = np.asarray(value)
-    except Exception as e:      # (rows of different lengths, or what another library keeps)
+    except Exception as e:      # rows of different lengths, or another library's objects
         raise ConfigError(f"collate made {name!r} a {type(value).__name__} that is no array "
                           f"({one_line(e)}): {BATCH}") from None
     if not isinstance(name, str) or not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool:
@@ -51,23 +51,23 @@ def _numbers(name, value, count):
 
 
 def _rows(arrays):
-    """What a row of each array is, as on a device (where int64 is int32)."""
+    """The dtype and shape of a row of each array, as on a device (where int64 is int32)."""
     return {name: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}"
             for name, x in arrays.items() if name != "seeds"}
 
 
 def batch_shapes(rows: int, first: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The shapes {name: jax.ShapeDtypeStruct [rows, ...]} of a training batch of examples, of which
-    the first one's arrays are given, with the dropout "seeds"."""
+    """Return the shapes {name: jax.ShapeDtypeStruct [rows, ...]} of a training batch, with the
+    dropout "seeds". `first` has the arrays of the first example."""
     batch = {k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype)
              for k, v in first.items()}
     return {**batch, "seeds": jax.ShapeDtypeStruct((rows,), jnp.uint32)}
 
 
 def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int) -> Any:
-    """A batch {name: array [rows, ...]} on the mesh. Rows are split over BATCH_AXES; if they do not
-    divide, every device has all of them. make(first, last) makes the arrays for the rows first ...
-    last - 1, and is called with the rows that this process's devices hold."""
+    """Put a batch {name: array [rows, ...]} on the mesh. It splits rows over BATCH_AXES; if they do
+    not divide, every device has all of them. make(first, last) returns the arrays of rows first to
+    last - 1; the call asks for the rows that this process's devices hold."""
     place = NamedSharding(mesh, P() if rows % row_groups(mesh) else batch_spec(mesh))
     here = [i[0].indices(rows)[:2] for i in place.addressable_devices_indices_map((rows,)).values()]
     first, last = min(a for a, _ in here), max(b for _, b in here)

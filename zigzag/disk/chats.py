@@ -1,5 +1,5 @@
-"""Conversations: messages to text by a published model's chat template, and to ids of which the
-answers are learned.
+"""Conversations: a published model's chat template turns messages into text, then ids. The loss
+counts the ids of the answers.
 
     chat_template.jinja, or chat_template in tokenizer_config.json (one, or several with names)
 
@@ -7,12 +7,12 @@ answers are learned.
     {"prompt": "2 + 2 =", "completion": " 4"}
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}     (each a text, or messages)
 
-Learned are the parts of the text that the template marks with {% generation %}, or, if it marks
-none, what each message of the assistant adds to the text before it; and completions. A preference
-is two such texts: what both have in common is not learned.
+The model learns the text that the template marks with {% generation %}. If the template marks
+none, it learns what each assistant message adds to the text before it. Completions are learned,
+too. A preference is two such texts: what both have in common is not learned.
 
 A template is a program from the model's folder. It runs in jinja2's sandbox, with the functions
-that transformers provides. (The sandbox does not limit time or memory.)
+that transformers provides. The sandbox does not limit time or memory.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from zigzag.disk.weights import weights_of_answers
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 Marked = tuple[np.ndarray, np.ndarray]      # ids, and which of them are learned, or their weights
-# Characters for private use, which mark what is learned while a template is rendered.
+# Private-use characters that mark the learned text while a template is rendered.
 BEGIN, END = "\ue0f0", "\ue0f1"
 
 
@@ -60,31 +60,31 @@ class Template:
 
     def render(self, messages: Sequence[Record], add_generation_prompt: bool = False,
                marks: bool = False, **more: Any) -> str:
-        """The text of a conversation. With `marks`, what the assistant wrote stands between BEGIN
-        and END, if the template says so. `more` is passed to the template (tools)."""
+        """Return the text of a conversation. With `marks`, BEGIN and END enclose the assistant's
+        text, if the template marks it. `more` goes to the template, for example tools."""
         begin, end = (BEGIN, END) if marks else ("", "")
         try:
             text = self.compiled.render(**{
                 "tools": None, "documents": None, **self.special, "messages": messages,
                 "add_generation_prompt": add_generation_prompt, **more,
                 "generation_begin": begin, "generation_end": end})
-            text.encode()       # (fails on lone surrogates)
+            text.encode()       # fails on lone surrogates
             return text
-        except Exception as e:  # (a template can raise anything)
+        except Exception as e:  # a template can raise anything
             raise ConfigError(f"{self.folder}: its chat template refuses these messages "
                               f"({one_line(e)})") from None
 
     def learned(self, messages: Sequence[Record], first: int = 0, **more: Any
                 ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and which parts of it, from character to character, are
-        learned: of its answers from message number `first` on."""
+        """Return the text of a conversation and its learned spans (first character, end). The
+        spans are of answers from message number `first` on."""
         text = self.render(messages, **more)
         if BEGIN in text or END in text:
             raise ConfigError("a message has a character for private use (U+E0F0 or U+E0F1)")
         marked = self.render(messages, marks=True, **more)
         if marked.replace(BEGIN, "").replace(END, "") == text and BEGIN in marked:
             begin = len(self._before(messages, first, text, more)) if first else 0
-            # (Before the marks of answer number i stand those of the i answers before it.)
+            # The marks of the i answers before it shift answer number i by 2 * i characters.
             spans = [(found.start() - 2 * i, found.end() - 2 * i - 2)
                      for i, found in enumerate(re.finditer(f"{BEGIN}[^{BEGIN}]*?{END}", marked))]
             return text, [span for span in spans if span[0] >= begin]
@@ -103,7 +103,7 @@ class Template:
         return text, spans
 
     def _before(self, messages, first, text, more):
-        """The beginning of the text of a conversation that its first messages make."""
+        """The part of a conversation's text that its first messages make."""
         for begins_answer in (True, False):
             before = self.render(messages[:first], add_generation_prompt=begins_answer, **more)
             if text.startswith(before):
@@ -114,8 +114,8 @@ class Template:
 
 def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first: int = 0,
                 weight_field: str = "") -> Marked:
-    """(ids, which of them are learned) of a conversation, of whose answers those from message
-    number `first` on are learned: by the weights of those messages, if they have this field."""
+    """Return (ids, which of them are learned) of a conversation. Answers from message number
+    `first` on are learned, with the weights in their `weight_field`, if they have it."""
     text, spans = template.learned(record["messages"], first, tools=_tools_of(record) or None)
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), np.float32 if weight_field else bool)
@@ -126,7 +126,7 @@ def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first:
 
 
 def _tools_of(record):
-    """The tools of a conversation: a list of objects, or the text of one, as tables keep it."""
+    """The tools of a conversation: a list of objects, or its JSON text, as tables keep it."""
     tools = record.get("tools") or []
     if isinstance(tools, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -137,18 +137,18 @@ def _tools_of(record):
 
 
 def encode_completion(record: Record, tokenizer: Tokenizer) -> Marked:
-    """(ids, which of them are learned) of a prompt, its completion and the id that ends a text."""
+    """Return (ids, which of them are learned) of a prompt, its completion and an end id."""
     prompt = tokenizer.prompt(record["prompt"])
     both = tokenizer.prompt(record["prompt"] + record["completion"])
     new = both[len(prompt):]
-    if both[:len(prompt)] != prompt:        # (an id that crosses the border)
+    if both[:len(prompt)] != prompt:        # one id spans the border
         new = tokenizer.encode(record["completion"]).tolist()
     ids = np.array([*prompt, *new, *tokenizer.ends[:1]], np.int64)
     return ids, np.arange(len(ids)) >= len(prompt)
 
 
 def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) -> list[Marked]:
-    """(ids, which of them are learned) of the chosen conversation, and of the rejected one."""
+    """Return (ids, which of them are learned) of the chosen and of the rejected conversation."""
     before = record.get("prompt") or []
     if isinstance(before, str):
         before = [{"role": "user", "content": before}]
@@ -162,8 +162,8 @@ def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) 
 
 
 def _joined(before, messages):
-    """Messages that come after others, whose end they may repeat (by what they say: there may be
-    other fields)."""
+    """Append messages to those before, without the ones that repeat the end of `before`. Roles and
+    contents must match for that; other fields may differ."""
     def said(some):
         return [(message["role"], message.get("content")) for message in some]
 
@@ -173,8 +173,8 @@ def _joined(before, messages):
 
 
 def split_preference(record: Record) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of a preference of texts. Both may begin with the prompt; if it is
-    not given, it is what both have in common, up to the end of a word."""
+    """Return (prompt, chosen, rejected) of a preference of texts. Both may begin with the prompt.
+    Without a prompt, it is their common beginning, up to the end of a word."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
     if prompt is None:
         prompt = os.path.commonprefix([chosen, rejected])
@@ -189,14 +189,14 @@ def split_preference(record: Record) -> tuple[str, str, str]:
 # Lines of JSON
 
 def form_of(record: Record, field: str) -> str:
-    """What a line of JSON is: text, messages, completion or preference; '' if it is none."""
+    """The form of a line of JSON: text, messages, completion or preference; '' if it is none."""
     forms = {"text": {field}, "messages": {"messages"}, "completion": {"prompt", "completion"},
              "preference": {"chosen", "rejected"}}
     return next((form for form, fields in forms.items() if fields <= record.keys()), "")
 
 
 def check_record(record: Record, form: str) -> None:
-    """Refuse a line that is none of this form: messages, completion or preference."""
+    """Refuse a line that does not have this form: messages, completion or preference."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
     if form == "messages":
         _check_messages(record.get("messages"))
@@ -220,7 +220,7 @@ def check_record(record: Record, form: str) -> None:
 
 
 def _check_messages(messages, answers=True):
-    """Refuse what is no list of messages, or has no answer of the assistant (if `answers`)."""
+    """Refuse anything but a list of messages; if `answers`, one of them must be an assistant's."""
     if not isinstance(messages, list) or not messages:
         raise ConfigError("no list of messages")
     for message in messages:
@@ -240,7 +240,7 @@ def _check_messages(messages, answers=True):
 # -------------------------------------------------------------------------------------------
 
 def has_template(folder: Path | None) -> bool:
-    """Whether a tokenizer's folder has a chat template. (Bytes have no folder.)"""
+    """Whether a tokenizer's folder has a chat template. The folder of bytes is None."""
     return folder is not None and bool(_templates_of(folder))
 
 
@@ -261,7 +261,7 @@ def _environment():
     sandbox = optional_package("jinja2.sandbox", "a chat template")
 
     class Generation(optional_package("jinja2.ext", "a chat template").Extension):
-        """{% generation %} stands around text of the assistant."""
+        """{% generation %} ... {% endgeneration %} encloses the assistant's text."""
         tags = {"generation"}
 
         def parse(self, parser):

@@ -1,24 +1,25 @@
-"""The folder of a run: what a run writes to disk, and how it is read again.
+"""The folder of a run: what a run writes to disk, and how commands read it again.
 
-    out/config.json             the configuration; continuing with another one is refused, and
-                                changes made by --change are recorded with their step
+    out/config.json             the configuration; a run refuses to continue with a different one,
+                                and records the changes of --change with their step
     out/metrics.jsonl           a line for each step and each evaluation
     out/lock                    held while a process writes to the folder
     out/checkpoints/STEP/       params    the weights alone
-                                opt       what only training needs: the optimizer's, and the step
+                                opt       what only training needs: optimizer state, and the step
                                 meta      step, skipped updates, shapes, a checksum of every
                                           array, and the numbers of an evaluation at this step
 
 orbax writes the arrays in the background, and renames a folder when it is complete. The checksums
-catch what orbax does not (a flipped byte restores silently). A damaged checkpoint is renamed, and
-the previous one is used. Each process writes its own part of the arrays; process 0 writes
+catch what orbax misses, such as a flipped byte. A run that finds a damaged checkpoint renames it
+and uses the previous one. Each process writes its own part of the arrays; process 0 writes
 everything else.
 
-A run that continues has the bits of one that was never stopped. Weights, optimizer state and step
-are in the checkpoint; batches and dropout are functions of (seed, step), the learning rate of the
-step; and lines of metrics.jsonl after the checkpoint are dropped, to be written again.
+A run that continues gets the same bits as one that never stopped. Weights, optimizer state and step
+are in the checkpoint. Batches and dropout are functions of (seed, step), and the learning rate is a
+function of the step. The run drops lines of metrics.jsonl after the checkpoint and writes them
+again.
 
-The newest checkpoints are kept, and the best one (--best). Which is the best is not stored: it
+It keeps the newest checkpoints and the best one (--best). No file stores which one is best: it
 follows from the evaluations in the checkpoints that exist.
 """
 
@@ -61,8 +62,8 @@ from zigzag.core.options import options
 from zigzag.disk.lines import Record
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 
-# How much is compressed at a time. (For a state of 1.7 GB, compressing all at once took 0.9 GB more
-# memory and was no faster.)
+# How much to compress at a time. For a state of 1.7 GB, compressing all at once took 0.9 GB more
+# memory and was no faster.
 SAVING_GB = 0.3
 # From this many bytes of state on CPU devices, the loop waits for a save to finish. State and save
 # share the same memory there: while a save reads a state, the next one needs memory of its own.
@@ -72,19 +73,19 @@ WAITS_FROM = 2**28
 # -------------------------------------------------------------------------------------------
 # config.json
 
-# Of config.json and of what is beside it. Another one is refused.
+# The format of config.json and the files next to it. `run_record` refuses any other.
 FORMAT = 0
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
-    """config.json of the run that `flag` names, with all fields of the dataclass `config`. Fields
-    that were added to it since the run began have their default or derived values."""
+    """Read config.json of the run that `flag` names, with all fields of the dataclass `config`.
+    Fields that are newer than the run have their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
 
 
 def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
-    """A `config` (a dataclass) with the values in a run's config.json, except for the fields that
-    are `given`."""
+    """Return a `config` (a dataclass) with the values in a run's config.json, except for the fields
+    that are `given`."""
     record, path = run_record(folder, flag), Path(folder) / "config.json"
     known = {name: record[name] for name in options(config)
              if name in record and name not in given}
@@ -98,7 +99,7 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
 
 
 def run_record(folder: str | Path, flag: str = "--run") -> Record:
-    """The content of config.json of the run that `flag` names."""
+    """Read config.json of the run that `flag` names."""
     path = Path(folder) / "config.json"
     try:
         record = dict(json.loads(path.read_text()))
@@ -117,10 +118,10 @@ def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
     return tokenizer_of(Path(folder), record) if "tokenizer" in record else None
 
 
-# Facts that follow from a published folder and the code that reads it. They are not compared: the
-# folder's name is.
+# Facts that follow from a published folder and the code that reads it. `check_run_folder` compares
+# the folder's name instead.
 FOLLOWS = ("published", "pad_id")
-# {a fact that is no option: the word of --change that allows another}
+# {a fact that is not an option: the word of --change that allows a new value}
 OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 
@@ -128,10 +129,10 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
                      needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
                      ) -> Record | None:
     """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
-    facts in `needs`. `may` has the word of --change for each fact that may `change`. Called before
-    anything is written. read_old(out) returns the facts of the existing run; so does this function,
-    or None if there is no run. If the weights differ (the fact `shapes`), the message says which,
-    for the shapes `params` of now."""
+    facts in `needs`. Return the facts of the existing run, read_old(out), or None if there is none.
+    Call it before anything is written. `may` has the word of --change for each fact that may
+    `change`. If the weights differ (the fact `shapes`), the message lists the differences from the
+    present shapes `params`."""
     folder = Path(out)
     check_can_make(out)
     if not (folder / "config.json").exists():
@@ -145,9 +146,9 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
                for name, value in now.items()
                if name in old and old[name] != value and name not in FOLLOWS
                and may.get(name) not in change
-               and (value or name not in ("vocab_size", "dtype"))}  # (derived later, if empty)
+               and (value or name not in ("vocab_size", "dtype"))}  # derived later, if empty
     if "shapes" in differs:
-        differs.pop("base_weights", None)       # (a fingerprint of some of them)
+        differs.pop("base_weights", None)       # a fingerprint of some of the weights
         found = (_differences(meta.get("leaves", {}), {"params": params})
                  for meta in _descriptions(folder).values())
         which = next(filter(None, found), "no checkpoint says which")
@@ -160,7 +161,7 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
     return old
 
 
-# {what a run whose beginning was interrupted may have left: on which condition}
+# {files that a run interrupted at its start may have left: the condition for each}
 OF_BEGINNING = {
     r"data\d*|held_out": lambda path: (path / "data.json").exists(),
     r"(data\d*|held_out)\.(part|before)": anyway,
@@ -176,21 +177,21 @@ def _shown(value):
 # The folder of a running run
 
 class RunFolder(contextlib.AbstractContextManager):
-    """Saves and restores the state of a run, and writes its metrics. A context manager, which
-    closes the folder at its end."""
+    """Saves and restores the state of a run, and writes its metrics. A context manager that closes
+    the folder at its end."""
 
     def __init__(self, out: str, record: Record, must_match: Sequence[str],
                  read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
                  may: dict[str, str], change: Sequence[str] = ()):
-        """`record` becomes config.json. If the run is continued, the facts named in `must_match`
+        """`record` becomes config.json. In a run that continues, the facts named in `must_match`
         must equal those of read_old(out), except those that may `change` (as in check_run_folder).
-        `state` is a tree of shapes with shardings. The newest `keep` checkpoints are kept. What
-        is changed now stands in .changed, {fact: [old, new]}."""
+        `state` is a tree of shapes with shardings. The folder keeps the newest `keep` checkpoints.
+        .changed is {fact: [old, new]} for the facts that changed now."""
         self.out, self.folder = out, Path(out).resolve()
         self.record, self.state, self.keep, self.verify = record, state, keep, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
-        self.has_damaged = False        # newer checkpoints than the restored one were set aside
+        self.has_damaged = False        # whether `restore` set aside newer, damaged checkpoints
         self.skipped = 0        # updates in a row that learned nothing, at the restored step
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
@@ -199,7 +200,7 @@ class RunFolder(contextlib.AbstractContextManager):
         now = json.loads(json.dumps(record))
         self.changed = {name: [old[name], now[name]] for name, of in may.items()
                         if of in change and name in old and name in now and old[name] != now[name]}
-        if isinstance(old.get("changes"), list):        # (of earlier runs)
+        if isinstance(old.get("changes"), list):        # from earlier starts
             record["changes"] = old["changes"]
         word = secrets.token_hex(8)
         if self.is_process_0:
@@ -213,7 +214,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.manager = _orbax_manager(self.folder / "checkpoints", self)
 
     def _take(self, word):
-        """Lock the folder, until the process ends, and write config.json."""
+        """Lock the folder until the process ends, and write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             held = self.files.enter_context(open(self.folder / "lock", "a"))
@@ -222,7 +223,7 @@ class RunFolder(contextlib.AbstractContextManager):
             held.write(word)
             held.flush()
             os.fsync(held.fileno())
-            if not (self.folder / "config.json").exists():      # (else `restore` writes it)
+            if not (self.folder / "config.json").exists():      # else `restore` writes it
                 write_json(self.folder / "config.json", self.record)
             run_has_begun()
         except BlockingIOError:
@@ -232,8 +233,8 @@ class RunFolder(contextlib.AbstractContextManager):
             raise ConfigError(f"--out {self.out}: cannot be written ({e.strerror})") from None
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Wait for the save in flight, which would be lost otherwise. (Not if one of several
-        processes failed: the others would never join.)"""
+        """Wait for the save in flight, which would be lost otherwise. If one of several processes
+        failed, it does not wait: the others would never join."""
         if kind is not None and jax.process_count() > 1:
             return
         watchdog.arm("a save")
@@ -241,8 +242,8 @@ class RunFolder(contextlib.AbstractContextManager):
             self.manager.close()
 
     def restore(self, say: Callable[[str], Any]) -> Any:
-        """The state of the newest readable checkpoint, sharded like `self.state`, or None if there
-        is no checkpoint. Damaged ones are set aside."""
+        """Return the state of the newest readable checkpoint, sharded like `self.state`, or None if
+        there is no checkpoint. Set damaged ones aside."""
         state = None
         steps = process_allgather(_saved_steps(self.folder))[0]
         for at in steps:
@@ -270,18 +271,18 @@ class RunFolder(contextlib.AbstractContextManager):
         return state
 
     def _set_aside(self, at):
-        """Rename a damaged checkpoint, which no process reads any more. Returns its new name."""
+        """Rename a damaged checkpoint, which no process reads any more. Return its new name."""
         folder, name = self.folder / "checkpoints", f"damaged-{at}"
         if self.is_process_0:
-            shutil.rmtree(folder / name, ignore_errors=True)    # (an earlier one of this step)
+            shutil.rmtree(folder / name, ignore_errors=True)    # an earlier one of this step
             (folder / str(at)).rename(folder / name)
-        process_allgather(name)         # (the others wait)
+        process_allgather(name)         # the other processes wait here
         self.manager.reload()
         return name
 
     def _go_on(self):
-        """Open metrics.jsonl to append, after dropping the lines of later steps than the restored
-        one, which the run will write again, and what was cut short."""
+        """Open metrics.jsonl to append. First drop incomplete lines, and those of steps after the
+        restored one, which the run will write again."""
         path, lines = self.folder / "metrics.jsonl", []
         path.touch()
         for line in path.read_bytes().splitlines(keepends=True):
@@ -295,11 +296,10 @@ class RunFolder(contextlib.AbstractContextManager):
                 elif row.get("loss") is not None:
                     self.losses.append(row["loss"])
         write_whole(path, b"".join(lines))
-        return self.files.enter_context(open(path, "a", buffering=1))       # line by line
+        return self.files.enter_context(open(path, "a", buffering=1))       # flushes each line
 
     def write(self, row: dict) -> None:
-        """Add a line to metrics.jsonl. Numbers that are not finite, which JSON lacks, become null.
-        """
+        """Add a line to metrics.jsonl. JSON has no infinities or NaN, so these become null."""
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")
 
@@ -308,8 +308,8 @@ class RunFolder(contextlib.AbstractContextManager):
         checksums(state_items(state))
 
     def read_best(self, several: Sequence[str]) -> dict[str, dict[int, dict]]:
-        """{one of --best: {the best saved step by it: its evaluation}, or {}}. These checkpoints
-        are kept from here on."""
+        """Return {one of --best: {the best saved step by it: its evaluation}, or {}}. From here on
+        the folder keeps these checkpoints."""
         found = evaluations(self.folder) if several and self.is_process_0 else {}
         found = {int(step): numbers for step, numbers in process_allgather(found)[0].items()}
         steps = {best: best_of(best, found) for best in several}
@@ -317,8 +317,8 @@ class RunFolder(contextlib.AbstractContextManager):
         return {best: {} if at is None else {at: found[at]} for best, at in steps.items()}
 
     def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: set[int]) -> None:
-        """Start saving the state of step `at`, with the numbers of its evaluation; the save
-        continues in the background. `best` are the best steps so far, which are kept."""
+        """Start saving the state of step `at`, with the numbers of its evaluation. The save
+        continues in the background. It keeps the checkpoints of `best`, the best steps so far."""
         if self.saved == at:
             return
         _trim_memory()
@@ -337,7 +337,7 @@ class RunFolder(contextlib.AbstractContextManager):
             self.drain()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """The policy that orbax asks at the start of a save: the last `keep` steps and the best.
+        """Tell orbax, at the start of a save, what to keep: the last `keep` steps and the best.
         orbax deletes the others only when that save is complete, so a kill never leaves fewer."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in steps[-self.keep:] or step in self.best for step in steps]
@@ -352,8 +352,8 @@ class RunFolder(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def _as_run_error(what):
-    """A context that turns any error (a full disk) into a RunError of one line, and silences those
-    that background threads raise later."""
+    """A context that turns any error, such as a full disk, into a RunError of one line, and
+    silences errors that background threads raise later."""
     try:
         yield
     except Exception as e:
@@ -363,15 +363,15 @@ def _as_run_error(what):
 
 
 def _orbax():
-    """The module orbax.checkpoint, imported late: it takes 0.4 s, which commands without a
-    checkpoint save."""
+    """Import orbax.checkpoint late: it takes 0.4 s, which commands without a checkpoint need not
+    spend."""
     import orbax.checkpoint
     return orbax.checkpoint
 
 
 def _orbax_manager(folder, policy):
-    # By default orbax records which devices held what, and then refuses to open the checkpoint on
-    # others without explicit shardings. Without this record it opens anywhere.
+    # By default orbax records which device held which part, and then refuses to open the checkpoint
+    # on other devices without explicit shardings. Without this record it opens anywhere.
     ocp = _orbax()
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # our messages take one line
     ocp.type_handlers.register_type_handler(
@@ -385,14 +385,14 @@ def _orbax_manager(folder, policy):
 
 
 def _trim_memory():
-    """Return memory that the last save has freed to the system. glibc would keep it in the pools of
-    orbax's threads: with a state of 1.7 GB, 1.5 GB more after each of three saves."""
+    """Give the memory that the last save freed back to the system. glibc would keep it in the pools
+    of orbax's threads: with a state of 1.7 GB, 1.5 GB more after each of three saves."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def _finite(value):
-    """The value with None in place of numbers that are not finite, in lists and dicts too."""
+    """Replace numbers that are not finite with None, in nested lists and dicts too."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -400,8 +400,8 @@ def _finite(value):
 # One checkpoint
 
 def state_items(state: Any) -> dict[str, Any]:
-    """A state as the two items of a checkpoint: params, the weights, and opt, what only training
-    needs."""
+    """Split a state into the two items of a checkpoint: params, the weights, and opt, which only
+    training needs."""
     return {"params": state["params"],
             "opt": {name: x for name, x in state.items() if name != "params"}}
 
@@ -411,8 +411,8 @@ def _kinds(tree):
 
 
 def _differences(saved, item):
-    """How the arrays of one item, {name: a tree}, differ from those that a checkpoint's description
-    lists (`saved`), as text; '' if they do not."""
+    """Describe how the arrays of one item, {name: a tree}, differ from those in `saved`, the list
+    in a checkpoint's description; '' if they do not."""
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
     found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
@@ -423,8 +423,8 @@ def _differences(saved, item):
 
 
 def checksum(x: Array) -> Array:
-    """A number (uint32) that changes if any one bit of x changes, and that does not depend on the
-    mesh: the sum over elements of their bits times (2 * index + 1), modulo 2**32."""
+    """A uint32 that changes if any one bit of x changes, and that does not depend on the mesh: the
+    sum over elements of their bits times (2 * index + 1), modulo 2**32."""
     if jnp.iscomplexobj(x):
         return checksum(x.real) + checksum(x.imag) * jnp.uint32(2**16 + 1)
     bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -475,8 +475,8 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
 
 
 def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
-    """The weights of a run's newest (or given) step, as shapes: the tree that was saved, in dicts
-    and lists."""
+    """Return the saved tree of weights of a run's newest (or given) step as shapes, in dicts and
+    lists."""
     at = run_steps(folder)[0] if step is None else step
     path = Path(folder).resolve() / f"checkpoints/{at}"
     ocp = _orbax()
@@ -491,7 +491,8 @@ def evaluations(folder: str | Path) -> dict[int, Record]:
 
 
 def _descriptions(folder):
-    """{step: its description} for the checkpoints of a run, newest first, without damaged ones."""
+    """{step: its description} for the checkpoints of a run, newest first. Skips descriptions that
+    cannot be read."""
     found = {}
     for step in _saved_steps(folder):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -501,8 +502,8 @@ def _descriptions(folder):
 
 
 def best_of(best: str, numbers: dict[int, Record]) -> int | None:
-    """The step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"); the earliest
-    of equal ones, or None if no evaluation has a finite number of that name."""
+    """Return the step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"); the
+    earliest of equal ones, or None if no evaluation has a finite number of that name."""
     which, name = best.split(":", 1)
     found = {step: row[name] for step, row in sorted(numbers.items())
              if isinstance(row.get(name), float) and math.isfinite(row[name])}
@@ -510,8 +511,8 @@ def best_of(best: str, numbers: dict[int, Record]) -> int | None:
 
 
 def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
-    """The step of a run's best checkpoint, `by` smallest:NAME or largest:NAME, or else by the first
-    --best with which it was trained."""
+    """Return the step of a run's best checkpoint, `by` smallest:NAME or largest:NAME. By default
+    the run's first --best decides."""
     best = by or next(iter(run_record(folder, flag).get("best") or ()), "")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so none of its "
@@ -526,8 +527,8 @@ def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
 
 def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: str = "--run"
                 ) -> Any:
-    """The weights of a run's newest (or given) step, sharded like the shapes `params`. A damaged
-    checkpoint is reported, and the previous one is read. `flag` is the flag that named the run."""
+    """Read the weights of a run's newest (or given) step, sharded like the shapes `params`. If the
+    newest is damaged, say so and read the previous one. `flag` is the flag that named the run."""
     checkpoints, steps = Path(folder).resolve() / "checkpoints", run_steps(folder, flag)
     if step is not None and step not in steps:
         raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
@@ -547,10 +548,9 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
 
 def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
                     ) -> tuple[dict[str, Any], Record]:
-    """(items, meta): the items of a checkpoint that are `wanted`, {name: a tree of shapes with
-    shardings}, and its description. Dtypes and shapes are compared before anything is read, and
-    checksums afterwards. Each process reads its own part; if one fails, CorruptCheckpoint is raised
-    in all of them."""
+    """Read the `wanted` items of a checkpoint, {name: a tree of shapes with shardings}. Return
+    (items, its description). Compare dtypes and shapes before reading, and checksums afterwards.
+    Each process reads its own part; if one fails, all of them raise CorruptCheckpoint."""
     try:
         (items, meta), why = _read_items(folder, wanted, whose), None
     except CorruptCheckpoint as e:
@@ -584,8 +584,8 @@ def _read_items(folder, wanted, whose):
 
 @contextlib.contextmanager
 def _reading(folder):
-    """A context that turns errors of reading into CorruptCheckpoint, or into RunError if this
-    machine is to blame (memory, permissions): then nothing must be set aside. It hides the hundreds
+    """A context that turns read errors into CorruptCheckpoint. If this machine is to blame (memory,
+    permissions), it raises RunError, so that the caller sets nothing aside. It hides the hundreds
     of lines that reading a damaged checkpoint prints."""
     logging.disable(logging.CRITICAL)
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
@@ -599,7 +599,7 @@ def _reading(folder):
                            f"{one_line(e)}; nothing was set aside") from None
         raise CorruptCheckpoint(one_line(e)) from None
     finally:
-        gc.collect()            # the remains of a failed read print errors when they are collected
+        gc.collect()            # collect a failed read while logging is off: it prints errors
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
 

@@ -1,16 +1,16 @@
-"""A corpus: the folder of tokens that data.py makes of text, and what --data opens.
+"""A corpus: the folder of tokens that data.py makes from text, and that --data opens.
 
-    prepare     text to a folder
+    prepare     encodes text into a folder
     Corpus      such a folder
-    opened      the corpus of a path: a folder, or text, which is encoded into the run's folder
+    opened      the corpus of a path: a folder, or text, which it encodes into the run's folder
     Sources     the corpora of a run: one, or several to mix, and a validation set
 
-    data.json   what the folder has: the tokenizer's kind and digest, counts, what was skipped
+    data.json   the tokenizer's kind and digest, counts, and what was skipped
     train.bin   tokens, uint16 (uint32 above 65,536 ids)      train.docs    where documents begin
     held_out.bin, held_out.docs                               *.learned     1: a target (answers)
-    unfinished/ what is being encoded                         *.weights     float32, of each token
+    unfinished/ an encoding in progress                       *.weights     float32, of each token
 
-data.json is written last, so a folder that has it is complete. This file needs numpy, not jax.
+`prepare` writes data.json last: a folder with one is complete. This file needs numpy, not jax.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ from zigzag.disk.tokenizers import (
     train_pieces,
 )
 
-# {what an encoding that was interrupted may have left in a folder: on which condition}
+# {files that an interrupted encoding may have left in a folder: the condition for each}
 OF_ENCODING = {"unfinished|stdin": anyway,
                rf"((train|held_out)\..*|data\.json|{'|'.join(map(re.escape, FILES))})(\.part)?":
                lambda path: (path.parent / "unfinished").exists()}
@@ -70,9 +70,9 @@ OF_ENCODING = {"unfinished|stdin": anyway,
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             tokenizer: Tokenizer | None = None, flag: str = "--data",
             options: Options = Options(), cores: int = 0) -> "Corpus":
-    """Encode the text of the paths (none: the source of Python's library) into `out`: with the
-    tokenizer given, with a new one of vocab_size pieces, or as bytes. The same encoding, if it was
-    interrupted there, goes on where it was; another one begins anew. Returns the Corpus."""
+    """Encode the text of the paths (none: the source of Python's library) into `out`. Use the given
+    tokenizer, a new one of vocab_size subwords, or bytes. If the same encoding was interrupted
+    there, continue it; after a different one, start over. Return the Corpus."""
     out = Path(out)
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
@@ -95,7 +95,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             copy_files(tokenizer, part)
             tokenizer = KINDS[tokenizer.kind](part / tokenizer.file)
         tokenizer = tokenizer or Bytes()
-        # (The file of marks: weights, or which tokens are answers. Of text without weights: none.)
+        # The file of marks: weights, or which tokens are answers. Text without weights has none.
         marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"
         with Output(part, tokenizer, settings, marks) as output:
             encode_files(files, tokenizer, options, output, cores)
@@ -119,8 +119,8 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
 
 
 def _settings(files, options, vocab_size, tokenizer):
-    """A digest of what an encoding that goes on has in common with the one that was interrupted."""
-    # (The standard input is a new file each time.)
+    """A digest of everything that must stay the same for an interrupted encoding to continue."""
+    # The standard input is a new file each time, so its content counts, not its date.
     names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
               os.stat(file.path).st_mtime_ns] for file in files]
     everything = [FORMAT, names, vocab_size, vars(dataclasses.replace(options, strict=False))]
@@ -132,7 +132,7 @@ def _settings(files, options, vocab_size, tokenizer):
 
 @contextlib.contextmanager
 def _unfinished(out):
-    """The folder in which an encoding into `out` goes on. If it is refused, nothing stays."""
+    """The folder for an encoding into `out` in progress. After a ConfigError nothing stays."""
     part = out / "unfinished"
     part.mkdir(parents=True, exist_ok=True)
     with open(part / "lock", "a") as held:
@@ -140,7 +140,7 @@ def _unfinished(out):
             lock(held)
         except BlockingIOError:
             raise ConfigError(f"--out {out}: another process encodes into this folder") from None
-        except OSError:             # (a disk without locks)
+        except OSError:             # a disk without locks
             pass
         try:
             yield part
@@ -151,8 +151,8 @@ def _unfinished(out):
 
 
 class Corpus:
-    """A folder that `prepare` made: .train, .held_out, .tokenizer, .record, and .weights, {split:
-    the weight of each of its tokens, or None if all are 1}."""
+    """A folder that `prepare` made: .train, .held_out, .tokenizer, .record and .weights, which is
+    {split: the weight of each of its tokens, or None if all are 1}."""
 
     def __init__(self, folder: str | Path):
         self.folder, self.weights, self.starts = Path(folder), {}, {}
@@ -171,7 +171,7 @@ class Corpus:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
 
     def _numbers(self, split, kind, dtype):
-        """The numbers in a file of a split, if they are what data.json says."""
+        """Map the numbers in a file of a split. Refuse a file that does not match data.json."""
         file, wanted = self.folder / f"{split}.{kind}", self.record[split]
         found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
         digest = wanted.get("digest" if kind == "bin" else kind)
@@ -200,7 +200,7 @@ class Corpus:
 
 
 def _digest(digests):
-    """One digest for several; the digest, if there is one."""
+    """Combine several digests into one; a single digest stays as it is."""
     return digests[0] if len(digests) == 1 else hashlib.sha256(
         " ".join(digests).encode()).hexdigest()
 
@@ -209,11 +209,11 @@ def _digest(digests):
 def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
            fingerprint: str = "", changes: bool = False, vocab_size: int = 0, name: str = "data",
            flag: str = "--data", options: Options = Options()) -> Iterator["Corpus | TokenFiles"]:
-    """The corpus behind --data (or `flag`). A folder made by data.py, and token files (of
-    `vocab_size` ids) are used as they are. Text is encoded with the tokenizer (None: as bytes) into
-    the folder `name` of the run, when the run begins or when it `changes` its data; the result is
-    kept only if the run begins in the body of the `with`. A run that continues uses the corpus it
-    has, with this fingerprint. ready > 0: process 0 has made the corpus, and it must appear within
+    """Open the corpus behind --data (or `flag`). It uses a folder made by data.py, and token files
+    (of `vocab_size` ids), as they are. It encodes text with the tokenizer (None: as bytes) into the
+    folder `name` of the run, when the run begins or when it `changes` its data. The result stays
+    only if the run begins in the body of the `with`. A run that continues uses the corpus it has,
+    with this fingerprint. ready > 0: process 0 has made the corpus, and it must appear within
     `ready` seconds."""
     given = Path(path[0]) if len(path) == 1 and path[0] else None
     changed = run / f"{name}-{fingerprint[:12]}"
@@ -236,23 +236,23 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
         with taken_back(run) as put:
             part = run / f"{name}.part"
             fingerprint = _encoded(path, part, tokenizer, flag, options).fingerprint
-            # (Until config.json says otherwise, the old data stays in use.)
+            # Until config.json says otherwise, the run keeps using the old data.
             yield Corpus(put(part, f"{name}-{fingerprint[:12]}" if changes else name))
 
 
 def _encoded(paths, part, tokenizer, flag, options):
-    """The corpus of text, encoded into the folder `part`. If that is interrupted, the same command
-    goes on there."""
+    """Encode text into the folder `part` and return its corpus. If that is interrupted, the same
+    command continues it."""
     if "-" in paths:
-        find(["-"], flag)       # (refused)
+        find(["-"], flag)       # raises ConfigError
     if mixed := [one for one in paths if token_files([one])]:
-        find([one for one in paths if one not in mixed], flag)      # (what is missing is refused)
+        find([one for one in paths if one not in mixed], flag)      # refuses missing paths first
         raise ConfigError(f"{named(flag, paths)}: has both text and token files "
                           f"({', '.join(mixed)}); give one kind of the two")
     if tokenizer and tokenizer.kind == "ids":
         raise ConfigError(f"{named(flag, paths)}: text, beside token files without a tokenizer; "
                           f"give token files")
-    if (part / "data.json").exists():       # (of a run that was killed right after: any text)
+    if (part / "data.json").exists():       # from a run killed right after, of any text
         shutil.rmtree(part)
     try:
         return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
@@ -262,7 +262,7 @@ def _encoded(paths, part, tokenizer, flag, options):
 
 
 class Sources:
-    """The corpora that a run learns from, and the one it is evaluated on, if that is another."""
+    """The corpora that a run learns from, and a separate corpus to evaluate on, if given."""
 
     def __init__(self, corpora: Sequence["Corpus | TokenFiles"], names: Sequence[str],
                  held_out: "Corpus | TokenFiles | None" = None):
@@ -277,7 +277,7 @@ class Sources:
                 raise ConfigError(f"{corpus.folder} has other tokens than {first.folder} "
                                   f"({', '.join(kinds)}): encode both with one tokenizer (data.py "
                                   f"--tokenizer)")
-        # What is evaluated: {name of a number: [(corpus, split), ...]}.
+        # What to evaluate on: {name of a number: [(corpus, split), ...]}.
         self.evaluated = {"": [(held_out, split) for split in SPLITS if len(
             getattr(held_out, split)) > 1]} if held_out else {
             name if len(corpora) > 1 else "": [(corpus, "held_out")]
@@ -301,7 +301,7 @@ class Sources:
 
     @property
     def prompt_flags(self) -> str:
-        """The flags with which sample.py is given a prompt like these data."""
+        """The flags that give sample.py a prompt in the form of these data."""
         if any(corpus.record.get("form") == "messages" for corpus in self.corpora):
             return '--chat --prompt "..."'
         return '--prompt "5 7"' if self.tokenizer.kind == "ids" else '--prompt "..."'
@@ -321,7 +321,7 @@ class Sources:
 
 
 def _answers(corpus, length):
-    """Of conversations: how many are cut, and the first one, with its answers in [[ ]]."""
+    """Lines on how many conversations are cut, and the first one, with its answers in [[ ]]."""
     documents = corpus.documents("train")
     lengths = documents.lengths(np.arange(len(documents)))
     cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""
@@ -344,8 +344,8 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
                    ready: float = 0, tokenizer: Tokenizer | None = None, fingerprint: str = "",
                    changes: bool = False, vocab_size: int = 0, weight_field: str = ""
                    ) -> Iterator[Sources]:
-    """The corpora of --data (one of all paths or, if they are `mixed`, one of each) and of
-    --held_out, as `opened` opens them."""
+    """Open, by `opened`, the corpora of --data (one of all paths or, if they are `mixed`, one per
+    path) and of --held_out."""
     groups = [[path] for path in paths] if mixed else [list(paths)]
     options = Options(weight_field=weight_field)
     if changes and len(groups) + bool(held_out) > 1:

@@ -3,9 +3,9 @@
     files -> pieces -> [ worker: read, encode ] x cores -> in order -> Output
 
 A piece is about a megabyte of text. Workers are processes (`serve`), because an encoder holds
-Python's lock while it makes lists. Results are written in the order of the pieces, so the files on
-disk do not depend on the number of workers, and memory holds a few pieces at a time. `Output` notes
-up to which piece everything is on disk: an encoding that was interrupted goes on from there.
+Python's lock while it makes lists. `Output` writes results in the order of the pieces, so the files
+on disk do not depend on the number of workers, and memory holds a few pieces at a time. It records
+how many pieces are on disk; an interrupted encoding continues from there.
 """
 
 import collections
@@ -41,9 +41,9 @@ from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
 from zigzag.disk.weights import WrongWeight, as_weights
 
-# Below this many bytes of text a second process does not pay.
+# Below this many bytes of text a second process does not pay off.
 FEW = 2**23
-# A new tokenizer is trained on at most about this many bytes of text.
+# A new tokenizer trains on at most about this many bytes of text.
 SAMPLE = 2**27
 SAY_SECONDS = 10
 
@@ -61,7 +61,7 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
             continue
         try:
             found = encode_document(document, tokenizer, options)
-        except WrongWeight as e:        # (another one in its place would be learned unseen)
+        except WrongWeight as e:        # nobody would notice a default weight in its place
             raise WrongWeight(f"{document.where}: {options.weight_field!r} {e}") from None
         except ConfigError as e:
             troubles.append(Trouble(f"{options.form} that cannot be encoded",
@@ -85,13 +85,13 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
 
 
 def encode_document(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
-    """(ids, their weights as targets) of a text, or of a line of JSON: one or, for a preference,
-    two, the chosen one first."""
+    """Return (ids, their weights as targets) of a text or a line of JSON, in a list: one pair or,
+    for a preference, two, the chosen one first."""
     record = document.content
     if options.form == "text":
         ids = tokenizer.encode(record)
         weights = as_weights(document.weight, len(ids))
-        if document.begins:     # (The separator before a text has the weight of the first token.)
+        if document.begins:     # the separator before a text has the weight of its first token
             ids = np.append(tokenizer.separator, ids)
             weights = np.append(weights[:1], weights) if weights.ndim else weights
         return [(ids, np.broadcast_to(weights, len(ids)))]
@@ -112,7 +112,7 @@ def encode_document(document: Document, tokenizer: Tokenizer, options: Options) 
 
 @functools.cache
 def template_of(folder: Path | None) -> Template:
-    """The chat template of a tokenizer's folder, or a ConfigError that says whose it may be."""
+    """Read the chat template of a tokenizer's folder. A ConfigError says how to name one."""
     if not has_template(folder):
         none = f" (no chat_template in {folder})" if folder else ""
         raise ConfigError(f"conversations need the chat template of a published model: data.py "
@@ -121,11 +121,11 @@ def template_of(folder: Path | None) -> Template:
 
 
 def serve() -> None:
-    """Answer each piece of the input with its result, or with the exception that it ended with."""
+    """Answer each piece from the input with its result, or with the exception that it raised."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)               # (what a library prints must not get among the results)
+    os.dup2(2, 1)               # keep a library's prints out of the results
     kind, path, options = pickle.load(source)
-    gc.disable()                # (it looks at all lists of ids, again and again, for nothing)
+    gc.disable()                # it would scan all lists of ids, again and again, for nothing
     tokenizer = KINDS[kind](path)
     while True:
         try:
@@ -173,7 +173,7 @@ def on_cores(count: int, work: Iterable[Piece], tokenizer: Tokenizer, options: O
 
 
 def _result(piece, idle):
-    """The result of a piece, from a process that has nothing else to do."""
+    """Get the result of a piece from an idle process."""
     process = idle.get()
     try:
         pickle.dump(piece, process.stdin, pickle.HIGHEST_PROTOCOL)
@@ -191,7 +191,7 @@ def _result(piece, idle):
 
 def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out: Output,
                  cores: int = 0) -> None:
-    """Encode the documents of the files into `out`, on so many cores (0: all)."""
+    """Encode the documents of the files into `out` on this many cores (0: all)."""
     if not cores:
         cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
                  os.cpu_count() or 1)
@@ -202,7 +202,7 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
     else:
         results = on_cores(cores, work, tokenizer, options)
     said = time.monotonic()
-    with contextlib.closing(results):       # (which ends the processes)
+    with contextlib.closing(results):       # closing ends the processes
         for piece, found in results:
             if found.troubles and options.strict:
                 raise ConfigError(f"{found.troubles[0].message} (--strict)")
@@ -219,8 +219,8 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
 
 
 def sampled_lines(files: list[File], options: Options) -> Iterator[str]:
-    """Yield the lines of all documents that are not held out or, of much text, of some pieces
-    spread over all of it: what a new tokenizer is trained on."""
+    """Yield the lines to train a new tokenizer on: all documents that are not held out. If the text
+    has more than SAMPLE bytes, take some pieces, spread over all of it."""
     total, seen, held_out, trouble = sum(file.size for file in files), False, [], ""
     for number, piece in enumerate(piece for file in files for piece in pieces(file, options)):
         if total > SAMPLE and hashed(str(number)) * total > SAMPLE * 2**64:
@@ -235,14 +235,14 @@ def sampled_lines(files: list[File], options: Options) -> Iterator[str]:
                 yield from lines
             elif not seen:
                 held_out += lines
-    if not seen:        # (a single document, say)
+    if not seen:        # for example a single document
         if trouble and not held_out:
             raise ConfigError(f"no text that can be read; {trouble}")
         yield from held_out
 
 
 def _texts_in(content):
-    """All texts in what a line has."""
+    """All texts in the content of a document, nested ones included."""
     if isinstance(content, str):
         return [content]
     values = content.values() if isinstance(content, dict) else content
@@ -254,7 +254,7 @@ def _texts_in(content):
 # What was made
 
 def what_was_skipped(record: Record) -> list[str]:
-    """From data.json: the kinds of files that were skipped ('': none), and a line for each kind of
+    """From data.json: a line on the files that were skipped ('': none), and a line for each kind of
     problem within files."""
     files = record.get("skipped", {})
     return [f"{sum(files.values()):,}: {counted(files)}" if files else "",
@@ -263,8 +263,8 @@ def what_was_skipped(record: Record) -> list[str]:
 
 
 def about_learned(record: Record) -> list[str]:
-    """From data.json: a line on how many tokens are learned, if it is not all of them."""
-    if "learned" not in record.get("train", {}):      # (token files have no counts)
+    """From data.json: a line on how many tokens are learned, unless all of them are."""
+    if "learned" not in record.get("train", {}):      # token files have no counts
         return []
     tokens, learned = (sum(record[split][name] for split in SPLITS)
                        for name in ("tokens", "learned"))
@@ -274,7 +274,7 @@ def about_learned(record: Record) -> list[str]:
 
 
 def summary(record: Record) -> str:
-    """What a prepared folder was made of, from its data.json: lines to print."""
+    """Describe a prepared folder from its data.json, in lines to print."""
     tokens, size = (sum(record[split][name] for split in SPLITS) for name in ("tokens", "bytes"))
     files, *lines = what_was_skipped(record)
     return "\n".join([

@@ -1,4 +1,4 @@
-"""What readers of data share: lines of JSON, paths, numbers, and a .npy file."""
+"""Helpers that readers of data share: lines of JSON, paths, numbers and .npy files."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ Record = dict[str, Any]         # an object of JSON
 
 
 def existing(path: str | Path, name: str = "") -> Path:
-    """The path, if something is there; `name` is what a message calls it."""
+    """Return the path if it exists, else raise a ConfigError that calls it `name`."""
     path = Path(path)
     try:
         path.stat()
@@ -24,13 +24,13 @@ def existing(path: str | Path, name: str = "") -> Path:
 
 
 def lacks(field: str, there: Sequence[str] | Record) -> str:
-    """What to say of what has these names, and not this one."""
+    """The text of an error about a missing field, where the names `there` exist."""
     names = ", ".join(map(repr, list(there)[:5])) or "nothing"
     return f"no field {field!r}, it has {names[:80]}{did_you_mean(field, there)}"
 
 
 def parsed(raw: str | bytes) -> Record:
-    """The object of a line of JSON, or a ConfigError."""
+    """Parse a line of JSON, which must be an object, or raise ConfigError."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
@@ -43,7 +43,7 @@ def parsed(raw: str | bytes) -> Record:
 
 
 def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
-    """The texts in these fields of an object, or a ConfigError."""
+    """Return the texts in these fields of an object, or raise ConfigError."""
     for field in fields:
         if field not in record:
             raise ConfigError(lacks(field, record))
@@ -54,13 +54,13 @@ def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
 
 
 def texts_of(raw: str | bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
-    """The texts in these fields of a line of JSON, or a ConfigError that names the line."""
+    """Return the texts in these fields of a line of JSON; a ConfigError names the line."""
     with naming(where):
         return texts_in(parsed(raw), fields)
 
 
 def is_text(x: Any) -> bool:
-    """Whether it is a text (not one with half a character, a lone surrogate)."""
+    """Whether x is a string without lone surrogates, which are halves of characters."""
     try:
         return isinstance(x, str) and x.encode() is not None
     except UnicodeEncodeError:
@@ -68,12 +68,12 @@ def is_text(x: Any) -> bool:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """The array of a file, mapped into memory."""
+    """Map the array of a .npy file into memory."""
     return numbers_in(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 def is_arrays(path: str | Path) -> bool:
-    """Whether this is a .npz, or a folder with the array `source` or without lines of JSON."""
+    """Whether the path is a .npz, or a folder that has source.npy or no *.jsonl file."""
     path = Path(path)
     if not path.is_dir():
         return path.suffix == ".npz"
@@ -81,10 +81,10 @@ def is_arrays(path: str | Path) -> bool:
 
 
 def numbers_in(where, read):
-    """What is read, if it has numbers that a device can compute in."""
+    """Return read(), an array or a .npz. Refuse dtypes that a device cannot compute in."""
     try:
         found = read()
-    except Exception as e:      # (numpy, zipfile and zlib have errors of their own)
+    except Exception as e:      # numpy, zipfile and zlib raise errors of their own
         raise ConfigError(f"{where} is damaged, or not what numpy writes ({one_line(e)})") from None
     if isinstance(found, np.lib.npyio.NpzFile):
         return found
@@ -96,8 +96,8 @@ def numbers_in(where, read):
 
 def numbers_below(limit: float, array: Any, start: int, stop: int, dtype: Any, what: str,
                   expected: str) -> np.ndarray:
-    """The numbers of a file from number `start` to `stop`, in this dtype, if none is negative or
-    reaches the limit. Else a ConfigError names the first that is, and its place."""
+    """Return array[start:stop] in this dtype. If a number is negative or reaches the limit, raise a
+    ConfigError that names the first one and its place."""
     found = np.asarray(array[start:stop], dtype)
     if (bad := ~((found >= 0) & (found < limit))).any():
         at = int(bad.argmax())

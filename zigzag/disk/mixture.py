@@ -1,14 +1,14 @@
 """Several sources of examples, mixed by weights.
 
-    Mixture      the examples of several sequences: number i of all, and which of them stands at a
-                 place of the endless sequence
+    Mixture      the examples of several sequences as one sequence, and the order to train on them
     Part         some examples of a sequence
-    numbers_at   which examples of any sequence stand at places of its endless sequence
+    numbers_at   the numbers of the examples at given places of a sequence's endless order
 
-In each thousand places of that sequence every source has its share, rounded to a thousandth, in a
-shuffled order. Within a source, its own sequence goes on: all of its examples, again and again,
-each time in another order. So which example stands at a place is a pure function of the seed and
-the place. This file needs numpy, not jax.
+The endless order runs through all examples again and again. In each thousand places every source
+has its share, rounded to a thousandth, in a shuffled order. Within its share, a source goes through
+all of its examples, then again in a new order.
+
+So the example at a place is a pure function of seed and place. This file needs numpy, not jax.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ ROUND = 1000
 
 @dataclasses.dataclass
 class Part:
-    """Some examples of a sequence: those with these numbers."""
+    """The examples of a sequence that have these numbers."""
     examples: Any
     numbers: np.ndarray
 
@@ -35,14 +35,14 @@ class Part:
 
 
 def spread(examples: Sequence, count: int) -> Part:
-    """`count` examples of a sequence, evenly spread, the same ones each time."""
+    """Choose `count` evenly spread examples of a sequence, the same ones each time."""
     count = min(count, len(examples))
     return Part(examples, np.arange(count) * len(examples) // max(count, 1))
 
 
 class Mixture:
-    """The examples of these sequences. `weights` are the shares of the sources in what is learned;
-    they need not add up to 1."""
+    """The examples of several sequences. `weights` are the sources' shares of the training
+    examples; they need not add up to 1."""
 
     def __init__(self, sources: Sequence[Sequence], weights: Sequence[float]):
         self.sources, self.shares = sources, rounded(weights)
@@ -56,7 +56,7 @@ class Mixture:
         return self.sources[source][number]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """The numbers of the examples at these places of the endless sequence."""
+        """The numbers of the examples at these places of the endless order."""
         turn, _ = np.divmod(np.asarray(places, np.int64), ROUND)
         drawn = order_at(ROUND, seed, places)       # a shuffle of each thousand
         begins = np.cumsum([0, *self.shares])
@@ -71,8 +71,8 @@ class Mixture:
 
 
 def located(starts: np.ndarray, i: int) -> tuple[int, int]:
-    """(which of several sequences, the number in it) of number i of them all, which begin at these
-    numbers; the last of `starts` is where they end."""
+    """Find example i of several sequences: return (which sequence, the number in it). Sequence n
+    has the numbers from starts[n] up to starts[n + 1]."""
     if not 0 <= i < starts[-1]:
         raise IndexError(i)
     which = int(np.searchsorted(starts, i, "right")) - 1
@@ -80,17 +80,17 @@ def located(starts: np.ndarray, i: int) -> tuple[int, int]:
 
 
 def mixed(sources: Sequence[Sequence], weights: Sequence[str] = ()) -> Sequence:
-    """The examples of these sequences as one, in these shares (none: equal ones)."""
+    """Mix the examples of these sequences in these shares; by default the shares are equal."""
     return sources[0] if len(sources) == 1 else Mixture(
         sources, list(map(float, weights)) or [1.0] * len(sources))
 
 
 def rounded(weights: Sequence[float]) -> np.ndarray:
-    """The weights as whole thousandths that add up to a thousand."""
+    """Round the weights to integers that add up to ROUND, a thousand."""
     weights = np.array(weights, float)
     if not ((weights > 0) & (weights < np.inf)).all():
         raise ConfigError(f"--weights {' '.join(map(str, weights))}: expected numbers above 0")
-    weights = weights / weights.max()       # (their sum may be infinite)
+    weights = weights / weights.max()       # their sum may be infinite
     exact = weights / weights.sum() * ROUND
     shares = np.floor(exact).astype(np.int64)
     shares[np.argsort(shares - exact, kind="stable")[:ROUND - shares.sum()]] += 1
@@ -100,21 +100,21 @@ def rounded(weights: Sequence[float]) -> np.ndarray:
 
 
 def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
-    """The numbers of the examples at these places of the endless sequence: in the order that the
-    examples define, or else shuffled."""
+    """The numbers of the examples at these places of the endless order, which `examples` may
+    define (order_at); otherwise it is a shuffle."""
     if hasattr(examples, "order_at"):
         return examples.order_at(seed, places)
     return order_at(len(examples), seed, places)
 
 
 # -------------------------------------------------------------------------------------------
-# Shuffles without lists. A place is a number from 0 to anything, of an endless sequence that runs
-# through all examples again and again, each time in another order, without repeats. All is a pure
+# Shuffles without lists. A place is any integer from 0, in an endless order that runs through all
+# examples again and again. Each epoch has a new order, without repeats. The order is a pure
 # function of the seed and the place, so a run has no position to save, and processes agree.
 
 def order_at(count: int, seed: int, places: np.ndarray) -> np.ndarray:
-    """The numbers, below `count`, of the examples at these places. No list of them is ever made: a
-    Feistel network permutes [0, 4^k), and permutes a number again while it falls outside."""
+    """The numbers, below `count`, of the examples at these places. It makes no list of examples: a
+    Feistel network permutes [0, 4^k), again and again until a number is below `count`."""
     if count < 1:
         raise ConfigError("there are no examples to train on")
     epoch, x = np.divmod(np.asarray(places).astype(np.uint64), count)

@@ -1,12 +1,12 @@
-"""The files of a corpus while it is made, in its folder `unfinished`.
+"""The files of a corpus while data.py makes it, in its folder `unfinished`.
 
     bin.part        tokens of all documents        docs.part     where each document begins
     learned.part    which of them are targets      order.part    the split of each document
     weights.part    or their weights
-    progress.json   after how many pieces, and at which sizes, all of this is on disk
+    progress.json   how many pieces are on disk, and the size of each file at that point
 
-The .part files only grow; what came after the last progress.json is cut off again. `finish` writes
-the files of both splits from them, and leaves them as they are, so that it can be interrupted, too.
+The .part files only grow. An encoding that continues cuts off what came after the last
+progress.json. `finish` only reads them to write both splits, so it can be interrupted as well.
 """
 
 import json
@@ -22,20 +22,20 @@ from zigzag.disk.lines import Record
 from zigzag.disk.reading import Trouble
 from zigzag.disk.tokenizers import Tokenizer
 
-# Of data.json and of what is beside it. Another one is refused.
+# The format of data.json and the files next to it. `Corpus` refuses any other.
 FORMAT = 0
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
-PART = 2**20        # tokens that are written at a time
-# {file beside the tokens: what it has for each token}
+PART = 2**20        # tokens per write
+# {file next to the tokens: the dtype of its number for each token}
 MARKS = {"weights": np.dtype("float32"), "learned": np.dtype("uint8")}
 
 
 class Encoded(NamedTuple):
     """The documents of a piece, or parts of them."""
-    tokens: np.ndarray      # one after the other
-    starts: np.ndarray      # where documents begin in them
-    held_out: np.ndarray    # which of these are held out
+    tokens: np.ndarray      # all documents, concatenated
+    starts: np.ndarray      # where documents begin in `tokens`
+    held_out: np.ndarray    # which documents are held out
     marks: np.ndarray       # which tokens are targets; with --weight_field, their weights
     size: int               # bytes of text
     troubles: list[Trouble]
@@ -46,8 +46,8 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 
 
 class Output:
-    """The files of an encoding that goes on, in the folder `part`. `settings` are what it must have
-    in common with one that was interrupted there; `marks` is the file of MARKS, or ''."""
+    """The files of a running encoding, in the folder `part`. `settings` must equal those of an
+    encoding that was interrupted there; `marks` is the file of MARKS, or ''."""
 
     def __init__(self, part: Path, tokenizer: Tokenizer, settings: str, marks: str):
         self.part, self.marks = part, marks
@@ -89,7 +89,7 @@ class Output:
         self.state["pieces"] += 1
 
     def save(self, at_once: bool = False) -> None:
-        """Make what is written safe, if the last time was a while ago."""
+        """Flush everything to disk, unless that happened less than SAVE_SECONDS ago."""
         if at_once or time.monotonic() > self.saved + SAVE_SECONDS:
             for kind, file in self.files.items():
                 file.flush()
@@ -99,9 +99,9 @@ class Output:
             self.saved = time.monotonic()
 
     def finish(self, out: Path, form: str) -> Record:
-        """Write the files of the splits into `out`, and return what data.json says of them. If
-        hashes hold out almost none of the tokens, or too many (there are few documents), the last
-        tenth is held out."""
+        """Write the files of the splits into `out`, and return their entries of data.json. Hashes
+        choose the held-out documents. If they choose too few or too many tokens, because there are
+        few documents, the last tenth is held out."""
         self.save(at_once=True)
         arrays = {kind: mapped(self.part / f"{kind}.part", dtype)
                   for kind, dtype in self.dtypes.items()}
@@ -112,7 +112,7 @@ class Output:
             here = is_held_out == i
             lengths = np.diff(bounds)[here]
             (np.cumsum(lengths) - lengths).astype(np.uint64).tofile(out / f"{split}.docs")
-            # Where documents of this split begin and end that lie side by side.
+            # Each run of adjacent documents of this split: where it begins and ends.
             parts = bounds[np.flatnonzero(np.diff(np.pad(here, 1)))].reshape(-1, 2).tolist()
             record = counted[split] = {"tokens": int(lengths.sum()), "documents": len(lengths)}
             record["spelled"] = sum(int(self.lengths[ids].sum()) for ids in _copied(
@@ -120,7 +120,7 @@ class Output:
             if self.marks:
                 record["learned"] = sum(map(np.count_nonzero, _copied(
                     out / f"{split}.{self.marks}", arrays[self.marks], parts)))
-        # (The bytes that the tokenizer leaves out, or changes, are spread over both.)
+        # Both splits share, in proportion, the bytes that the tokenizer drops or changes.
         spelled = sum(record["spelled"] for record in counted.values())
         for record in counted.values():
             record["bytes"] = record["spelled"] if form != "text" else round(
@@ -130,7 +130,7 @@ class Output:
 
 
 def saved_state(part: Path) -> Record:
-    """What progress.json says; {} if there is none."""
+    """The content of progress.json; {} if there is none."""
     try:
         return json.loads((part / "progress.json").read_text())
     except (OSError, ValueError):
@@ -138,14 +138,14 @@ def saved_state(part: Path) -> Record:
 
 
 def _split(bounds, is_held_out, form):
-    """(where documents begin, and the last one ends; which of them are held out). If the end is
-    held out, a document of which only a part is held out is two."""
+    """Return (where documents begin, and where the last one ends; which of them are held out).
+    Holding out the last tenth may cut a document in two."""
     total, held_out = int(bounds[-1]), np.diff(bounds)[is_held_out].sum()
     if 0.03 < held_out / max(total, 1) < 0.3:
         return bounds, is_held_out
     keep = total - total // 10
-    if form != "text" and len(bounds) > 2:          # (whole conversations)
-        # (The two documents of a preference stay together.)
+    if form != "text" and len(bounds) > 2:          # keep conversations whole
+        # The two documents of a preference stay together.
         firsts = bounds[:-1:2 if form == "preference" else 1]
         keep = int(firsts[min(np.searchsorted(firsts, keep), len(firsts) - 1)]) or total
     bounds = np.unique(np.append(bounds, keep))
@@ -153,8 +153,8 @@ def _split(bounds, is_held_out, form):
 
 
 def _copied(path, values, parts):
-    """Write these parts of an array into a file, and yield what is written."""
-    values = np.asarray(values)         # (slices of a memmap are slow)
+    """Write these parts of an array into a file, and yield each chunk written."""
+    values = np.asarray(values)         # slices of a memmap are slow
     with open(path, "wb") as file:
         for first, last in parts:
             for begin in range(first, last, PART):
@@ -164,6 +164,6 @@ def _copied(path, values, parts):
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """The array in a file, mapped into memory."""
+    """Map the array in a file into memory."""
     count = path.stat().st_size // dtype.itemsize
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)

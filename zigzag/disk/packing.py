@@ -1,14 +1,14 @@
-"""Rows of whole documents, so that attention need not cross from one into another.
+"""Rows of whole documents, so that attention can stay within each document.
 
-    documents -> blocks of 4,096, by a shuffle of all -> rows of each block, by best fit
+    documents -> shuffled into blocks of 4,096 -> rows of each block, by best fit
 
     row        | document 7        | document 912 | document 31    |.|
     segments    1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 3 3 3 3 3 3 3 3 0
     positions   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 0 1 2 3 4 5 6 7 0
 
-The documents of a block, and its rows, are a pure function of the seed and the block's number. Rows
-are taken block after block, in another order each time, so only one block is packed at a time. A
-document that is longer than a row is cut into rows. This file needs numpy, not jax.
+The documents of a block, and its rows, are a pure function of the seed and the block's number.
+Training takes rows block after block, so it packs one block at a time. Rows of a block have a new
+order in each epoch. A document longer than a row spans several. This file needs numpy, not jax.
 """
 
 import bisect
@@ -25,14 +25,14 @@ BLOCK = 4096
 
 
 class Part(NamedTuple):
-    """Some tokens of a document, which stand together in a row."""
+    """Consecutive tokens of a document, in one row."""
     tokens: np.ndarray
     targets: np.ndarray     # the token after each
-    weights: np.ndarray     # of each target in the loss; 0: it is not learned
+    weights: np.ndarray     # the weight of each target in the loss; 0: it is not learned
 
 
 def parts_of(example: Any) -> Sequence[Part]:
-    """The parts of an example: a row of documents, one part, or the ids of running text."""
+    """The parts of an example, which is a row of documents, one part, or ids of running text."""
     if isinstance(example, list):
         return example
     return [example if isinstance(example, Part) else Part(
@@ -40,17 +40,17 @@ def parts_of(example: Any) -> Sequence[Part]:
 
 
 def ids_of(tokens: Any, start: int, stop: int, vocab_size: int) -> np.ndarray:
-    """The tokens of a file from number `start` to `stop`, as ids. (For an id that does not exist a
-    device would silently look up another id's vector.)"""
+    """Return tokens[start:stop] as int32 ids. Refuse ids out of range: a device would silently
+    look up another id's vector."""
     found = numbers_below(vocab_size, tokens, start, stop, np.int64, "id",
                           f"the vocabulary has {vocab_size}")
     return found.astype(np.int32)
 
 
 class Documents:
-    """Documents on disk, one after the other: number i begins at starts[i]. After its last token
-    comes `end`, which has the weight of that token, or 0 if not `ends_learned`. `weights`, if
-    given, are those of the tokens as targets."""
+    """Documents on disk, concatenated: number i begins at starts[i]. The id `end` follows its last
+    token, with that token's weight, or 0 if not `ends_learned`. `weights`, if given, are those of
+    the tokens as targets."""
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, end: int,
                  weights: np.ndarray | None = None, vocab_size: int = 2**31,
@@ -59,7 +59,7 @@ class Documents:
             read_at_random(array)
         self.tokens, self.starts, self.end = tokens, starts, end
         self.weights, self.vocab_size, self.ends_learned = weights, vocab_size, ends_learned
-        if weights is None:         # (These take no memory.)
+        if weights is None:         # broadcast ones take no memory
             self.weights, self.ends_learned = np.broadcast_to(np.float32(1), len(tokens)), True
 
     def __len__(self) -> int:
@@ -72,10 +72,10 @@ class Documents:
         return (ends - self.starts[numbers]).astype(np.int64)
 
     def unlearned(self, length: int) -> int:
-        """The number of documents longer than `length` of whose first `length` tokens no target is
-        learned."""
+        """Count the documents longer than `length` that have no learned target in their first
+        `length` tokens."""
         long = self.lengths(np.arange(len(self))) > length
-        weights = np.asarray(self.weights)      # (slices of a memmap are slow)
+        weights = np.asarray(self.weights)      # slices of a memmap are slow
         return sum(not weights[start + 1:start + length + 1].any()
                    for start in self.starts[long].tolist())
 
@@ -87,7 +87,7 @@ class Documents:
         tokens = ids_of(self.tokens, begin, stop, self.vocab_size)
         weights = np.asarray(self.weights[begin + 1:stop], np.float32)
         if len(tokens) == length:       # it is the end of the document
-            # (The end after a conversation is not learned: a template's answers have their own.)
+            # `end` is not learned after a conversation: a template's answers have their own end.
             tokens = np.append(tokens, np.int32(self.end))
             weights = np.append(weights, np.float32(self.weights[end - 1] * self.ends_learned))
         return Part(tokens[:-1], tokens[1:], weights)
@@ -106,7 +106,7 @@ class Packed:
         return int(self.starts[-1])
 
     def _block(self, number: int) -> list[list[tuple[int, int, int]]]:
-        """The rows of a block: for each, (document, first token, length) of its parts."""
+        """The rows of a block, each a list of parts (document, first token, length)."""
         places = np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self.documents)))
         chosen = order_at(len(self.documents), self.seed, places)
         pieces, rows, rest = self.documents.lengths(chosen), [], []
@@ -123,8 +123,8 @@ class Packed:
         return [self.documents.part(*part) for part in self.block(block)[row]]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """The numbers of the rows at these places of an endless sequence: block after block, and
-        within a block in another order in each epoch."""
+        """The numbers of the rows at these places of an endless sequence, which goes block after
+        block. Within a block, each epoch has a new order."""
         epoch, place = np.divmod(np.asarray(places, np.int64), len(self))
         blocks = np.searchsorted(self.starts, place, "right") - 1
         found = np.empty(len(place), np.int64)
@@ -132,15 +132,15 @@ class Packed:
             before, end = self.starts[block:block + 2].tolist()
             count = end - before
             here = blocks == block
-            # (order_at shuffles each run of `count` places by itself: one run for each epoch.)
+            # order_at shuffles each run of `count` places by itself: one run per epoch.
             found[here] = before + order_at(count, seed + block,
                                             epoch[here] * count + place[here] - before)
         return found
 
 
 def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
-    """The ids of a question in packed rows: a document up to where its first answer begins. They
-    are those of the first document with an answer (none: empty), the last `most` of them."""
+    """Return a question from packed rows: the ids of the first document with an answer, up to where
+    that answer begins, at most the last `most` of them. Return no ids if there is no answer."""
     for part in (part for row in rows for part in row):
         if part.weights.any():
             return part.tokens[:int((part.weights > 0).argmax()) + 1][-most:]
@@ -149,9 +149,9 @@ def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
 
 def best_fit(parts: Sequence[tuple[int, int, int]], length: int
              ) -> list[list[tuple[int, int, int]]]:
-    """Rows for parts (document, first, length), longest first: each goes into the row that it fills
-    best, or begins a new one."""
-    rows, room = [], []         # room: (what is left, number of the row), sorted
+    """Pack parts (document, first, length), longest first, into rows. Each part goes into the row
+    that it fills best, or begins a new one."""
+    rows, room = [], []         # room: sorted pairs (tokens left, number of the row)
     for part in parts:
         size = part[2]
         at = bisect.bisect_left(room, (size, -1))

@@ -1,17 +1,17 @@
 """Files to documents.
 
     text files               one document each
-    lines of JSON            one document a line: the text in its field (--field)
-    .parquet                 one document a row: the text in that column    package pyarrow
-    .gz .bz2 .xz .zst        of any of these but .parquet                   .zst: package zstandard
+    lines of JSON            one document per line: the text in its field (--field)
+    .parquet                 one document per row: the text in that column  package pyarrow
+    .gz .bz2 .xz .zst        any of these, compressed, except .parquet      .zst: package zstandard
 
-    find(paths) -> files     what there is to read, and what was skipped
+    find(paths) -> files     the files to read, and counts of skipped ones
     pieces(file) -> pieces   a file, in order: lines of about a megabyte, or rows
     read(piece) -> documents in any process
 
-What cannot be read does not stop a corpus: it is skipped, counted, and named in the summary
-(--strict stops there). A text that cannot be read to its end is left out; of lines and rows, those
-before the end stay. This file needs numpy, not jax.
+Unreadable data does not stop data.py: it skips and counts the problem, and names it in the summary.
+With --strict it stops. A text that cannot be read to its end is left out. In lines and rows, those
+before the problem stay. This file needs numpy, not jax.
 """
 
 import bz2
@@ -34,26 +34,26 @@ from zigzag.disk.chats import check_record, form_of
 from zigzag.disk.lines import existing, lacks, parsed, texts_in
 from zigzag.disk.weights import weight_in
 
-PIECE = 2**20           # characters of a piece, about: it ends at the end of a line
-MOST = 2**26            # characters of a line: a longer one is cut, and then is no JSON
+PIECE = 2**20           # approximate characters of a piece, which ends with a line
+MOST = 2**26            # characters of a line: a longer one is cut, so it is not valid JSON
 
 LINES_NAMES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 PACKED_NAMES = (".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd")
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zst",
-         b"\x50\x2a\x4d\x18": "zst"}     # (the last: a frame to skip, with which pzstd begins)
+         b"\x50\x2a\x4d\x18": "zst"}     # the last one: pzstd begins with a frame to skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to read."""
+    """How to read files."""
     field: str = "text"         # of lines of JSON and of .parquet
-    strict: bool = False        # stop at the first thing that cannot be read
-    form: str = "text"          # what lines of JSON are, by chats.form_of
+    strict: bool = False        # stop at the first problem
+    form: str = "text"          # the form of lines of JSON, as chats.form_of names it
     weight_field: str = ""      # of lines of JSON and of .parquet
 
 
 class File(NamedTuple):
-    name: str           # relative to the path that was given: it does not depend on the machine
+    name: str           # relative to the path on the command line, so the same on any machine
     path: str
     kind: str           # text, lines or parquet
     packing: str        # '', or how it is compressed
@@ -62,14 +62,14 @@ class File(NamedTuple):
 
 class Trouble(NamedTuple):
     """Why something cannot be read."""
-    kind: str           # what the summary counts
+    kind: str           # the summary counts troubles by kind
     message: str        # with the place
 
 
 class Piece(NamedTuple):
-    """Some of a file: a text, lines of JSON, or rows."""
+    """A part of a file: text, lines of JSON, or rows."""
     file: File
-    start: int          # how many characters, lines or rows come before
+    start: int          # how many characters, lines or rows come before it
     content: Any        # a text, or a list of rows
     trouble: Trouble | None = None      # why the rest of the file cannot be read
 
@@ -77,17 +77,17 @@ class Piece(NamedTuple):
 class Document(NamedTuple):
     """A document, or the next part of the one that has begun."""
     begins: bool
-    content: Any        # a text, or what a line has
-    name: str           # by which it is held out or not
+    content: Any        # a text, or the object of a line or row
+    name: str           # decides whether it is held out
     where: str          # its place, in words
-    weight: Any = None  # what its line or row has in the field of weights
+    weight: Any = None  # from the weight field of its line or row
 
 
 # -------------------------------------------------------------------------------------------
 # Which files
 
 def library_sources() -> list[File]:
-    """The source of Python's standard library: a corpus that every machine already has."""
+    """List the source of Python's standard library, a corpus that every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
@@ -100,9 +100,9 @@ def library_sources() -> list[File]:
 
 def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
          ) -> tuple[list[File], dict[str, int]]:
-    """The files to read under the paths, and {kind of file: how many of it are skipped}. A path is
-    a file, a folder, a pattern such as 'texts/*.txt', or - for the standard input, which is kept
-    in `out`. In a fixed order, each once, without what is in `out`."""
+    """Return the files to read under the paths, and {kind of file: how many are skipped}. A path is
+    a file, a folder, a pattern such as 'texts/*.txt', or - for the standard input, which it saves
+    in `out`. The order is fixed, and each file comes once. It leaves out files in `out`."""
     files, skipped, seen, own = [], collections.Counter(), set(), out and out.resolve()
     for path in paths:
         for root, p in _under(path, f"{flag} {path}".strip(), out):
@@ -126,7 +126,7 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
 
 
 def named(flag: str, paths: Sequence[str]) -> str:
-    """The paths as they were given."""
+    """The flag and its paths, as on the command line."""
     return " ".join([flag, *map(str, paths)]).strip()
 
 
@@ -136,7 +136,7 @@ def counted(counts: dict[str, int]) -> str:
 
 
 def _under(path, name, spool):
-    """Yield each file at or under a path, with the folder that its name is relative to."""
+    """Yield (the folder that its name is relative to, a file) for each file at or under a path."""
     if not path:
         raise ConfigError(f"{name} '': an empty path; expected a text file or a folder")
     if path == "-":
@@ -148,7 +148,7 @@ def _under(path, name, spool):
             shutil.copyfileobj(sys.stdin.buffer, f, PIECE)
         yield spool, spool / "stdin"
     elif glob.has_magic(str(path)) and not os.path.exists(path):
-        # (Not where links go round in circles.)
+        # os.path.exists is False for links that go round in circles.
         matches = list(filter(os.path.exists, sorted(glob.glob(str(path), recursive=True))))
         if not matches:
             raise ConfigError(f"{name}: no file matches it")
@@ -165,8 +165,8 @@ def _under(path, name, spool):
 
 
 def _walk(folder):
-    """The files under a folder, but hidden ones, in a fixed order. Links are followed, to each
-    folder once."""
+    """List the files under a folder in a fixed order, without hidden ones. It follows links, to
+    each folder once."""
     found, seen = [], set()
     for root, folders, names in os.walk(folder, followlinks=True):
         is_new = (real := os.path.realpath(root)) not in seen
@@ -177,13 +177,13 @@ def _walk(folder):
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder was made by data.py. (A folder of texts may have a data.json, too.)"""
+    """Whether data.py made a folder. A folder of texts may have another data.json."""
     path = folder / "data.json"
     return path.is_file() and b'"tokenizer"' in path.read_bytes()
 
 
 def _look_at(path, name):
-    """The File at a path, or the kind that it is skipped as."""
+    """Return the File at a path, or the kind under which the summary counts it as skipped."""
     with open(path, "rb") as f:
         begin, size = f.read(8), os.fstat(f.fileno()).st_size
     if begin.startswith(b"PAR1"):
@@ -205,7 +205,7 @@ def _look_at(path, name):
 
 
 def _beginning(file, size):
-    """The first characters of a file; nothing if they cannot be unpacked (`pieces` says so)."""
+    """The first characters of a file; '' if they cannot be unpacked (`pieces` reports that)."""
     text = ""
     with contextlib.suppress(Exception):
         for part in _decoded(file, size):
@@ -226,7 +226,7 @@ def _has_objects(text, count):
 # Pieces of files
 
 def pieces(file: File, options: Options) -> Iterator[Piece]:
-    """A file in pieces, in order. They follow from the file and the options alone."""
+    """Yield a file in pieces, in order. They depend only on the file and the options."""
     start = 0
     try:
         for content in (_rows if file.kind == "parquet" else _texts)(file, options):
@@ -234,7 +234,7 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
             start += content.count("\n") if file.kind == "lines" else len(content)
     except ConfigError:
         raise
-    except Exception as e:      # (each library has errors of its own)
+    except Exception as e:      # each library raises errors of its own
         kind, why = "cut short or damaged", one_line(e)
         if isinstance(e, UnicodeDecodeError):
             near = bytes(e.object[max(e.start - 16, 0):e.end])
@@ -246,9 +246,9 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
 
 
 def _texts(file, _):
-    """The text of a file, in pieces of whole lines."""
+    """Yield the text of a file in pieces of whole lines."""
     if file.kind == "text" and (file.packing or file.size > PIECE):
-        for _ in _decoded(file, PIECE):     # (it is read at all if it can be read to its end)
+        for _ in _decoded(file, PIECE):     # fail now if the text cannot be read to its end
             pass
     rest = ""
     try:
@@ -269,8 +269,8 @@ def _texts(file, _):
 
 
 def _decoded(file, size):
-    """The text of a file, as it comes, without a byte order mark. (Of lines, one with wrong bytes
-    is no text: the others are.)"""
+    """Yield the text of a file as it comes, without a byte order mark. In lines of JSON, invalid
+    bytes become lone surrogates, so that only their line is refused."""
     errors = "surrogateescape" if file.kind == "lines" else "strict"
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     with open(file.path, "rb") as raw:
@@ -288,9 +288,9 @@ UNPACKED = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}
 
 
 def _zstd(raw):
-    """The content of a file of zstd frames."""
+    """Yield the content of a file of zstd frames."""
     package = optional_package("zstandard", f"{raw.name} (zstd)")
-    frames = package.ZstdDecompressor(max_window_size=2**31)        # (zstd --long=31)
+    frames = package.ZstdDecompressor(max_window_size=2**31)        # for zstd --long=31
     decoder, chunk = frames.decompressobj(), b""
     while chunk := chunk or raw.read(2**16):
         if decoder.eof:
@@ -302,7 +302,7 @@ def _zstd(raw):
 
 
 def _rows(file, options):
-    """The rows of a .parquet file, in lists of about a megabyte of text."""
+    """Yield the rows of a .parquet file, in lists of about a megabyte of text."""
     table = optional_package("pyarrow.parquet", file.path).ParquetFile(file.path)
     names = table.schema_arrow.names
     if options.field not in names:
@@ -323,7 +323,7 @@ def _rows(file, options):
 # Documents
 
 def read(piece: Piece, options: Options) -> Iterator[Document | Trouble]:
-    """The documents of a piece, or parts of them; or why one cannot be read."""
+    """Yield the documents of a piece, or parts of them; a Trouble for each that cannot be read."""
     file = piece.file
     if piece.trouble:
         yield piece.trouble
@@ -335,19 +335,19 @@ def read(piece: Piece, options: Options) -> Iterator[Document | Trouble]:
 
 
 def _numbered(piece):
-    """The rows of a piece, or the lines that are not empty, with their numbers."""
+    """Number the rows of a piece, or its lines that are not empty."""
     rows = piece.content if piece.file.kind == "parquet" else piece.content.split("\n")
     return ((number, row) for number, row in enumerate(rows, piece.start)
             if isinstance(row, dict) or row.strip())
 
 
 def place(file: File, number: int) -> str:
-    """The place of a row or a line, of which so many come before, in words."""
+    """The place of a row or a line in words. `number` counts those before it."""
     return f"row {number:,}" if file.kind == "parquet" else f"line {number + 1:,}"
 
 
 def _document(file, number, row, options):
-    """The document of a line or a row: a text, a conversation, a prompt and its completion."""
+    """The Document of a line or a row, whose content has the form `options.form`; or a Trouble."""
     where, is_row = f"{file.path} {place(file, number)}", isinstance(row, dict)
     try:
         content = record = row if is_row else parsed(row)
@@ -363,8 +363,8 @@ def _document(file, number, row, options):
 
 
 def examined(files: Sequence[File], options: Options, flag: str) -> Options:
-    """The options with what the first megabyte of each file shows: what its lines are, by the first
-    example (all files must have the same), and whether there are weights at all."""
+    """Complete the options from the first megabyte of each file. The first example shows the form
+    of its lines, which all files must share. If no file has weights, weight_field becomes ''."""
     forms, lacking, first, has_examples, has_weights = {}, "", {}, False, False
     for file in files:
         if file.kind == "text":
@@ -387,7 +387,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
             "folders made by data.py, with --weights")
-    if options.weight_field and not has_weights and not flag:       # (of several sources, one has)
+    if options.weight_field and not has_weights and not flag:       # any one of several may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
                           f"{lacks(options.weight_field, first)}; it is for lines of JSON and "
                           f".parquet")

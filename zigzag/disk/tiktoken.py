@@ -1,11 +1,11 @@
 """Vocabularies of the package tiktoken: tokens of bytes with ranks, without a file of merges.
 
-    tiktoken.json       one that `save` wrote: pattern, special tokens and ranks, in one file
+    tiktoken.json       written by `save`: pattern, special tokens and ranks, in one file
     *.tiktoken, tokenizer.model, tiktoken.model
-                        ranks alone, as published: a base64 token and its rank on each line. Their
-                        pattern and special tokens are in the Python code beside them, so two are
-                        known here: LLaMA 3's and Qwen's (whose own code also brings text into NFC).
-                        Build another one in Python, and `save` it
+                        ranks alone, as published: a base64 token and its rank on each line. The
+                        pattern and special tokens are in Python code next to such a file. This
+                        file knows two: LLaMA 3's, and Qwen's, whose own code also converts text to
+                        NFC. Build any other encoding in Python, and `save` it
 
     save(tiktoken.get_encoding("o200k_base"), "folder")
 """
@@ -28,16 +28,16 @@ LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
 PUBLISHED = {128_000: (rf"{WORDS}\p{{N}}{{1,3}}{REST}", LLAMA_3),
              151_643: (rf"{WORDS}\p{{N}}{REST}", QWEN)}
-# Blanks that are encoded by themselves: a pattern's backtracking overflows in a million of them.
+# Runs of blanks to encode by themselves: in a million blanks a pattern's backtracking overflows.
 BLANK = re.compile(r"(\s{25000})")
 FILE = "tiktoken.json"
-# The names of the tokens that begin and end a text, the usual one first.
+# Names of the tokens that begin and end a text, the most usual first.
 BEGINS = ("<|begin_of_text|>", "<|startoftext|>")
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>")
 
 
 def read_encoding(path: Path) -> dict[str, Any]:
-    """The arguments of tiktoken.Encoding that describe the vocabulary of a file."""
+    """Read the vocabulary of a file as arguments of tiktoken.Encoding."""
     if path.suffix == ".json":
         record = read_json(path)
         try:
@@ -58,7 +58,7 @@ def read_encoding(path: Path) -> dict[str, Any]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """{token: rank} of a file with a base64 token and its rank on each line."""
+    """Read {token: rank} from a file with a base64 token and its rank on each line."""
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -73,7 +73,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def has_ranks(path: Path) -> bool:
-    """Whether a file begins like one of ranks."""
+    """Whether the first line of a file is a base64 token and rank 0."""
     with open(path, "rb") as f:
         return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
 
@@ -87,7 +87,7 @@ def content_of(encoding: Any) -> bytes:
 
 
 def save(encoding: Any, folder: str | Path) -> Path:
-    """Write a tiktoken.Encoding as tiktoken.json into a folder. Returns its path."""
+    """Write a tiktoken.Encoding as tiktoken.json into a folder. Return the file's path."""
     path = Path(folder) / FILE
     write_whole(path, content_of(encoding))
     return path

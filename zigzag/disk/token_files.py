@@ -3,10 +3,10 @@
     .bin    uint16 or uint32 without a header (nanoGPT), or after llm.c's header of 1,024 bytes
     .npy    shards of uint16 or uint32, of one dimension
 
-A file, several, or those that match a pattern or lie in a folder, in the order of their names;
-those with val, valid, test or held_out in their names are held out, else the last tenth. Such files
-do not say which ids exist, nor where documents begin. Next to a.bin or a.npy, a.weights.npy has the
-weight of each token as a target, float16 or float32; without it, all are 1.
+--data takes a file, several, a pattern or a folder, and reads files in the order of their names.
+Files with val, valid, test or held_out in their names are held out, else the last tenth. Token
+files do not say which ids exist or where documents begin. Next to a.bin or a.npy, a.weights.npy
+has the weight of each token as a target, float16 or float32; without it, all weights are 1.
 """
 
 import glob
@@ -25,31 +25,31 @@ from zigzag.disk.packing import ids_of
 from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
 
-# llm.c's header: 256 numbers of 32 bits, of which the first three are a magic one, the version and
-# the count of tokens. {magic number: (version, type of the tokens)}
+# llm.c's header: 256 numbers of 32 bits. The first three are a magic number, the version and the
+# count of tokens. {magic number: (version, dtype of the tokens)}
 HEADER = 1024
 MAGIC = {20240520: (1, np.dtype("uint16")), 20240801: (7, np.dtype("uint32"))}
 HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|held_out)([^a-z]|$)", re.I)
 WEIGHTS = ".weights.npy"
-LOOK = 10**6        # ids at each end of a file that are looked at, before any is used
+LOOK = 10**6        # how many ids at each end of a file are checked before any is used
 
 
 class Joined:
-    """Arrays one after the other, as one array that can be sliced."""
+    """Several arrays, concatenated without copying, that can be sliced like one."""
 
     def __init__(self, arrays: Sequence[np.ndarray], filename: str):
         for array in arrays:
             read_at_random(array)
-        self.arrays = [np.asarray(array) for array in arrays]    # (slices of a memmap are slow)
+        self.arrays = [np.asarray(array) for array in arrays]    # slices of a memmap are slow
         self.starts = np.cumsum([0, *map(len, arrays)])
         self.dtype = arrays[0].dtype if arrays else np.dtype(np.uint16)
-        self.filename = filename        # (for messages)
+        self.filename = filename        # for messages
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def between(self, start: int, stop: int) -> list[np.ndarray]:
-        """The elements from number `start` to `stop`, as slices of the arrays that have them."""
+        """The elements from `start` to `stop`, as slices of the arrays that hold them."""
         first = int(np.searchsorted(self.starts, start, "right")) - 1
         last = int(np.searchsorted(self.starts, stop, "left"))
         return [array[max(start - at, 0):max(stop - at, 0)] for array, at in zip(
@@ -61,10 +61,10 @@ class Joined:
 
 
 def token_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The token files that all of these paths stand for, in order, each once: a path itself, those
-    in a folder, or those that match a pattern. [] if a path stands for anything else, or if other
-    files are there, too, and train is in the name of none."""
-    groups = []         # of files that lie in one folder, or that one path names
+    """Return the token files behind these paths, in order, each once. A path is a file, a folder or
+    a pattern. Return [] if a path means anything else, or if other files lie among the token files
+    and none of these has train in its name."""
+    groups = []         # the files of one folder, or those that one path names
     for path in map(str, paths):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
         together = {}   # {a folder, or '': the files}
@@ -78,7 +78,7 @@ def token_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _chosen(there):
-    """The token files among files that lie, or were named, together."""
+    """The token files in one group of files; [] unless the group counts as token files."""
     there = [file for file in there if not file.name.endswith(WEIGHTS)]
     files = [file for file in there if file.suffix in (".bin", ".npy")]
     is_prepared = any(file.name == "data.json" for file in there)
@@ -87,14 +87,14 @@ def _chosen(there):
 
 
 class TokenFiles:
-    """Tokens of other programs, with the attributes of a prepared folder (corpus.Corpus): those of
-    the files that token_files gives for these paths."""
+    """The token files of these paths (see token_files), with the attributes of a prepared folder
+    (corpus.Corpus)."""
 
     is_learned_in_part = False
 
     def __init__(self, paths: Sequence[str | Path], vocab_size: int,
                  tokenizer: Tokenizer | None = None, flag: str = "--data"):
-        self.folder = " ".join(map(str, paths))     # (for messages)
+        self.folder = " ".join(map(str, paths))     # for messages
         name, files = f"{flag} {self.folder}", token_files(paths)
         if not vocab_size:
             raise ConfigError(f"{name}: its files do not say how many ids there are; give "
@@ -105,14 +105,14 @@ class TokenFiles:
             raise ConfigError(f"{name}: all of its files are held out, by their names; expected "
                               f"one to learn from")
 
-        # Those held out come last, and the first `keep` tokens are learned.
+        # Held-out files come last; the model learns the first `keep` tokens.
         order = np.argsort(is_held_out, kind="stable").tolist()
         keep = sum(len(a) for a, is_held in zip(arrays, is_held_out) if not is_held)
         if flag == "--data" and not any(is_held_out):
             keep -= keep // 10
 
         def splits(arrays):
-            """What is learned of the arrays of all files, and what is held out."""
+            """Split the arrays of all files into the training part and the held-out part."""
             whole = Joined([arrays[i] for i in order], self.folder)
             return (Joined(whole.between(0, keep), self.folder),
                     Joined(whole.between(keep, len(whole)), self.folder))
@@ -123,8 +123,8 @@ class TokenFiles:
         self.weights = dict(zip(("train", "held_out"), splits(weights) if weighted else
                                 (None, None)))
         self.weighted = f"; weights of {len(weighted)} of {len(files)} files" if weighted else ""
-        # Refuse what cannot be learned, as far as both ends of a file show it. (The other ids and
-        # weights are checked when they are read.)
+        # Refuse ids and weights out of range at both ends of a file now. Reading checks the others
+        # later.
         for tokens, numbers in zip(arrays, weights):
             for start in (0, max(len(tokens) - LOOK, 0)):
                 finite_weights(numbers, start, LOOK)
@@ -137,7 +137,7 @@ class TokenFiles:
             file.name + sha256(file) for file in [*files, *weighted]).encode()).hexdigest()
 
     def documents(self, split: str) -> Any:
-        """Refused: nothing says where the documents begin."""
+        """Raise ConfigError: token files do not say where documents begin."""
         raise ConfigError(f"--data {self.folder}: its files do not say where documents begin; give "
                           f"--pack stream, or the text itself")
 
@@ -149,7 +149,7 @@ class TokenFiles:
 
 
 def _weights(file, tokens):
-    """The weights beside a token file; without any, weights of 1, which take no memory."""
+    """The weights next to a token file; without any, weights of 1, which take no memory."""
     path = file.with_suffix(WEIGHTS)
     if not path.exists():
         return np.broadcast_to(np.float32(1), len(tokens))
@@ -161,7 +161,7 @@ def _weights(file, tokens):
 
 
 def _npy(path, dtypes, expected):
-    """The array of one dimension in a file, mapped into memory."""
+    """Map the one-dimensional array in a file into memory."""
     found = read_npy(path)
     if found.ndim != 1 or not {found.dtype.name, found.dtype.kind} & {*dtypes}:
         raise ConfigError(f"{path}: {found.dtype}{list(found.shape)}; expected one dimension of "
@@ -170,7 +170,7 @@ def _npy(path, dtypes, expected):
 
 
 def _open(path: Path) -> np.ndarray:
-    """The tokens of a file, mapped into memory."""
+    """Map the tokens of a file into memory."""
     size = path.stat().st_size
     if path.suffix == ".npy":
         return _npy(path, "iu", "whole numbers")
@@ -183,7 +183,7 @@ def _open(path: Path) -> np.ndarray:
                               f"llm.c's format, version {header[1]}; expected {expected:,} bytes "
                               f"in version {version}")
         return np.memmap(path, dtype, "r", HEADER)
-    # In uint32, the upper half of each number is 0, or small.
+    # In uint32, the upper half of each number is zero or small.
     halves = np.fromfile(path, "<u2", 2**16)
     low, high = halves[::2], halves[1::2]
     is_32 = size % 4 == 0 and len(halves) > 2 and low.any() and (

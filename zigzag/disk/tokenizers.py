@@ -5,19 +5,19 @@
     spiece.model    PiecesT5        a published T5's: sentencepiece, and 100 ids for gaps
     tokenizer.json  TokenizerJson   a published model's, by the package tokenizers
     tiktoken        Tiktoken        ranks of tokens, by the package tiktoken (tiktoken.py)
-    ids             Ids             none: the ids of token files, as numbers
+    ids             Ids             no tokenizer: the ids of token files, as numbers
 
 Each has
 
     encode, decode      a text to ids, and back (without special tokens; `spelled`: with them)
-    with_places         the ids of a text, and from which to which character each goes (of a
-                        tokenizer with a folder, which may have a chat template)
-    prompt              the ids of a text after the ids that the model expects first
+    with_places         the ids of a text, with the first character and the end of each (only if
+                        the tokenizer has a folder, which may have a chat template)
+    prompt              the ids that the model expects first, then the ids of a text
     with_ends           the ids of a text with those that its tokenizer adds, at least an end
     separator           the id before each document
-    ends                the ids that end a text, the usual one first
-    bytes_of            the bytes of text that an id stands for (a special one: none); lengths:
-                        how many of each id
+    ends                the ids that end a text, the most usual first
+    bytes_of            the bytes of text that an id stands for (a special id: none); lengths:
+                        the number of bytes of each id
 
 This file needs no jax.
 """
@@ -39,15 +39,15 @@ from zigzag.core.files import as_json, read_json, sha256, write_whole
 from zigzag.disk import tiktoken
 from zigzag.disk.lines import Record
 
-# What a published tokenizer has beside its file. Both are copied with its model.
+# Files next to a published tokenizer's file. They are copied with it.
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
           "chat_template.jinja")
 
 
 class Tokenizer:
-    """What tokenizers have in common: those below change what is different in them."""
-    path: Path | None = None        # its file, and the folder with what is beside it, if it has one
-    folder: Path | None = None
+    """The methods that tokenizers share. A subclass overrides what differs."""
+    path: Path | None = None        # the tokenizer's file, if it has one
+    folder: Path | None = None      # the folder of that file, with the files of BESIDE
     begins: Sequence[int] = ()      # the ids that the model expects first
 
     def prompt(self, text: str) -> list[int]:
@@ -100,7 +100,7 @@ class Ids(Tokenizer):
 
 
 class Pieces(Tokenizer):
-    """A sentencepiece model: byte-pair pieces, and bytes for text that has no piece."""
+    """A sentencepiece model: byte-pair subwords, and bytes for text that has no subword."""
     kind, file = "sentencepiece", "tokenizer.model"
 
     def __init__(self, path: Path):
@@ -121,8 +121,8 @@ class Pieces(Tokenizer):
         return i if self.model.id_to_piece(i) == piece else None
 
     def encode(self, text: str) -> np.ndarray:
-        # (A sentencepiece model takes much longer for a long text than for its lines.)
-        # (StringIO splits at \n alone, and faster than a loop.)
+        # sentencepiece takes much longer for a long text than for its lines. StringIO splits at \n
+        # alone, and faster than a loop.
         parts = [_checked(text)]
         if self._ends_at_lines:
             parts = io.StringIO(text, newline="\n").readlines()
@@ -136,7 +136,7 @@ class Pieces(Tokenizer):
                 found.append((self.special[part], at, at + len(part)))
             elif part:
                 for piece in self.model.encode(part, out_type="immutable_proto").pieces:
-                    # (sentencepiece gives a character's place to the last of its bytes alone.)
+                    # sentencepiece gives a character's place only to the last of its bytes.
                     is_inner = piece.begin == piece.end and self.model.is_byte(piece.id)
                     found.append((piece.id, at + piece.begin, at + piece.end + is_inner))
             at += len(part)
@@ -144,20 +144,20 @@ class Pieces(Tokenizer):
 
     @functools.cached_property
     def special(self) -> dict[str, int]:
-        """{a control piece, such as </s>, which a chat template writes: its id}"""
+        """{a control subword that a chat template writes, such as </s>: its id}"""
         return {self.model.id_to_piece(i): i for i in range(self.model.vocab_size())
                 if self.model.is_control(i)}
 
     @functools.cached_property
     def between(self) -> re.Pattern:
-        """What splits a text at its special pieces, and keeps them."""
+        """A pattern that splits a text at its special subwords, and keeps them."""
         names = "|".join(map(re.escape, self.special))
         return re.compile(f"({names})" if names else "(?!)")
 
     @functools.cached_property
     def _ends_at_lines(self):
-        """Whether the ids of a text are those of its lines, one after the other: no piece goes on
-        beyond the end of a line, and nothing is added to a text or taken from it."""
+        """Whether the ids of a text are those of its lines, concatenated: no subword extends past
+        the end of a line, and the model adds nothing to a text and removes nothing."""
         m = self.model
         if any("\n" in m.id_to_piece(i)[:-1] for i in range(m.vocab_size())):
             return False
@@ -177,8 +177,8 @@ class Pieces(Tokenizer):
 
 
 class PiecesT5(Pieces):
-    """T5's sentencepiece model. After its pieces come <extra_id_99> .. <extra_id_0>, the names of
-    gaps in a text. These, </s>, <pad> and <unk> are encoded as such when a text spells them out."""
+    """T5's sentencepiece model, followed by <extra_id_99> .. <extra_id_0>, the names of gaps in a
+    text. If a text spells out one of these, </s>, <pad> or <unk>, it becomes that one id."""
     kind = file = "spiece.model"
 
     def __init__(self, path: Path):
@@ -199,20 +199,20 @@ class PiecesT5(Pieces):
 
 
 class TokenizerJson(Tokenizer):
-    """A tokenizer.json. Special tokens that a text spells out are encoded as such, and are left out
-    of what is decoded, as in transformers."""
+    """A tokenizer.json. A special token that a text spells out becomes its one id, and `decode`
+    leaves it out, as in transformers."""
     kind = file = "tokenizer.json"
 
     def __init__(self, path: Path):
         package = optional_package("tokenizers", f"{path.name} of a published model")
         try:
             self.model = package.Tokenizer.from_file(str(path))
-        except Exception as e:      # (a Rust library, which raises plain Exceptions)
+        except Exception as e:      # a Rust library, which raises plain Exceptions
             raise ConfigError(f"{path} is not a tokenizer ({one_line(e)})") from None
         self.model.no_truncation()
         self.model.no_padding()
         self.path, self.folder, vocabulary = path, path.parent, self.model.get_vocab(True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1      # (there may be gaps)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1      # ids may have gaps
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, vocabulary.get)
 
     def encode(self, text: str) -> np.ndarray:
@@ -241,7 +241,7 @@ class TokenizerJson(Tokenizer):
         is_byte_level = '"ByteLevel"' in json.dumps(record["decoder"])
 
         lengths = np.zeros(self.vocab_size, np.int64)
-        # (A vocabulary has one character for each byte, or plain text.)
+        # A vocabulary has one character for each byte, or plain text.
         for token, i in self.model.get_vocab(False).items():
             if is_byte_level:
                 lengths[i] = len(token)
@@ -255,8 +255,8 @@ class TokenizerJson(Tokenizer):
 
 
 class Tiktoken(Tokenizer):
-    """A vocabulary of tiktoken. Special tokens that a text spells out are encoded as such, and are
-    left out of what is decoded, as with a tokenizer.json."""
+    """A vocabulary of tiktoken. A special token that a text spells out becomes its one id, and
+    `decode` leaves it out, as with a tokenizer.json."""
     kind, file = "tiktoken", tiktoken.FILE
 
     def __init__(self, path: Path):
@@ -264,7 +264,7 @@ class Tiktoken(Tokenizer):
         self.path, self.folder, record = path, path.parent, tiktoken.read_encoding(path)
         try:
             self.model = package.Encoding(path.name, **record)
-        except Exception as e:      # (a Rust library, which raises plain Exceptions)
+        except Exception as e:      # a Rust library, which raises plain Exceptions
             raise ConfigError(f"{path} is not a vocabulary of tiktoken ({one_line(e)})") from None
         special = record["special_tokens"]
         self.special, self.vocab_size = set(special.values()), self.model.n_vocab
@@ -282,7 +282,7 @@ class Tiktoken(Tokenizer):
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids = self.encode(text)
-        # The character of each byte; an id of so many bytes begins with that of its first one.
+        # Number the character of each byte. An id begins at the character of its first byte.
         characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
         size = np.array([len(self.model.decode_single_token_bytes(i)) for i in ids.tolist()], int)
         ends = np.cumsum(size)
@@ -297,17 +297,17 @@ class Tiktoken(Tokenizer):
     def bytes_of(self, i: int) -> bytes:
         try:
             return b"" if i in self.special else self.model.decode_single_token_bytes(i)
-        except KeyError:                # (an id without a token)
+        except KeyError:                # an id without a token
             return b""
 
 
 KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5, Tiktoken)}
-# Every file of a tokenizer that may lie in the folder of a model.
+# All files of a tokenizer that a model's folder may have.
 FILES = (*(kind.file for kind in KINDS.values()), *BESIDE)
 
 
 def tokenizer_at(path: str | Path) -> Tokenizer:
-    """The tokenizer that --tokenizer names: a file, the folder of a published model, or bytes."""
+    """Open the tokenizer that --tokenizer names: a file, a published model's folder, or bytes."""
     if path == "bytes":
         return Bytes()
     path = Path(path)
@@ -316,7 +316,7 @@ def tokenizer_at(path: str | Path) -> Tokenizer:
     if not path.exists():
         raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
                           f"tokenizer.json, a folder with one of them, or bytes")
-    # (LLaMA 3's tokenizer.model is a file of tiktoken.)
+    # LLaMA 3's tokenizer.model is a file of tiktoken's ranks.
     if path.name == tiktoken.FILE or tiktoken.has_ranks(path):
         return Tiktoken(path)
     return (TokenizerJson if path.suffix == ".json" else PiecesT5
@@ -324,9 +324,9 @@ def tokenizer_at(path: str | Path) -> Tokenizer:
 
 
 def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> Tokenizer | None:
-    """The tokenizer in the folder of a published model, whose embedding has `rows` rows. Refused if
-    it has ids without a row: a lookup would silently take another one. Without a tokenizer, None or
-    (if one is `needed`) refused."""
+    """Open the tokenizer in the folder of a published model, whose embedding has `rows` rows.
+    Refuse one with ids that have no row: a lookup would silently take another row. Without a
+    tokenizer, return None, or refuse if one is `needed`."""
     files = [kind.file for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
     if not files:
         if needed:
@@ -342,14 +342,14 @@ def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> T
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """{name: content} of the files that a tokenizer needs in a folder of its own."""
+    """{name: content} of the files that a tokenizer needs in a new folder."""
     if not tokenizer.path:
         return {}
     found = {name: (tokenizer.folder / name).read_bytes() for name in BESIDE
              if (tokenizer.folder / name).exists()}
     known = read_record(tokenizer.folder / "config.json")
     ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
-    if ids:             # (config.json has them, and stays)
+    if ids:             # read from config.json, which is not copied
         found.setdefault("generation_config.json", as_json(ids))
     is_ranks = tokenizer.kind == "tiktoken"
     return {tokenizer.file: tiktoken.content_of(tokenizer.model) if is_ranks else
@@ -357,7 +357,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Copy a tokenizer's files into a model's folder. Returns their names."""
+    """Copy a tokenizer's files into a model's folder. Return their names."""
     found = tokenizer_files(tokenizer)
     for name, content in found.items():
         write_whole(folder / name, content)
@@ -365,20 +365,20 @@ def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a prepared folder or a run records about its tokenizer: the kind, and a digest."""
+    """What a prepared folder or a run records about its tokenizer: its kind and a digest."""
     return {"tokenizer": tokenizer.kind} | (
         {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
 def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
-    """The tokenizer of a prepared folder or a run, checked against its record."""
+    """Open the tokenizer of a prepared folder or a run. Check it against the record."""
     if record["tokenizer"] == "bytes":
         return Bytes()
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
     kind = KINDS[record["tokenizer"]]
     path, inner = folder / kind.file, folder / "data" / kind.file
-    if inner.exists() and not path.exists():    # (a run keeps it beside its tokens, or alone)
+    if inner.exists() and not path.exists():    # a run keeps it next to its tokens, or alone
         path = inner
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
@@ -387,7 +387,7 @@ def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
 
 
 def _checked(text):
-    """The text, if it has no half of a character (UnicodeEncodeError: an error of the caller)."""
+    """Return the text. A lone surrogate raises UnicodeEncodeError, the caller's mistake."""
     text.encode()
     return text
 
@@ -402,11 +402,11 @@ def read_record(path: Path) -> Record:
 
 def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | None],
                  default: int = -1) -> tuple[int, tuple[int, ...]]:
-    """(separator, all ids that end a text), read from the files beside a tokenizer. The separator
-    is the id that begins a text, or, if there is none, one that ends a text."""
+    """Read (separator, all ids that end a text) from the files next to a tokenizer. The separator
+    is the id that begins a text or, if there is none, one that ends a text."""
     records = [read_record(folder / f"{name}.json") for name in (
         "tokenizer_config", "special_tokens_map", "generation_config", "config")]
-    if isinstance(text := records[-1].get("text_config"), dict):    # (of a model with other towers)
+    if isinstance(text := records[-1].get("text_config"), dict):    # a model with several towers
         records.append(text)
 
     def ids(name):
@@ -429,10 +429,10 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
 def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
     """Train a sentencepiece model on lines of text and save it as `out`."""
     import sentencepiece
-    model, problem = io.BytesIO(), []   # (a file's name would be in the model)
+    model, problem = io.BytesIO(), []   # the model would record the name of a file
 
     def parts():
-        # (The trainer drops sentences of more than 4192 bytes, and what an iterator raises.)
+        # The trainer drops sentences of more than 4192 bytes, and errors that an iterator raises.
         try:
             for line in lines:
                 yield from (line[i:i + 1000].replace("\0", " ") for i in range(0, len(line), 1000))
@@ -440,7 +440,7 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
             problem.append(e)
 
     try:
-        # Nothing is normalised away: decode(encode(text)) is the text.
+        # No normalization: decode(encode(text)) is the text.
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=parts(), model_writer=model, vocab_size=vocab_size,
             model_type="bpe", byte_fallback=True, character_coverage=0.9995,
@@ -457,12 +457,12 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
 
 
 def hashed(text: str) -> int:
-    """A number below 2**64 that follows from the text."""
+    """A hash of the text: a number below 2**64."""
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def is_tenth(text: str) -> bool:
-    """Whether a document with this name or text is held out: a tenth are, by a hash, so that adding
-    a document moves no other."""
+    """Whether a document with this name or text is held out. A hash chooses a tenth of them, so
+    adding a document moves no other."""
     return hashed(text) % 10 == 0
