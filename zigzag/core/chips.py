@@ -103,7 +103,7 @@ def topology_devices(name: str) -> list[Any]:
         # On a real v4, both cores of a chip are one device.
         options = {"chip_config_name": "megacore"} if kind == "v4" else {}
         return topologies.get_topology_desc(name, "tpu", **options).devices
-    except Exception as e:      # (the compilers raise their own types)
+    except Exception as e:      # the compilers raise their own types
         raise ConfigError(
             f"--topology {name}: not known ({' '.join(str(e).split())[:150]}); expected one like "
             f"v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2 or h100:1x2x8 "
@@ -115,7 +115,7 @@ def _check_compiler(name, kind):
     if kind == "h100":
         module = "jax_plugins.xla_cuda12"
         wheels = f"jax-cuda12-plugin=={jax.__version__} nvidia-cuda-nvcc-cu12"
-    with contextlib.suppress(ModuleNotFoundError):      # (jax_plugins may not exist)
+    with contextlib.suppress(ModuleNotFoundError):      # jax_plugins may not exist
         if importlib.util.find_spec(module):
             return
     raise ConfigError(f"--topology {name}: its compiler is not installed: pip install {wheels}")

@@ -19,7 +19,7 @@ from zigzag.core.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:         # (not on every system)
+except ImportError:         # some systems lack it
     fcntl = None
 
 
