@@ -57,7 +57,7 @@ class Option(NamedTuple):
     one_of: Collection[Any] = ()    # the only values allowed
     check: Callable | None = None   # a function that raises a ConfigError for bad values
     same: bool = False      # it affects a run's results, so it must stay the same when the run
-                            # continues; so must all fields of a network
+                            # continues; so must all fields of a network except those of Computed
     change: str = ""        # the word of --change that still allows a new value
     of: Sequence[str] = ()  # the kinds of data (files in tasks/) that use it; (): all
     recorded: bool = True   # whether config.json has it; False: it holds for one command or one

@@ -1,5 +1,5 @@
-"""The config.json of a run, and what must match it when the run continues. (`cls` is the class of a
-run's configuration, train.Config.)
+"""The config.json of a run, and what must match it when the run continues. `cls` is the class of a
+run's configuration, train.Config.
 
     record_of      a configuration as config.json has it
     old_config     the configuration of the run in a folder, from its config.json

@@ -164,7 +164,7 @@ def _trace(plan):
 
 
 def _as_computed(plan, dtype=None):
-    """The shapes of the weights in this dtype, by default the one in which the step computes."""
+    """The shapes of the weights in this dtype, by default the step's compute dtype."""
     return jax.eval_shape(lambda p: cast(p, dtype or plan.dtype), plan.params)
 
 

@@ -55,8 +55,8 @@ class MoreOptions(*added("OfTraining"), Processes):
 
     # training (rare)
     cooldown: float | None = flag(None, same=True, change="decay")
-                                    # with --decay wsd: the number of last updates, or the share of
-                                    # steps, in which the rate falls; not given: a fifth
+                                    # with --decay wsd: updates, or share of steps, over which the
+                                    # rate falls at the end; not given: a fifth
     decay_steps: int | None = flag(None, least=1, change="decay")
                                     # updates until the decay ends, after which the rate stays; not
                                     # given: steps

@@ -333,7 +333,7 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     s, c, aux = (*result, None)[:3] if is_tuple else (None, None, None)
     aux = {} if aux is None else aux
-    leaves = [s, c, *aux.values()] if isinstance(aux, dict) else [None]      # (None is no leaf)
+    leaves = [s, c, *aux.values()] if isinstance(aux, dict) else [None]      # None is not a leaf
     if not jax.tree_util.all_leaves(leaves) or jnp.shape(s) or jnp.shape(c):
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
