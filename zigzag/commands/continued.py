@@ -1,5 +1,4 @@
-"""The configuration of a command whose --out may hold a run: flags that were left out have its
-values.
+"""The configuration of a command whose --out may hold a run: omitted flags keep the run's values.
 
     continued      the configuration for these flags
     of_run         the configuration of a run, to look at its step (learn.explain)
@@ -22,9 +21,9 @@ from zigzag.run import continuing, source
 
 
 def continued(given: Values) -> Any:
-    """The configuration for these flags, where --out may hold a run. If it does, flags that were
-    left out have the run's values, and a flag that decides the run's numbers is refused if its
-    value is not the run's. (The commands of parts, --bench for example, look at no run.)"""
+    """The configuration for these flags, where --out may hold a run. If it does, omitted flags keep
+    the run's values. A flag that affects results must match the run's value, or this refuses it.
+    The commands of parts, for example --bench, ignore the run."""
     if any(map(given.get, commands())):
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
@@ -42,7 +41,7 @@ def continued(given: Values) -> Any:
                               change=given.get("change", ()))
     try:
         config = command_line.make_config(network, values, given)
-    except ConfigError:     # (if a value differs from the run's, `check` says that instead)
+    except ConfigError:     # if a value differs from the run's, `check` refuses that first
         check({name: asked[name] for name in continuing.facts_of(old) if name in asked})
         raise
     check({**continuing.facts_of(config), "network": asked.pop("network", network.name)})
@@ -60,7 +59,7 @@ def check_change(given: Values, out: str, is_run: bool) -> None:
         raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
                           f"it out to begin one")
     for word in change:
-        # (--data may be the same path with other text.)
+        # --data may be the same path with new text.
         if word in of.values() and word != "data" and given.keys().isdisjoint(
                 (*command_line.LENGTHS, *(name for name in of if of[name] == word))):
             other = " or --steps" if word == "decay" else ""
@@ -68,8 +67,8 @@ def check_change(given: Values, out: str, is_run: bool) -> None:
 
 
 def of_run(run: str, given: Values) -> Any:
-    """The configuration of a run, to look at its step, with the flags that were given with it.
-    Flags that contradict what decides its numbers are refused."""
+    """The configuration of a run with these flags, to look at its step. Refuse flags that
+    contradict the run's values, where those affect its results."""
     if is_custom(run_record(run)):
         raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
                           f"a network of train.py's; give a run of one first")
@@ -85,11 +84,11 @@ def of_run(run: str, given: Values) -> Any:
 
 def left_out(given: Values, old: Values, *configs: type) -> Values:
     """The fields of the run (`old`) that the flags (`given`) do not change. `configs` are the
-    classes of configurations that declare them."""
+    configuration classes that declare them."""
     pairs = [{name, option.beside} for config in configs
              for name, option in options(config).items() if option.beside]
     dropped = {name for pair in pairs if given.keys() & pair for name in pair}
-    if "decay" in given.get("change", ()):      # (of the old decay: where it ended, and its shape)
+    if "decay" in given.get("change", ()):      # drop the old decay's end, and perhaps its shape
         is_other = given.get("decay", old["decay"]) != old["decay"]
         dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
     return {name: value for name, value in old.items() if name not in dropped | given.keys()}

@@ -1,4 +1,4 @@
-"""The programs of train.py's command line, without data, and the table of weights.
+"""The programs behind train.py's command line, without data, and the table of weights.
 
     choose_mesh    --mesh auto
     on_machine     the configuration and the mesh of a run here
@@ -25,21 +25,21 @@ from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.running import machine
 from zigzag.run.task import without_data
 
-# What python shard.py does not use.
+# The options that python shard.py does not use.
 NOT_USED = Unused(("saving", "evaluation"), ("check", "profile", "max_skipped"))
 
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
-    """The configuration with the mesh of --mesh auto, and its program and compiled step, if that
-    was asked for."""
+    """(the configuration with the mesh that --mesh auto chooses, its program and compiled step).
+    Without --mesh auto, (the configuration, None)."""
     if config.mesh != "auto":
         return config, None
     return part("forecast.dry_run", "--mesh auto").choose_mesh(config)
 
 
 def on_machine(config: Any) -> tuple[Any, Any]:
-    """(the configuration of a run here, with its mesh chosen and its dtype; the mesh). Programs are
-    kept on disk from here on."""
+    """(the configuration of a run here, with its mesh and dtype chosen; the mesh). From here on,
+    jax keeps compiled programs on disk."""
     keep_compiled()
     config, _ = choose_mesh(config)
     mesh = machine(config)
@@ -48,7 +48,7 @@ def on_machine(config: Any) -> tuple[Any, Any]:
 
 
 def ready_to_run(config: Any) -> tuple[Program, jax.stages.Compiled]:
-    """(the program of a configuration, without its data, and its compiled step)."""
+    """(the program of a configuration, without its data; its compiled step)."""
     config, ready = choose_mesh(config)
     if ready:
         return ready
@@ -57,7 +57,7 @@ def ready_to_run(config: Any) -> tuple[Program, jax.stages.Compiled]:
 
 
 def program_of(config: Any) -> Program:
-    """The program of a configuration whose mesh is chosen, without its data."""
+    """The program of a configuration, without its data. Its mesh must be chosen."""
     mesh = machine(config)
     config = resolved(config, mesh)
     check_network(config, network_of(config), mesh)
@@ -67,13 +67,13 @@ def program_of(config: Any) -> Program:
 def resolved(config: Any, mesh: Any) -> Any:
     """The configuration with the dtype for this mesh, a vocabulary and a number of steps."""
     config = resolve_dtype(config, mesh)
-    # (--epochs would follow from the data. The program does not depend on the number of steps.)
+    # --epochs would need the data, and the program does not depend on the number of steps.
     return change(config, epochs=0.0, vocab_size=config.network.vocab_size or Bytes.vocab_size)
 
 
 def show_sharding(argv: Argv = None) -> None:
-    """python shard.py --model llama-7b --shards 4: print how each weight would be split, and why,
-    without making the weights."""
+    """python shard.py --model llama-7b --shards 4: print how the mesh would split each weight, and
+    why, without making the weights."""
     given = command_line.read_flags(argv)
     command_line.check_unused(given, NOT_USED, "in python shard.py")
     config = command_line.config_of_flags(given)
@@ -86,7 +86,7 @@ def show_sharding(argv: Argv = None) -> None:
     decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
-    params, chosen = shapes, decisions      # of the weights that are trained
+    params, chosen = shapes, decisions      # of the trained weights
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: low_rank.as_stored(w, config.network.dtype), shapes)

@@ -1,4 +1,4 @@
-"""The command of sample.py: answers to prompts. (tools/ adds a conversation, scores, beams.)"""
+"""The command line of sample.py: answers to prompts. tools/ adds conversations, scores, beams."""
 
 import collections
 import itertools
@@ -35,12 +35,12 @@ from zigzag.generate.rows import check_writes, context_of
 from zigzag.parallel.network import Network, config_of_run, network_of
 
 INPUTS = ("prompt", "prompts", "source")
-# {flag of a part: the module that does what it asks for, instead of answering prompts}
+# {flag of a part: the module that runs instead of answering prompts}
 COMMANDS = collections.ChainMap(*added("SAMPLING"))
 
 
 class Model(NamedTuple):
-    """A model, and what the command line asks of it."""
+    """A model and the flags of the command line."""
     flags: Flags
     params: Any             # as decoding uses them
     c: Any                  # the network's configuration
@@ -62,26 +62,26 @@ class Model(NamedTuple):
 
     @property
     def has_template(self) -> bool:
-        folder = self.tokenizer.folder      # (bytes have no files)
+        folder = self.tokenizer.folder      # a tokenizer of bytes has none
         return bool(folder) and not self.has_source and has_template(folder)
 
     def sources(self, prompts: Sequence[Prompt]) -> list[Any] | None:
         return [prompt.source for prompt in prompts] if self.has_source else None
 
     def room(self, prompt: Prompt) -> int:
-        """How many new ids fit into the context after a prompt. (The last is not read.)"""
+        """How many new ids fit into the context after a prompt. The model never reads the last."""
         context = context_of(self.network, self.c)
         return context - min(len(prompt.ids), context) + 1
 
     def answer(self, prompt: Prompt, tokens: int) -> Answer:
-        """The answer to a prompt, before its first id."""
+        """An answer to a prompt, without any ids yet."""
         ends = self.flags.stop_at_context or self.has_source
         return Answer(self.tokenizer.decode, prompt.ids, self.flags.stop, tokens,
                       self.room(prompt) if ends else sys.maxsize)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do what a command line asks for. Ctrl-C ends it without a word."""
+    """Run a command line. Ctrl-C ends it silently, with status 130."""
     try:
         run(argv)
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Read the files that a command line names, then the model, and print what is asked for."""
+    """Read the command line's files, then the model, and print the answers."""
     given, _ = parse_flags(Flags, argv, groups=GROUPS)
     check_shards(given)
     check_given(given)
@@ -119,7 +119,7 @@ def run(argv: Sequence[str] | None) -> None:
     else:
         texts = [flags.prompt]
         if file or not has_input:
-            # (An empty standard input is one empty prompt: the beginning of a document.)
+            # An empty standard input is one empty prompt: the beginning of a document.
             texts = (file or read_input("-", "")).texts("prompt") or [""]
         prompts = part("tools.chat", "--chat").messages_of(model, texts) if chat else make_prompts(
             model.network, model.c, model.tokenizer, texts, flags.source)
@@ -128,8 +128,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
-    """(weights as decoding uses them, the network's configuration, tokenizer) of the model that the
-    flags name."""
+    """(weights for decoding, the network's configuration, the tokenizer) of the flags' model."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
     if flags.model:
         published = part("published", f"--model {flags.model}")
@@ -142,12 +141,12 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
 
 
 def is_conversation() -> bool:
-    """Whether a person types, and reads what is printed."""
+    """Whether a user types the input and reads the output: both are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _join_processes(flags, has_input):
-    """Join the other processes. All of them compute; process 0 prints."""
+    """Join the other processes. All of them compute, and process 0 prints."""
     if not has_input:
         names = ", ".join(f"--{name}" for name in (*INPUTS, *COMMANDS))
         raise ConfigError(f"several processes do not share one standard input: give one of {names}")
@@ -156,9 +155,9 @@ def _join_processes(flags, has_input):
     if not flags.distributed and rest == 0:
         simulate_devices(count)
     hosts.init_distributed(flags)
-    jax.devices()       # (these; later nothing can simulate others)
+    jax.devices()       # fixes the devices: nothing can simulate others later
     hosts.watchdog.arm("")
-    # The library that connects CPUs writes to file 1 by itself: that goes to stderr.
+    # The library that connects CPUs writes to file descriptor 1: send that to stderr.
     out = os.devnull if jax.process_index() else os.dup(1)
     sys.stdout = open(out, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     os.dup2(2, 1)
@@ -178,8 +177,7 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
 
 
 def seeds_of(prompts: Sequence[Prompt], seed: int) -> list[int]:
-    """A seed for each prompt: this one, and the next ones for those that are equal to others
-    before."""
+    """A seed for each prompt: `seed`, plus the number of equal prompts before it."""
     seen, seeds = collections.Counter(), []
     for prompt in prompts:
         key = prompt.text, hash(np.asarray(prompt.source).tobytes())
@@ -190,7 +188,7 @@ def seeds_of(prompts: Sequence[Prompt], seed: int) -> list[int]:
 
 def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Answer],
                   seeds: Sequence[int], piece: int = 8) -> None:
-    """Print the answers to these prompts while they are generated."""
+    """Generate the answers to these prompts, and print them as they grow."""
     flags = model.flags
     pieces = sample.stream(
         model.params, [prompt.ids for prompt in prompts], model.c, flags.tokens, flags.sampling,
@@ -202,8 +200,8 @@ def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Ans
 
 def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequence[Answer],
          flags: Flags) -> None:
-    """Print answers in their order, as they grow, or with --json when they have ended. Each of
-    `pieces` has what Answer.add takes, for every answer."""
+    """Print answers in their order, as they grow, or with --json when they have ended. Each piece
+    has the argument of Answer.add for every answer."""
     clean = printable if sys.stdout.isatty() else str
     before, after = ([nothing] * len(answers) for nothing in (None, ((), ())))
     at = sent = 0
@@ -219,7 +217,7 @@ def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequenc
             sent = len(text)
             if not has_ended:
                 break
-            at, sent = at + 1, 0        # (the next begins when this one has ended)
+            at, sent = at + 1, 0        # the next answer begins when this one has ended
 
 
 def record(prompt: Prompt, answer: Answer, flags: Flags) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Running text, conversations, prompts and completions, from which a decoder learns the next token.
-data.py and zigzag/disk make rows of it."""
+"""Text for a decoder that learns the next token: running text, conversations, or prompts and
+completions. data.py and zigzag/disk make rows of it."""
 
 import contextlib
 import math
@@ -24,8 +24,8 @@ from zigzag.run.task import Learned, Task, language
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[Learned]:
-    """The corpora of --data and of --held_out. (`ready` and `fingerprint` are as in
-    zigzag/disk/corpus.py.)"""
+    """Open the corpora of --data and of --held_out. zigzag/disk/corpus.py explains `ready` and
+    `fingerprint`."""
     with opened_sources(
             config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
             fingerprint, "data" in config.change, config.network.vocab_size,
@@ -45,7 +45,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 
 
 def pack_of(config: Any, sources: Sources) -> str:
-    """How rows are made: --pack, or what fits the data."""
+    """How to make rows: --pack, or the choice that fits the data."""
     if config.pack == "stream" and sources.is_learned_in_part:
         raise ConfigError("--pack stream: only the answers in these data are learned, which needs "
                           "--pack documents")
@@ -59,18 +59,17 @@ def training_rows(config: Any, sources: Sources) -> Sequence:
 
 
 def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task:
-    """Learning the next token in these rows (None: training_rows); at each evaluation, a held-out
-    text is continued."""
+    """The task of predicting the next token in these rows (None: training_rows). Each evaluation
+    continues a held-out text."""
     T, tokenizer, pack = config.network.seq_len, sources.tokenizer, pack_of(config, sources)
     room = context_of(network_of(config), config.network)
     begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
-    # The same rows each time, spread over all of the held-out text.
+    # The same rows at each evaluation, spread over the whole held-out text.
     count = max(1, config.eval_tokens // T // len(sources.evaluated))
     held_out = {name: spread(mixed([data.rows_of(c, split, T, pack, config.seed)
                                     for c, split in parts]), count)
                 for name, parts in sources.evaluated.items()}
-    # (Their weights together, and the bytes of text that their targets stand for, each as often as
-    # its weight says.)
+    # The sum of the held-out weights, and the bytes of text in their targets, times the weights.
     weight, size, lengths = 0.0, 0.0, tokenizer.lengths() * sources.bytes_per_spelled
     for part in (p for rows in held_out.values() for row in rows for p in parts_of(row)):
         weight += part.weights.sum(dtype=float)
@@ -85,7 +84,7 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
         return sample.generate_ids(params, batch, config.network, more,
                                    Sampling(config.sample_temperature), config.seed)
 
-    # What an evaluation shows: the first question of a held-out conversation, or a few tokens.
+    # An evaluation shows the first question of a held-out conversation, or a few tokens.
     asked = (row for name, parts in sources.evaluated.items() for row in held_out[name]
              if pack == "documents" and parts[0][0].is_learned_in_part)
     predict, show = preview(tokenizer, write, begin,

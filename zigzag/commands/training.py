@@ -1,7 +1,7 @@
 """python train.py: from the flags to `train.fit`.
 
     main        the command
-    opened      --data as a task, after all that can be refused without it
+    opened      --data as a task, after every check that needs no data
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from zigzag.run.task import Task
 
 
 def main(argv: Argv = None) -> None:
-    """Train, or do what a flag of a part asks for."""
+    """Train, or run the command of a part's flag."""
     with hosts.exit_together():
         given = command_line.read_flags(argv)
         config = continued(given)
@@ -45,15 +45,15 @@ def main(argv: Argv = None) -> None:
 
 
 def opener(kind: str) -> Callable:
-    """The context manager that opens --data of this kind: text, or one of tasks/."""
+    """The context manager that opens --data of this kind: text, or a file in tasks/."""
     return text.opened if kind == "text" else part(f"tasks.{kind}", f"--data of {kind}").opened
 
 
 @contextlib.contextmanager
 def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
     """Yield the configuration for --data, the task, and the Reporter that has printed the first
-    lines, for the run in config.out. --data is opened after all that can be refused without it, and
-    by process 0 first: what it writes, the others read."""
+    lines, for the run in config.out. Every check that needs no data comes before opening --data.
+    Process 0 opens it first, because the others read what it writes."""
     run, is_process_0 = Path(config.out), jax.process_index() == 0
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
@@ -62,7 +62,7 @@ def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
     check = functools.partial(continuing.check_folder, train.Config, config.out,
                               change=config.change)
     old = check(continuing.facts_of(config), source.needs(config)) or {}
-    fingerprint = str(old.get("fingerprint", ""))       # of the run's data, if it continues
+    fingerprint = str(old.get("fingerprint", ""))       # of the run's data, for a run to continue
     if old and "data" in config.change and source.needs(config):
         tokenizer = tokenizer_of(run, old)
     if not is_process_0:

@@ -1,21 +1,21 @@
-"""The files on which the tests have passed, and which of them were edited since.
+"""Which files have passed the tests, and which of them were edited since.
 
     pytest test_all.py, if all of it passes      writes .tested: a hash of each file (conftest.py)
     a run on several devices, if a hash differs  first compares its loss and its gradients with one
                                                  device's (must_compare in
                                                  zigzag/run/custom_loss.py)
 
-A network's own loss is not compared at the start of a run, because the tests have compared it on
-every axis. After an edit that no longer holds, until they have passed again.
+A run does not compare a network's own loss at its start, because the tests have compared it on
+every axis. After an edit that no longer holds, until the tests pass again.
 
-Where a network's loss, shard.py, train.py or the machinery below them (MACHINERY) was edited, the
-loss on a mesh may be another one.
-data.py and sample.py are recorded with them, but no run is compared because of these two: no loss
-imports them, and the mesh and the one device would be given the same batch.
+After an edit of a network's loss, shard.py, train.py or the machinery below them (MACHINERY), the
+loss on a mesh may differ from one device's. The record includes data.py and sample.py, but an edit
+of these two triggers no comparison: no loss imports them, and the mesh and the single device get
+the same batch.
 
-test_all.py trains model.py's network. Those of published/ have their tests in tests/published, so a
-run of one of them asks for the folder published/ in place of model.py, and test_all.py does not
-renew that entry. When these tests have passed:
+test_all.py trains model.py's network. The networks of published/ have their tests in
+tests/published. A run of one of them looks up the folder published/ instead of model.py, and
+test_all.py does not renew that entry. When the tests of published/ have passed:
 
     python -m zigzag.core.edited        records published/
 """
@@ -46,7 +46,7 @@ def hash_of(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-# {file or folder: its hash}, read once: as it is when this process imports it.
+# {file or folder: its hash}, computed once, at import: the code that this process runs.
 RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")
            if name in FILES or (ROOT / name).exists()}
 
@@ -61,8 +61,8 @@ def read_record() -> dict[str, str]:
 
 
 def renew_record(names: Sequence[str]) -> bool:
-    """Record that these files, as this process imported them, have passed their tests. Returns
-    whether that changed the record."""
+    """Record that these files, as this process imported them, have passed their tests. Return
+    whether the record changed."""
     old = read_record()
     new = old | {name: RUNNING[name] for name in names if name in RUNNING}
     if new != old:
@@ -71,8 +71,8 @@ def renew_record(names: Sequence[str]) -> bool:
 
 
 def file_of(function: Any) -> str:
-    """The file, or "published", in which a function is, as the record names it. For a function that
-    is in none of them, its file's whole path."""
+    """The record's name for the file of a function, or "published" if it is in that folder. For a
+    function outside the recorded files, the full path of its file."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     path = Path(getattr(module, "__file__", None) or "an unknown file").resolve()
     if path.parent == ROOT / "published":
@@ -81,8 +81,8 @@ def file_of(function: Any) -> str:
 
 
 def why_untested(names: Sequence[str]) -> str:
-    """Text that says which of these files have changed since their tests passed, or of which no
-    record says that they did; "" if none."""
+    """A text that names the files among these that were edited since their tests passed, or whose
+    tests have no record of passing; "" if none."""
     record, tests = read_record(), "the tests" if "published" in names else "test_all.py"
     edited = [name for name in names
               if not RUNNING.get(name) or record.get(name) != RUNNING[name]]

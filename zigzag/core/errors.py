@@ -1,7 +1,7 @@
 """The exceptions that end a command with a message, and helpers that word messages.
 
-ConfigError and RunError end a command with one line `error: ...` and exit status 2 or 1 (see
-flags.run_main). Every other exception is a bug, and stays a traceback.
+ConfigError and RunError end a command with one line, `error: ...`, and exit status 2 or 1 (see
+flags.run_main). Every other exception is a bug and prints a traceback.
 """
 
 import contextlib
@@ -11,16 +11,16 @@ import re
 import sys
 from typing import Any, Callable, Iterable, Iterator
 
-# Control characters except tab and newline: a text must not move the cursor or retitle a window.
+# Control characters except tab and newline: text must not move the cursor or rename the window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ConfigError(ValueError):
-    """A refusal: the message says what was given and what would be accepted."""
+    """A refusal. Its message names the value given and the values accepted."""
 
 
 def any_loss(*axes: str) -> str:
-    """The end of a refusal of these axes (tensor, or tensor=2): the axes that any loss can use."""
+    """The end of a message that refuses these axes (tensor, or tensor=2): axes that always work."""
     others = [axis for axis in ("data", "fsdp", "tensor")
               if axis not in {text.partition("=")[0] for text in axes}]
     where = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]])) or "one device"
@@ -28,7 +28,7 @@ def any_loss(*axes: str) -> str:
 
 
 def count_of_other_time(seq: int) -> ConfigError:
-    """The refusal of a loss whose sum is of a device's part of the time, and its count is not."""
+    """The refusal of a loss whose sum covers a device's part of the sequence, but not its count."""
     return ConfigError(
         f"mesh axis seq={seq}: this loss's sum is of a device's part of the time, and its count is "
         f"not: it divides by a constant or by its rows, as a pooled one does, or by a sum over all "
@@ -37,16 +37,16 @@ def count_of_other_time(seq: int) -> ConfigError:
 
 
 class RunError(RuntimeError):
-    """A failure while running, with a message of one line."""
+    """A failure while running, with a one-line message."""
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint that cannot be used; the message says why."""
+    """An unusable checkpoint; the message says why."""
 
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Puts `what` before the message of a ConfigError."""
+    """A context that puts `what` before the message of a ConfigError."""
     try:
         yield
     except ConfigError as e:
@@ -54,8 +54,8 @@ def naming(what: str) -> Iterator[None]:
 
 
 def optional_package(name: str, what: str) -> Any:
-    """The package (or module of one) of this name, or a ConfigError that says that `what` needs it
-    and how to install it."""
+    """Import a package, or a module of one. If it is missing, raise a ConfigError that says that
+    `what` needs it, and how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -64,14 +64,14 @@ def optional_package(name: str, what: str) -> Any:
 
 
 def fill_in(config: Any, **sizes: int | float) -> None:
-    """Set those of these sizes in a frozen configuration that are zero: derived from others."""
+    """In a frozen configuration, set each of these sizes that is zero, which means derived."""
     for name, value in sizes.items():
         if not getattr(config, name):
             object.__setattr__(config, name, value)
 
 
 def derive(config: Any, **values: Any) -> None:
-    """Set those of these options of a frozen configuration that are None: not given."""
+    """In a frozen configuration, set each of these options that is None, which means not given."""
     for name, value in values.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
@@ -79,14 +79,14 @@ def derive(config: Any, **values: Any) -> None:
 
 def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr, near: float = 0.7
                  ) -> str:
-    """'; did you mean X?' for the known name closest to `word`, or nothing if none is as near (1:
-    the same)."""
+    """'; did you mean X?' for the known name closest to `word`; '' if none has a similarity of at
+    least `near` (1: identical)."""
     close = difflib.get_close_matches(word, known, 1, near)
     return f"; did you mean {spell(close[0])}?" if close else ""
 
 
 def divisors(value: int) -> list[int]:
-    """All divisors of `value`, the smallest first."""
+    """All divisors of `value`, smallest first."""
     return [n for n in range(1, value + 1) if value % n == 0]
 
 
@@ -110,17 +110,17 @@ def one_line(error: BaseException) -> str:
 
 
 def as_given(value: Any) -> str:
-    """An option's value as one writes it on a command line."""
+    """An option's value as written on a command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which a terminal would obey."""
+    """The text with its control characters, which a terminal would obey, replaced."""
     return CONTROL.sub("\ufffd", text)
 
 
 def human_bytes(size: float) -> str:
-    """The size as text: 1.5 kB, 12 MB."""
+    """The size as text, for example 1.5 kB or 120 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             break
@@ -131,13 +131,13 @@ def human_bytes(size: float) -> str:
 
 
 def check_length(axis: str, name: str, value: int, parts: int, why: str = "") -> None:
-    """Refuse an option --name whose value does not divide into `parts`, which a mesh axis (written
-    axis=size) asks for."""
+    """Refuse an option --name whose value does not divide into the `parts` that a mesh axis needs.
+    `axis` is written axis=size."""
     if value % parts:
         raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "
                           f"the nearest that does is --{name} {nearest_multiple(parts, value)}")
 
 
 def note(text: str) -> None:
-    """Print a line for the person, on stderr."""
+    """Print a note to the user, on stderr."""
     print(f"note: {text}", file=sys.stderr, flush=True)

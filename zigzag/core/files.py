@@ -1,5 +1,5 @@
-"""Files: written whole or not at all, taken back, read as JSON, locked, hashed, awaited on shared
-disks; folders that a command must not fill."""
+"""Files: write them whole or not at all, undo that, read JSON, lock, hash, and wait for files on
+shared disks; refuse folders that a command must not fill."""
 
 import contextlib
 import hashlib
@@ -19,26 +19,26 @@ from zigzag.core.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:         # (not on every system)
+except ImportError:         # some systems lack it
     fcntl = None
 
 
-# What does no harm in a folder that a command fills: marks of git, macOS, disks, notebooks and
-# launchers, what check_can_make tries, and logs.
+# Harmless names in a folder that a command fills: files of git, macOS, disks, notebooks and
+# launchers, the trial folders of check_can_make, and logs.
 HARMLESS = (r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"
             r"|\.(nfs|try-)\w+|lost\+found"
             r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
 
 
 def anyway(path: Path) -> bool:
-    """A condition that a name alone meets."""
+    """The condition that holds for every path: the name alone decides."""
     return True
 
 
 def check_others(folder: Path, flag: str, maker: str,
                  own: dict[str, Callable[[Path], Any]] = {}) -> None:
-    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor what
-    `maker`, the command, may have left there: `own` is {regex of names: on which condition}."""
+    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor left by
+    `maker`, the command. `own` is {regex for the names that it may leave: a condition}."""
     known = {HARMLESS: anyway, **own}
     try:
         others = sorted(path.name for path in folder.iterdir() if not any(
@@ -54,7 +54,7 @@ def check_others(folder: Path, flag: str, maker: str,
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write the file completely or not at all: to a .part file beside it, which is then renamed."""
+    """Write a file completely or not at all: write a .part file next to it, then rename that."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as f:
         f.write(content)
@@ -72,8 +72,8 @@ def write_json(path: Path, record: dict) -> None:
 
 
 def check_can_make(out: str) -> None:
-    """Refuse a folder that cannot be made, or in which nothing can be written, before work is
-    spent on what it is to hold. (Only making something there shows it, also to root.)"""
+    """Refuse a folder that we cannot make or write to, before we spend work on its contents. Only
+    making something there shows it, even for root."""
     path = there = Path(out).absolute()
     try:
         there = next(p for p in (path, *path.parents) if p.exists())
@@ -82,21 +82,21 @@ def check_can_make(out: str) -> None:
         raise ConfigError(f"--out {out}: cannot be made there ({there}: {e.strerror})") from None
 
 
-# For each open `taken_back`: the places that it has filled, with where it keeps what was there; and
-# a function that takes all of it back.
+# For each open `taken_back`: the paths that it has filled, each with the backup of what was there;
+# and a function that undoes all of it.
 _placed: list[tuple[list[tuple[Path, Path]], Callable[[], None]]] = []
 
 
 @contextlib.contextmanager
 def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
-    """A function put(source, name), which moves a file or a folder into the folder of a run and
-    returns its new path. Unless run_has_begun is called before the end, everything is taken back: a
-    refused run leaves its folder as it found it."""
+    """Yield a function put(source, name), which moves a file or a folder into the folder of a run
+    and returns its new path. If the context ends before run_has_begun is called, it undoes all
+    moves: a refused run leaves its folder as it found it."""
     is_new, moved = not run.exists(), []
 
     def put(source, name):
         target, old = run / name, run / f"{name}.before"
-        _remove(old)            # (of a process that was killed)
+        _remove(old)            # a killed process may have left one
         moved.append((target, old))
         if target.exists():
             os.replace(target, old)
@@ -111,7 +111,7 @@ def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
                 os.replace(old, target)
         if is_new:
             with contextlib.suppress(OSError):
-                run.rmdir()             # (only if it is empty)
+                run.rmdir()             # does so only if it is empty
 
     _placed.append((moved, take_back))
     try:
@@ -122,14 +122,14 @@ def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
 
 
 def run_has_begun() -> None:
-    """Keep what was put into the folder of this command's run."""
+    """Keep what `put` has moved into the folder of this command's run."""
     for moved, _ in _placed:
         while moved:
             _remove(moved.pop()[1])
 
 
 def take_back_all() -> None:
-    """Take back what was put, before this process ends without unwinding."""
+    """Undo all moves of `put`, before this process ends without unwinding."""
     for _, take_back in reversed(_placed):
         take_back()
 
@@ -142,15 +142,14 @@ def _remove(path):
 
 
 def lock(file: IO) -> None:
-    """Lock an open file until it is closed, or the process ends. BlockingIOError: another process
-    has locked it."""
+    """Lock an open file until it is closed, or the process ends. Raise BlockingIOError if another
+    process has locked it."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file of a published folder, or a ConfigError that says what is
-    wrong."""
+    """Read a JSON file of a published folder. Raise a ConfigError that says what is wrong."""
     try:
         return json.loads(path.read_text())
     except OSError as e:
@@ -161,16 +160,16 @@ def read_json(path: Path) -> Any:
 
 
 def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> None:
-    """Refuse a folder (`name` in messages) whose record has another format number than the wanted
-    one; `how` says how to go on."""
+    """Refuse a folder (`name` in messages) whose record does not have the wanted format number.
+    `how` tells the user what to do."""
     if record.get("format") != wanted:
         has = f"format {record['format']!r:.20}" if "format" in record else "no format number"
         raise ConfigError(f"{name}: {has}; this code reads and writes format {wanted} alone: {how}")
 
 
 def sha256(path: Path) -> str:
-    """The hex digest of a file of up to 256 MiB. For a larger file, the digest of its size and of
-    256 MiB of it, in evenly spread pieces of 1 MiB."""
+    """The hex digest of a file of at most 256 MiB. For a larger file, the digest of its size and of
+    256 evenly spread pieces of 1 MiB."""
     size, digest = path.stat().st_size, hashlib.sha256()
     starts = range(0, size, 2**20)
     if size > 2**28:
@@ -184,16 +183,16 @@ def sha256(path: Path) -> str:
 
 
 def read_at_random(array: Any) -> None:
-    """Tell the system that a memory-mapped array is read here and there. (Else it reads far ahead
-    each time: 64 windows of a file of 20 GB take 100 times as long.)"""
+    """Tell the system that we read a memory-mapped array at random. Otherwise it reads far ahead
+    each time: 64 windows of a 20 GB file take 100 times as long."""
     mapping = getattr(array, "_mmap", None)
     if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
         mapping.madvise(mmap.MADV_RANDOM)
 
 
 def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:
-    """Whether is_there() becomes true within so many seconds. A file that another machine wrote may
-    take a while to become visible on a shared disk; listing the folder helps."""
+    """Whether is_there() becomes true within this many seconds. On a shared disk, a file that
+    another machine wrote may take a while to appear; listing the folder helps."""
     until = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError):
@@ -209,7 +208,7 @@ def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     """The numbers in a line of metrics.jsonl, without its step. A list, such as the load of each
-    expert, has its smallest and its largest number."""
+    expert, becomes two: its smallest and its largest number."""
     found = {}
     for name, x in row.items():
         if isinstance(x, list) and np.size(x):

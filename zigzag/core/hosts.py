@@ -1,15 +1,15 @@
 """Several processes, one on each host, that run the same program in step.
 
-    Processes                the options that say which processes there are
+    Processes                the options that name the processes of a run
     init_distributed         join the other processes
     process_allgather        exchange values, through process 0
-    assert_same_everywhere   refuse to train with processes that have another configuration
+    assert_same_everywhere   refuse to train if the processes' configurations differ
     watchdog                 end a process that waits too long, with a message
-    end_at_sigterm           end with a line at SIGTERM
+    end_at_sigterm           exit with one line at SIGTERM
     stop_on_signals          let the loop finish its step and save after Ctrl-C or SIGTERM
-    exit_together            end a process that fails at once, so that the others notice
+    exit_together            end a failed process immediately, so that the others notice
 
-With one process these do nothing, or return at once.
+With one process, all but end_at_sigterm and stop_on_signals do nothing, or return at once.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ import traceback
 from typing import Any, Iterator
 
 import jax
-from jax._src import distributed  # (the processes' key-value store has no public name)
+from jax._src import distributed  # the processes' key-value store has no public name
 from jax.experimental import multihost_utils
 
 from zigzag.core.errors import ConfigError, RunError, one_line
@@ -52,7 +52,7 @@ class Processes:
     coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
     processes: int = flag(0, recorded=False)        # number of processes
     process_id: int = flag(-1, least=-1, recorded=False)
-                                    # the number of this process, from 0 (which prints)
+                                    # number of this process, from 0; process 0 prints
     distributed: bool = flag(False, recorded=False)
                                     # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
     patience: int = flag(120, least=1, recorded=False)
@@ -61,7 +61,7 @@ class Processes:
 
 
 def check_processes(c: Processes) -> None:
-    """Refuse flags that name no processes, or not all that is needed to join them."""
+    """Refuse flags that do not say everything needed to join the processes."""
     given = bool(c.coordinator), c.processes > 0, c.process_id >= 0, not c.distributed
     if any(given[:3]) and not all(given):
         raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
@@ -100,7 +100,7 @@ def init_distributed(config: Any) -> None:
 
 
 def _check_port(coordinator):
-    """Refuse a port in use, on which jax crashes (exit status 139, no message)."""
+    """Refuse a port in use: jax would crash on it, with exit status 139 and no message."""
     port = coordinator.rsplit(":", 1)[1]
     try:
         socket.create_server(("", int(port))).close()
@@ -112,13 +112,13 @@ def _check_port(coordinator):
                               f"machine; give another") from None
 
 
-_messages, _stop_questions = itertools.count(), itertools.count(1)      # (jax counts from 1)
+_messages, _stop_questions = itertools.count(), itertools.count(1)      # jax counts from 1
 
 
 def process_allgather(value: Any) -> list[Any]:
-    """[the value that each process passes], on every process. A value is anything that JSON can
-    hold. Exchanged through process 0 and not through devices, whose collectives do not wait long
-    for a process that is late."""
+    """Return the list of the values that all processes pass, on every process. JSON must be able to
+    hold a value. The exchange runs through process 0, not through the devices: their collectives do
+    not wait long for a late process."""
     count, number = jax.process_count(), next(_messages)
     if count == 1:
         return [value]
@@ -129,7 +129,7 @@ def process_allgather(value: Any) -> list[Any]:
 
 
 def assert_same_everywhere(facts: Values) -> None:
-    """Refuse to train if a fact differs between processes: nothing else would notice."""
+    """Refuse to train if a fact differs between processes; nothing else would detect that."""
     first, *others = process_allgather(facts)
     for i, other in enumerate(others, 1):
         for name in first | other:
@@ -142,21 +142,21 @@ def assert_same_everywhere(facts: Values) -> None:
 # Stopping
 
 class Watchdog:
-    """Ends this process, if it is one of several, when something that it waits for takes too long:
-    `patience` seconds plus ten times the longest that the same has taken so far."""
+    """Ends this process, if it is one of several, when a wait takes too long: `patience` seconds
+    plus ten times the longest wait of its kind so far."""
 
     def __init__(self):
         self.patience, self.longest = 0, {}
-        self.doing = ""         # what this process waits for, also if it is the only one
+        self.doing = ""         # what this process waits for, even if it is the only one
         self.what, self.since, self.limit = "", 0.0, math.inf
 
     def start(self, patience: int) -> None:
         self.patience = patience
         threading.Thread(target=self._watch, daemon=True).start()
         # jax aborts a process when it loses another. This handler prints why, and exits with
-        # status 1. Nothing simpler does (jax 0.10.2): Python's own handlers do not run in an abort,
-        # a missed_heartbeat_callback ends in std::bad_cast, and with jax_enable_recoverability the
-        # loss of process 0 still aborts the others.
+        # status 1. Nothing simpler works (jax 0.10.2): Python's own handlers do not run in an
+        # abort, a missed_heartbeat_callback ends in std::bad_cast, and with
+        # jax_enable_recoverability the loss of process 0 still aborts the others.
         line = f"error: another process has ended, or cannot be reached: {CONTINUES}\n".encode()
 
         @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -164,18 +164,18 @@ class Watchdog:
             os.write(2, line)
             os._exit(1)
 
-        self.on_abort = on_abort        # (ctypes keeps no reference to it)
+        self.on_abort = on_abort        # ctypes keeps no reference to it
         ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
 
     def arm(self, what: str, limit: float | None = None) -> None:
-        """Start waiting for `what` ('': for nothing). The previous wait is over."""
+        """Start a wait for `what` ('': no wait). The previous wait is over."""
         self.doing = what
         if not self.patience:
             return
         now = time.monotonic()
-        if self.what != "a save":       # (most of a save happens in the background)
+        if self.what != "a save":       # most of a save happens in the background
             self.longest[self.what] = max(self.longest.get(self.what, 0.0), now - self.since)
-        if limit is None:       # (a first wait of its kind counts as 6 minutes)
+        if limit is None:       # with no wait of its kind so far, count 6 minutes
             limit = self.patience + 10 * self.longest.get(what, 360.0) if what else math.inf
         self.what, self.since, self.limit = what, now, limit
         faulthandler.cancel_dump_traceback_later()
@@ -198,9 +198,9 @@ watchdog = Watchdog()
 
 
 def end_at_sigterm() -> None:
-    """Let SIGTERM end this process with a line and status 1, also while jax compiles, unless
-    somebody else handles it. Call it when the devices are known: libtpu, which finds some of them,
-    would print a page of addresses."""
+    """Let SIGTERM end this process with one line and status 1, even while jax compiles, unless the
+    signal already has a handler. Call it after jax has found the devices: before that, libtpu would
+    print a page of addresses."""
     if (threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
             or jax.distributed.is_initialized()):
@@ -208,7 +208,7 @@ def end_at_sigterm() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)      # (a thread sees it, as in stop_on_signals)
+    signal.signal(signal.SIGTERM, lambda *_: None)      # a thread acts on it: see stop_on_signals
 
     def listen():
         while signal.SIGTERM not in os.read(reader, 512):
@@ -220,21 +220,21 @@ def end_at_sigterm() -> None:
     threading.Thread(target=listen, daemon=True).start()
 
 
-# Signals within so many seconds count as one: a launcher (timeout, uv) passes on to this process
-# what the terminal has sent to both.
+# Signals within this many seconds count as one: the terminal signals both a launcher (timeout, uv)
+# and this process, and the launcher passes its signal on.
 TOGETHER = 0.5
-# In the pipe of signals' numbers: no more will come.
+# Marks the end of the pipe of signal numbers.
 END = 0
-# What the watchdog says before the first update: an end at once loses nothing.
+# The watchdog's waits before the first update, during which exiting at once loses nothing.
 BEFORE_UPDATES = ("planning", "reading the checkpoint", "making the first weights", "compiling")
 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
     """Append the first Ctrl-C or SIGTERM to `stop`, so that the loop can finish its step and save
-    in `out`. A line says at once what the run waits for. A second signal changes nothing, and a
-    third ends the process; before the first update, a second does. With several processes jax
-    handles SIGTERM, and share_stop tells the others.
+    in `out`. The run prints at once what it is waiting for. A second signal only counts down; a
+    third ends the process. Before the first update, the second does. With several processes, jax
+    handles SIGTERM, and share_stop tells the other processes.
     """
     watchdog.arm("planning")
     if threading.current_thread() is not threading.main_thread():
@@ -254,8 +254,8 @@ def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
             else:
                 stop.append(number)
 
-    # Python calls on_signal only when jax has returned from a step or a compilation. Each signal's
-    # number is written to the pipe as it comes.
+    # Python calls on_signal only after jax returns from a step or a compilation. It writes each
+    # signal's number to the pipe at once.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -269,22 +269,22 @@ def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(old)
-        os.write(writer, bytes([END]))       # (a forked process may keep the pipe open)
+        os.write(writer, bytes([END]))       # a forked process may keep the pipe open
         listener.join()
         os.close(writer)
         os.close(reader)
 
 
 def _listen(reader, numbers, out, gives_up):
-    """Say what each signal in the pipe does, until END comes; end the process after the last one
-    (in a notebook, whose process must go on, interrupt it instead)."""
+    """Print the effect of each signal in the pipe, until END comes. After the last signal, end the
+    process; in a notebook or an interactive shell, interrupt it instead."""
     count, last = 0, -math.inf
     while END not in (found := os.read(reader, 512)):
         if not {*found} & {*numbers} or time.monotonic() - last < TOGETHER:
             continue
         count, last = count + 1, time.monotonic()
         is_before = watchdog.doing in BEFORE_UPDATES
-        left = (2 if is_before else 3) - count      # signals that end this at once
+        left = (2 if is_before else 3) - count      # further signals until this ends at once
         if left > 0:
             _say(f"stopping: {watchdog.doing}" + (f", then saving in {out}" if out else "")
                  + f"; {left} more Ctrl-C or SIGTERM end{'s' * (left == 1)} this at once and "
@@ -296,7 +296,7 @@ def _listen(reader, numbers, out, gives_up):
         _say(line)
         if not (hasattr(sys, "ps1") or sys.flags.interactive):
             os._exit(status)
-        signal.raise_signal(signal.SIGINT)      # (on_signal raises KeyboardInterrupt)
+        signal.raise_signal(signal.SIGINT)      # on_signal raises KeyboardInterrupt
         return
 
 
@@ -307,25 +307,25 @@ def _say(line):
 
 
 def share_stop(stop: list[int]) -> None:
-    """Append SIGTERM to `stop` if any process has received it: all then stop after the same step.
-    Call it after every step."""
+    """Append SIGTERM to `stop` if any process has received it, so that all stop after the same
+    step. Call it after every step."""
     if multihost_utils.reached_preemption_sync_point(next(_stop_questions)):
         stop.append(signal.SIGTERM)
 
 
-# Words in the error that jax raises when another process is gone.
+# Words in jax's errors after the loss of another process.
 LOST = re.compile("gloo|connection (reset|closed|refused|aborted)|broken pipe|nccl|heartbeat|"
                   "coordination service|unavailable|deadline.exceeded|barrier", re.I)
 
 
-_depth = 0      # of contexts of exit_together
+_depth = 0      # how many contexts of exit_together are open
 
 
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
-    """A context around everything that a command does. If one of several processes fails, it prints
-    the message of flags.run_main and exits at once, without waiting for the others. (Of several
-    contexts inside each other, the outermost one does.)"""
+    """A context around a whole command. If one of several processes fails, it prints the message of
+    flags.run_main and exits at once, without waiting for the others. In nested contexts, only the
+    outermost does so."""
     global _depth
     _depth += 1
     try:

@@ -35,30 +35,30 @@ TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions
 
 
 class Around(NamedTuple):
-    """What changes from outside, while a loss is traced, what functions of shard.py do."""
-    tensor: int = 1             # the size that the tensor axis will have: the rule traces a
-                                # function before there is a mesh, and `repeat_kv` must know it
+    """Settings that change what functions of shard.py do while jax traces a loss."""
+    tensor: int = 1             # the future size of the tensor axis: the rule traces a function
+                                # before there is a mesh, and `repeat_kv` must know the size
     overlap: bool = False       # --overlap: `columns` and `row` send parts while they multiply
-    strip: int = 0              # `layers`, on a TPU: the least tokens of a strip; 0: no strips
-    again: tuple[str, ...] = ()     # --remat attention,mlp: the `part`s of a layer that its
-                                # backward pass computes again
-    timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline cuts by time
-    part_of_time: bool = False  # in the head of a pipelined loss, which sees one stage's part of
-                                # the time: functions that need all of it refuse
-    calls: Any = None           # a function that `attend` tells what it was asked for (a Call)
+    strip: int = 0              # `layers`, on a TPU: the fewest tokens in a strip; 0: no strips
+    again: tuple[str, ...] = ()     # --remat attention,mlp: the `part`s of a layer to recompute in
+                                # the backward pass
+    timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline splits by T
+    part_of_time: bool = False  # true in the head of a pipelined loss that sees one stage's part of
+                                # the sequence: functions that need all of it refuse
+    calls: Any = None           # a function that `attend` calls with each request (a Call)
 
 
-# (A user context of jax, not a plain global: it is part of the key of jax's tracing cache.)
+# A user context of jax, not a plain global: jax's tracing cache has it in its keys.
 _AROUND = jax.make_user_context(Around())
 
 
 def around() -> Around:
-    """What holds around the code that is traced now."""
+    """The settings for the code that jax traces now."""
     return _AROUND.value
 
 
 def within(**changes: Any) -> Any:
-    """A context that changes some fields of `around()`."""
+    """A context with some fields of `around()` changed."""
     return _AROUND(around()._replace(**changes))
 
 
@@ -66,8 +66,8 @@ def within(**changes: Any) -> Any:
 # Meshes
 
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
-    """{axis: size} from --mesh ('data=2,tensor=4') and --shards, the size of the tensor axis; only
-    the axes that are given."""
+    """{axis: size} for the axes in --mesh ('data=2,tensor=4') and in --shards, the size of the
+    tensor axis."""
     sizes = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
@@ -91,8 +91,8 @@ def _check_axis(name):
 
 
 def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
-    """The mesh over all devices. An axis that is not given has size 1, except data, which takes
-    the remaining devices."""
+    """The mesh over all devices. An axis without a size has size 1, except data, which takes the
+    remaining devices."""
     for name in sizes:
         _check_axis(name)
     devices = jax.devices() if devices is None else list(devices)
@@ -104,7 +104,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
         raise ConfigError("these TPUs are several slices with only a slow network between them: "
                           "give one slice")
-    # Not jax.make_mesh: on most chips it refuses an axis that is a part of one side of the torus.
+    # Not jax.make_mesh: on most chips it refuses an axis that is part of one side of the torus.
     mesh = abstract_mesh(sizes)
     placed = mesh_utils.create_device_mesh(mesh.axis_sizes, devices, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=mesh.axis_types)
@@ -133,19 +133,19 @@ def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
 
 
 def abstract_mesh(sizes: dict[str, int]) -> Any:
-    """A mesh of this shape without devices."""
-    # Auto: shard_map cannot leave an Explicit axis to the compiler.
+    """A mesh with these axis sizes and no devices."""
+    # Auto, because shard_map cannot leave an Explicit axis to the compiler.
     return jax.sharding.AbstractMesh(tuple(sizes.get(a, 1) for a in AXES), AXES,
                                      axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def simulate_devices(count: int) -> None:
-    """Let the CPU pretend to be `count` devices, unless XLA_FLAGS already says how many.
+    """Let the CPU pretend to be `count` devices, unless XLA_FLAGS already sets the number.
 
-    Call it before anything touches a device. Only the CPU backend reads this setting, so with
-    an accelerator in the machine it changes nothing."""
+    Call it before anything touches a device. Only the CPU backend reads this setting, so it has no
+    effect on a machine with an accelerator."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):     # the devices exist already: make_mesh counts
+        with contextlib.suppress(RuntimeError):     # if devices exist, make_mesh checks their count
             jax.config.update("jax_num_cpu_devices", count)
 
 
@@ -159,7 +159,7 @@ def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
 
 
 def keep_compiled(least: float = 1.0) -> None:
-    """Keep compiled programs in the user's cache folder for the next start, if they took at least
+    """Keep compiled programs in the user's cache folder for later runs, if they took at least
     `least` seconds to compile."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag/compiled"
     jax.config.update("jax_compilation_cache_dir",
@@ -168,36 +168,36 @@ def keep_compiled(least: float = 1.0) -> None:
 
 
 def row_groups(mesh: Any) -> int:
-    """The number of parts into which the rows of a batch are split (1 without axes)."""
+    """The number of parts into which the mesh splits the rows of a batch (1 without axes)."""
     return math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh of the arrays (or shardings) of a tree, or None if they are on no mesh."""
+    """The mesh of a tree's arrays or shardings; None if they have none."""
     found = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]
     return next((s.mesh for s in found if isinstance(s, NamedSharding)), None)
 
 
 def platform(mesh: Any = None) -> str:
-    """The platform of the devices of this mesh, or of the ambient one: cpu, tpu or gpu; '' if there
-    are no devices."""
+    """The platform of this mesh, or of the ambient one: cpu, tpu or gpu; '' if it has no
+    devices."""
     device = (mesh or get_abstract_mesh()).abstract_mesh.abstract_device
-    return getattr(device, "platform", "")      # (device may be None)
+    return getattr(device, "platform", "")      # device may be None
 
 
 def best_dtype(mesh: Mesh) -> str:
-    """The compute precision that the mesh's devices are best at."""
+    """The compute precision for the mesh's devices: float32 on CPUs, else bfloat16."""
     return "float32" if platform(mesh) == "cpu" else "bfloat16"
 
 
 def time_parts() -> int:
-    """The number of parts into which the manual axes of the ambient mesh may split the time."""
+    """The number of parts into which the ambient mesh's manual axes may split the sequence."""
     return math.prod(map(axis_size, ("seq", "tensor", "pipe")))
 
 
 def may_unroll() -> bool:
-    """Whether layers may be unrolled on the ambient mesh: on a single CPU or GPU
-    (zigzag/parallel/remat.py says when they are)."""
+    """Whether the ambient mesh allows unrolled layers: it does if it is a single CPU or GPU.
+    zigzag/parallel/remat.py decides when to unroll them."""
     return platform() in ("cpu", "gpu") and get_abstract_mesh().size == 1
 
 
@@ -209,12 +209,12 @@ def is_spec(x: Any) -> bool:
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axes that one entry of a spec names."""
+    """The axes in one entry of a spec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def spec_axes(spec: P) -> set[str]:
-    """All axes that a spec names."""
+    """All axes in a spec."""
     return {axis for entry in spec for axis in entry_axes(entry)}
 
 
@@ -224,7 +224,7 @@ def full_spec(spec: P, rank: int) -> list[Any]:
 
 
 def trimmed(entries: Iterable[Any]) -> P:
-    """The spec with these entries, without trailing entries that name no axis."""
+    """The spec with these entries, without trailing entries that have no axis."""
     entries = list(entries)
     while entries and not entries[-1]:
         entries.pop()
@@ -232,15 +232,15 @@ def trimmed(entries: Iterable[Any]) -> P:
 
 
 def drop_trivial_axes(spec: P, mesh: Any) -> P:
-    """The spec without axes of size 1. They are dropped here and nowhere else: with them, the
-    compiler fails, or emits collectives of whole gradients within groups of one device."""
+    """The spec without axes of size 1. Only this function drops them. With them, the compiler
+    fails, or emits collectives of whole gradients within groups of one device."""
     sizes = {**dict.fromkeys(AXES, 1), **mesh.shape}
     return trimmed(tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec)
 
 
 def without_axis(specs: Any, axis: str) -> Any:
-    """The specs without this axis: for arrays that it does not split, or for a shard_map that
-    leaves it to the compiler."""
+    """The specs without this axis, for arrays that it does not split, or for a shard_map that
+    leaves the axis to the compiler."""
     return jax.tree.map(lambda s: P(*[None if e == axis else e for e in s]), specs)
 
 
@@ -250,7 +250,7 @@ def batch_spec(mesh: Any) -> P:
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
-    """A tree of specs as a tree of shardings on this mesh."""
+    """The tree of specs as a tree of shardings on this mesh."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
@@ -267,7 +267,7 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 def cast(tree: Any, dtype: str) -> Any:
     """The tree with its float leaves in this dtype, or unchanged if dtype is ''. A leaf called
-    router_bias keeps its dtype: the choice of experts, which it decides, is computed in float32."""
+    router_bias keeps its dtype: it affects the choice of experts, which happens in float32."""
     def one(path, w):
         is_exact = path and getattr(path[-1], "key", "") == "router_bias"
         return w if is_exact or not jnp.issubdtype(w.dtype, jnp.floating) else w.astype(dtype)
@@ -276,8 +276,8 @@ def cast(tree: Any, dtype: str) -> Any:
 
 
 def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> None:
-    """Refuse ids outside the vocabulary, for which a lookup would return numbers all the same. Does
-    nothing while jax traces, when the ids have no values yet."""
+    """Refuse ids outside the vocabulary; a lookup would still return numbers for them. While jax
+    traces, when the ids have no values yet, do nothing."""
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
     ids = np.asarray(tokens)
@@ -288,12 +288,12 @@ def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> No
 
 
 def has_time(name: str, said: Mapping[str, bool]) -> bool | None:
-    """Whether the array of a batch with this name has time, [B, T, ...]; None if nobody said."""
+    """Whether the batch's array of this name has a sequence, [B, T, ...]; None if unknown."""
     return said.get(name, False if name.startswith("source") else TIMED.get(name))
 
 
 def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
-    """The refusal of an array of a batch of which nobody said whether it has time."""
+    """The refusal of an array of a batch if nothing says whether it has a sequence."""
     return ConfigError(f"mesh axis {axis}={size}: the second dimension of the batch's {name!r} has "
                        f"{length} entries, as many as the time; say whether it is the time: "
                        f"timed={{{name!r}: True}} (or False) in train.Task, or an entry of TIMED "
@@ -302,7 +302,7 @@ def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
 
 def split_rows(tree: Any, count: int) -> Any:
     """Reshape each array [B, ...] to [count, B / count, ...]."""
-    # (Not -1, which numpy cannot infer for an array without elements, [B, 0].)
+    # Not -1: numpy cannot infer it for an array without elements, [B, 0].
     return jax.tree.map(lambda a: a.reshape(count, len(a) // count, *a.shape[1:]), tree)
 
 
@@ -315,15 +315,15 @@ def add_to(total: Any, more: Any) -> Any:
 # Inside a shard_map: varying types (shard.py explains them)
 
 def ambient() -> tuple[dict[str, int], set[str]]:
-    """The axis sizes of the ambient mesh, and the axes that are manual here: over a manual axis our
-    code sends, over an auto one the compiler does."""
+    """The axis sizes of the ambient mesh, and the axes that are manual here. Our code sends over a
+    manual axis; the compiler sends over an auto one."""
     mesh = get_abstract_mesh()
     return dict(mesh.shape), set(mesh.manual_axes)
 
 
 def varying(*trees: Any) -> set[str]:
-    """The manual axes over which the leaves may differ from device to device."""
-    # (jax.typeof fails on a ShapeDtypeStruct where tensor is auto.)
+    """The manual axes over which the leaves may differ between devices."""
+    # jax.typeof fails on a ShapeDtypeStruct where tensor is auto.
     return set().union(*[(getattr(x, "manual_axis_type", None) or jax.typeof(x).mat).varying
                          for x in jax.tree.leaves(trees)])
 
@@ -335,28 +335,28 @@ def axis_size(axis: str) -> int:
 
 
 def is_split(x: Any) -> bool:
-    """Whether devices of tensor have different parts of x. (Along which dimension, the caller must
-    know: types do not say.)"""
+    """Whether the devices of tensor have different parts of x. Types do not give the dimension of
+    the split; the caller must know it."""
     return "tensor" in varying(x)
 
 
 def sum_if_split(x: jax.Array) -> jax.Array:
-    """x summed over tensor, if devices of tensor have different parts of the sum."""
+    """x summed over tensor, if the devices of tensor have different parts of the sum."""
     return lax.psum(x, "tensor") if is_split(x) else x
 
 
 def own_part(x: jax.Array, dim: int) -> jax.Array:
-    """This device's part, along one dimension, of an array that is whole on every device of
-    tensor."""
+    """This device's part, along one dimension, of an array that every device of tensor has
+    whole."""
     size = x.shape[dim] // axis_size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
 
 def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     """The tree, marked as varying over every axis over which `like` varies, and over `also`. The
-    transpose of a mark is a sum over its axes: mark weights before differentiating, and their
-    gradients stay local until you sum them; mark an activation inside the function, and its
-    gradient is summed at that point."""
+    transpose of a mark is a sum over its axes. If you mark weights before you differentiate, their
+    gradients stay local until you sum them. If you mark an activation inside the function, jax sums
+    its gradient at that point."""
     axes = varying(*like) | set(also)
 
     return jax.tree.map(
@@ -364,27 +364,27 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
 
 
 def vary_like(tree: Any, *like: Any) -> Any:
-    """The tree, marked as varying wherever `like` varies, but never over tensor. A type that varies
-    over tensor means that an array is split over it, and that must not change here: a loop's
-    carry, say, is split over tensor or not as it was passed in."""
+    """The tree, marked as varying wherever `like` varies, except over tensor. A type that varies
+    over tensor means that tensor splits the array, and that must not change here. For example, a
+    loop's carry stays split over tensor, or whole, as the caller passed it."""
     return mark_varying(tree, also=varying(*like) - {"tensor"})
 
 
 def zeros_of(fn: Callable, *args: Any) -> Any:
     """Zeros with the shapes, dtypes and varying types of fn(*args)."""
-    # (jnp.zeros_like fails on a ShapeDtypeStruct where tensor is auto.)
+    # jnp.zeros_like fails on a ShapeDtypeStruct where tensor is auto.
     return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
                         jax.eval_shape(fn, *args))
 
 
 def float32_zeros(tree: Any) -> Any:
-    """float32 zeros with the shapes and varying types of the arrays of a tree."""
+    """float32 zeros with the shapes and varying types of a tree's arrays."""
     return jax.tree.map(lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32), x), tree)
 
 
 def keep_on_first(tree: Any, axes: set[str]) -> Any:
-    """The tree with each leaf that all devices of an axis have computed (it does not vary over the
-    axis) kept on the first device and 0 on the others. A sum over the axis then counts it once."""
+    """The tree, with each leaf that does not vary over an axis kept on the axis's first device and
+    0 on the others. All devices have computed it, and a sum over the axis then counts it once."""
     def first(x):
         for axis in sorted(axes - varying(x)):
             x = jnp.where(lax.axis_index(axis) == 0, x, 0)
@@ -394,8 +394,8 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
 
 
 def pmean_over(tree: Any, *axes: str) -> Any:
-    """The tree with leaves that are equal on all devices of these axes, but marked as varying over
-    them, as unvarying values. Each device receives an equal share of their gradient."""
+    """The tree without the marks of these axes, for leaves that are equal on all of their devices
+    but marked as varying. Each device receives an equal share of a leaf's gradient."""
     def one(x):
         marked = tuple(sorted(varying(x) & {*axes}))
         return lax.pmean(x, marked) if marked else x
@@ -409,14 +409,14 @@ def pmean_all(tree: Any) -> Any:
 
 
 def untyped(fn: Callable, outside: bool = True) -> Callable:
-    """fn without varying types: traced on plain shapes, and, if `outside`, without the mesh, so
-    that no function of shard.py sends anything. For a shard_map with check_vma=False, in which each
-    device computes fn on its own arguments."""
+    """fn without varying types, traced on plain shapes. If `outside`, the trace has no mesh either,
+    so no function of shard.py sends anything. Use it in a shard_map with check_vma=False, where
+    each device computes fn on its own arguments."""
     def call(*args):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
         with no_mesh if outside else contextlib.nullcontext():
-            # (A new lambda: for fn itself jax could return a cached trace from elsewhere.)
+            # A new lambda, because jax could return a cached trace of fn from elsewhere.
             traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
         return jax.tree.unflatten(jax.tree.structure(made),
                                   jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
@@ -425,9 +425,9 @@ def untyped(fn: Callable, outside: bool = True) -> Callable:
 
 
 def beside_auto_tensor(collective: Callable, spec: P) -> Callable:
-    """The collective, for an array that `tensor` may split too. In a custom loss, tensor is left to
-    the compiler, which would gather the array over tensor before the collective (correct, with four
-    times the bytes). So tensor is made manual around this one collective."""
+    """The collective, for an array that `tensor` may split as well. A custom loss leaves tensor to
+    the compiler, which would gather the array over tensor first: correct, at four times the bytes.
+    So this makes tensor manual around this one collective."""
     sizes, manual = ambient()
     if sizes["tensor"] == 1 or "tensor" in manual:
         return collective

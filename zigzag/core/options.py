@@ -1,4 +1,4 @@
-"""Options: the fields of a configuration, and all that is said about each of them in one place.
+"""Options: the fields of a configuration, each declared in one place.
 
     # data                                  a heading: the group of the fields below it in --help;
                                             `# data (rare)`: only --help all shows them
@@ -6,8 +6,8 @@
     steps: int = flag(900, least=1)     # `flag` says more than the default (see there), and the
                                         # help goes on in comments that are indented further
 
-`name: type = default  # help` is a whole declaration. The annotation is the type; an option of the
-type `float | None` is None where it was not given.
+`name: type = default  # help` is a complete declaration. The annotation is the type; an option of
+type `float | None` is None if it is not given.
 """
 
 import ast
@@ -25,58 +25,58 @@ from typing import Any, Callable, Collection, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
 
-# {name: value}: flags that were given, the fields of a configuration, facts about a run, or the
-# numbers of a line in its metrics.jsonl.
+# {name: value}: the flags given, the fields of a configuration, facts about a run, or the numbers
+# of a line in its metrics.jsonl.
 Values = dict[str, Any]
 # {heading in --help: names of options}
 Groups = dict[str, Sequence[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
-# The parts for which the engine may ask (parts.py). recipes/ and learn/ stand above everything.
+# The parts that the engine may ask for (parts.py). recipes/ and learn/ stand above everything.
 PARTS = "published", "forecast", "tools", "tasks"
 
 
 def has_part(name: str) -> bool:
-    """Whether this copy has a part: a folder beside zigzag/ that may be deleted."""
+    """Whether this copy has a part: a folder next to zigzag/ that a fork may delete."""
     return (ROOT / name / "__init__.py").exists()
 
 
 def flag(default: Any, **said: Any) -> Any:
-    """A field of a configuration, and what there is to say about it besides its default: any of
-    Option's fields from `least` on."""
+    """A field of a configuration with more than a default. `said` has any of Option's fields from
+    `least` on."""
     return dataclasses.field(default=default, metadata=said)
 
 
 class Option(NamedTuple):
-    """What is declared of one option."""
+    """The declaration of one option."""
     kind: type              # int, float, str, bool or tuple
-    is_optional: bool       # whether it may be None: not given
+    is_optional: bool       # whether it may be None, which means not given
     default: Any
-    least: float = 0        # its smallest value, if it is a number
-    below: float = 2.0**63  # what a number must be smaller than
-    one_of: Collection[Any] = ()    # its only values
-    check: Callable | None = None   # a function that refuses other values, with a ConfigError
-    same: bool = False      # it decides a run's numbers, so it must be the same when the run
-                            # continues. (All of a network's own fields do)
-    change: str = ""        # the word of --change with which it may be another all the same
+    least: float = 0        # the smallest value, for a number
+    below: float = 2.0**63  # an upper bound that a number must stay below
+    one_of: Collection[Any] = ()    # the only values allowed
+    check: Callable | None = None   # a function that raises a ConfigError for bad values
+    same: bool = False      # it affects a run's results, so it must stay the same when the run
+                            # continues; so must all fields of a network except those of Computed
+    change: str = ""        # the word of --change that still allows a new value
     of: Sequence[str] = ()  # the kinds of data (files in tasks/) that use it; (): all
     recorded: bool = True   # whether config.json has it; False: it holds for one command or one
                             # process
     beside: str = ""        # another option: when a run continues and one of the two is given, the
                             # run's value of the other is dropped
-    part: str = ""          # the part (see parts.py) without which it is not in the help
+    part: str = ""          # the part (see parts.py) that this copy must have to list it in --help
 
 
 @functools.cache
 def options(cls: type) -> dict[str, Option]:
-    """{name: Option} of a dataclass: its own first, then those of its base classes. (A field that
-    is a configuration itself is none.)"""
+    """{name: Option} for a dataclass: its own options first, then those of its base classes. A
+    field that is itself a configuration is not an option."""
     kinds, found = typing.get_type_hints(cls), {}
     names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     for f in sorted(dataclasses.fields(cls), key=lambda f: names.index(f.name)):
         if not dataclasses.is_dataclass(f.default):
-            # (tuple[str, ...] is a tuple, float | None has float among its arguments. Any and
-            # Literal["a", "b"] have no kind of ours.)
+            # tuple[str, ...] counts as tuple, and float | None as float. Any and Literal["a", "b"]
+            # are none of KINDS, so their default decides.
             said = [typing.get_origin(kind) or kind for kind in (
                 kinds[f.name], *typing.get_args(kinds[f.name]))]
             kind = next((kind for kind in said if kind in KINDS), type(f.default))
@@ -89,12 +89,12 @@ def options(cls: type) -> dict[str, Option]:
 KINDS = (int, float, str, bool, tuple)
 
 
-# A heading above options: a few small words. (Other comments there are for readers alone.)
+# A heading above options: one to three lowercase words. Help ignores other comments there.
 HEADING = re.compile(r"[a-z]+( [a-z]+){0,2}( \(rare\))?")
 
 
 class Comment(NamedTuple):
-    """What the source says beside and above an option."""
+    """An option's help and group, from the comments next to it and above it."""
     help: str = ""
     group: str = ""
     is_rare: bool = False
@@ -102,9 +102,9 @@ class Comment(NamedTuple):
 
 @functools.cache
 def comments(cls: type) -> dict[str, Comment]:
-    """{name: Comment} of the options of a dataclass."""
+    """{name: Comment} for the options of a dataclass."""
     found = {}
-    for owner in reversed(cls.__mro__[:-1]):        # (the last is object)
+    for owner in reversed(cls.__mro__[:-1]):        # the last is object
         found |= _comments_of(owner)
     return {name: found.get(name, Comment()) for name in options(cls)}
 
@@ -112,16 +112,16 @@ def comments(cls: type) -> dict[str, Comment]:
 def _comments_of(cls):
     try:
         source = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):        # (a class that was typed in)
+    except (OSError, TypeError):        # a class typed at a prompt has no source
         return {}
     fields = [one for one in ast.parse(source).body[0].body if isinstance(one, ast.AnnAssign)]
     owners = {line: f for f in fields for line in range(f.lineno, f.end_lineno + 1)}
-    texts, headings = {f: [] for f in fields}, {}       # (headings by the line below)
+    texts, headings = {f: [] for f in fields}, {}       # headings by the number of the next line
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             (line, indent), text = token.start, token.string.lstrip("#").strip()
             above, is_alone = owners.get(line - 1), token.line[:indent].isspace()
-            if above and is_alone and indent > above.col_offset:        # its help goes on
+            if above and is_alone and indent > above.col_offset:        # the help continues
                 owners[line] = above
             if line in owners:
                 texts[owners[line]].append(text)
@@ -136,7 +136,7 @@ def _comments_of(cls):
 
 
 def check_values(config: Any) -> None:
-    """Refuse values that the declarations of a configuration's options do not allow."""
+    """Refuse values that the options of a configuration do not allow."""
     for name, option in options(type(config)).items():
         value = getattr(config, name)
         if value is None and option.is_optional:
@@ -154,7 +154,7 @@ def check_values(config: Any) -> None:
 
 
 def fits(option: Option, value: Any) -> bool:
-    """Whether a value that was read from JSON has the type of an option."""
+    """Whether a value from JSON has the type of an option."""
     if value is None:
         return option.is_optional
     kinds = {float: (int, float), tuple: list}.get(option.kind, option.kind)

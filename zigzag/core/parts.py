@@ -1,17 +1,17 @@
-"""The parts: folders beside zigzag/ that a fork may delete, and the one way to what is in them.
+"""The parts: folders next to zigzag/ that a fork may delete, and the only way to their modules.
 
-    part("published", "--model gpt2")      the module, or a refusal in one line
+    part("published", "--model gpt2")      the module, or a one-line refusal
     has_part("forecast")                   whether this copy has it
-    added("OfTraining")                    what the parts of this copy add by this name
+    added("OfTraining")                    what the parts of this copy add under this name
 
-Nothing in zigzag/ and none of the five files imports a part. What they need of one they ask for
-here, by the name of its module. A part says in its file adds.py what it adds to command lines:
+Neither zigzag/ nor any of the five files imports a part. They ask for a module of one here, by its
+name. The file adds.py of a part declares what it adds to command lines:
 
     OfTraining      a dataclass: flags of train.py, and of scripts that call train.parse
     OfSampling      a dataclass: flags of sample.py
     COMMANDS        {flag: Command}: what train.py does instead of training
     SAMPLING        {flag: module}: what sample.py does instead of answering prompts
-    NOT_USED        {flag of sample.py: Unused}; NEEDS, {flag of sample.py: what it needs beside it}
+    NOT_USED        {flag of sample.py: Unused}; NEEDS, {flag of sample.py: flags that it needs}
 """
 
 import collections
@@ -29,45 +29,45 @@ from zigzag.core.options import has_part as has_part
 
 
 class Unused(NamedTuple):
-    """The groups of options, and the single ones, that have no effect beside a flag."""
+    """The groups of options, and the single options, that have no effect with a flag."""
     groups: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
 
 class Command(NamedTuple):
-    """What a flag of a part asks for instead of training, or of answering prompts."""
-    module: str                     # where its function `run` is
-    unused: Unused | None = None    # None: every other option has no effect on it
-    beside: tuple[str, ...] = ()    # but these. (Such a command is run before jax is imported)
+    """What a flag of a part does instead of training or answering prompts."""
+    module: str                     # the module with its function `run`
+    unused: Unused | None = None    # None: no other option has an effect on it
+    beside: tuple[str, ...] = ()    # except these; with some, it runs before jax is imported
 
 
 def part(module: str, asked: str) -> ModuleType:
-    """A module of a part, `tools.beams` for example. `asked` says in the refusal what needs it."""
+    """A module of a part, for example `tools.beams`. The refusal says that `asked` needs it."""
     name = module.partition(".")[0]
     if not has_part(name):
         raise ConfigError(f"{asked}: needs {name}/, which this copy does not have")
     package = importlib.import_module(name)
-    if Path(package.__file__ or "").resolve().parent != ROOT / name:    # (a user's own folder)
+    if Path(package.__file__ or "").resolve().parent != ROOT / name:    # a user's own folder
         raise ConfigError(f"{asked or name}: {package.__file__} hides {ROOT / name}, which has its "
                           f"name; give one of them another")
     return importlib.import_module(module)
 
 
 def added(name: str) -> list[Any]:
-    """What the parts of this copy declare by this name in their file adds.py."""
+    """What the parts of this copy declare under this name in their adds.py."""
     found = [part(f"{one}.adds", f"the flags of {one}/") for one in PARTS
              if (ROOT / one / "adds.py").exists()]
     return [getattr(module, name) for module in found if hasattr(module, name)]
 
 
 def commands() -> dict[str, Command]:
-    """{flag: Command} of all parts of this copy."""
+    """{flag: Command} for all parts of this copy."""
     return {**collections.ChainMap(*added("COMMANDS"))}
 
 
 def begin() -> None:
-    """What train.py does before it imports jax: a command of a part that does not need it
-    (--plot), and end; else begin."""
+    """Start train.py, before it imports jax: run a part's command that does not need jax (--plot)
+    and exit, or else call start.begin."""
     words = [word.partition("=")[0] for word in sys.argv[1:]]
     for flag, command in commands().items():
         if command.beside and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):

@@ -1,9 +1,9 @@
-"""What a person sees while a run goes on. Process 0 prints; the others are silent.
+"""The run's output. Process 0 prints; the others are silent.
 
-    header       devices, mesh, sizes, options, and why each weight lies where it does
-    collectives  what a compiled update sends, beside what was expected
+    header       devices and mesh
+    collectives  what a compiled update sends, next to what we expect
     step         a live line on a terminal, plain lines elsewhere
-    evaluation   the held-out loss beside the training loss, and what the model predicts
+    evaluation   the held-out loss next to the training loss, and the model's predictions
     end          where the run is saved, and its held-out loss
 """
 
@@ -24,41 +24,40 @@ from zigzag.core.flags import flat, is_derived, recorded
 
 
 class Reporter:
-    """Prints how a run of `steps` steps goes, and keeps what only that needs: times and losses."""
+    """Prints the progress of a run of `steps` steps, and keeps the times and losses for that."""
 
     def __init__(self, steps: int, verbose: bool = False):
         self.steps, self.verbose = steps, verbose
         self.is_terminal = sys.stdout.isatty()
         self.is_quiet = jax.process_index() > 0
-        self.clock = time.perf_counter()            # when the last step's numbers came
+        self.clock = time.perf_counter()            # when the last step's numbers arrived
         self.times = collections.deque(maxlen=50)   # seconds of recent steps
-        self.first: Any = None                      # (the first step told, when)
-        self.saving = 0.0                           # seconds that saves took since the last step
+        self.first: Any = None                      # (the first step reported, when)
+        self.saving = 0.0                           # seconds spent on saves since the last step
         self.losses: list[float] = []               # since the last evaluation
-        self.file, self.early = None, []            # a file for the lines; those before it was open
+        self.file, self.early = None, []            # the log file; the lines before it was open
 
     def start_clock(self) -> None:
-        """Measure the next step from now on."""
+        """Start to time the next step now."""
         self.clock = time.perf_counter()
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the numbers of the last step came, and how many of them saves took."""
+        """Seconds since the last step's numbers arrived, and how many of those went to saves."""
         took, saving = time.perf_counter() - self.clock, self.saving
         self.clock, self.saving = self.clock + took, 0.0
         return took, saving
 
     def training_loss(self) -> float | None:
-        """The mean of the losses since the last evaluation, without those that are not finite; None
-        if there are none."""
+        """The mean of the finite losses since the last evaluation; None without any."""
         finite = list(filter(math.isfinite, self.losses))
         return statistics.fmean(finite) if finite else None
 
     def detail(self, text: str) -> None:
-        """Write a line that only --verbose prints; the run's log has it in any case."""
+        """Write a line to the run's log, and print it with --verbose."""
         self.line(text, is_shown=self.verbose)
 
     def line(self, text: str, live: bool = False, is_shown: bool = True) -> None:
-        """Print a line. On a terminal, a live one is replaced by the next."""
+        """Print a line. On a terminal, the next line replaces a live one."""
         live = live and self.is_terminal
         if live:
             text = text[:shutil.get_terminal_size().columns - 1]
@@ -71,23 +70,23 @@ class Reporter:
                   flush=True)
 
     def log_to(self, path: Path, goes_on: bool) -> None:
-        """Write the lines to a file, too, with those so far. (Processes that print nothing have a
-        file as well.) goes_on: keep what earlier starts wrote there."""
+        """Write the lines so far, and all further ones, to a file as well, even in a process that
+        prints nothing. goes_on: keep what earlier starts wrote there."""
         self.file = open(path, "a" if goes_on else "w", buffering=1, encoding="utf-8",
-                         errors="backslashreplace")        # (a path may have any bytes)
+                         errors="backslashreplace")        # a path may have any bytes
         if goes_on:
             self.file.write("\n")
         self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n" + "".join(
             text + "\n" for text in self.early))
 
     def header(self, config: Any, mesh: Any, host_names: Sequence[str]) -> None:
-        """The devices, and how the mesh arranges them. `host_names` has the name of each process's
-        host."""
+        """Print the devices, and how the mesh arranges them. `host_names` lists the host of each
+        process."""
         device, count = mesh.devices.flat[0], mesh.size
         what = f"{count} x {device.device_kind}"
         if device.platform == "cpu":
             what = f"{count} simulated CPU device{'s' * (count > 1)}, no accelerator was found"
-        is_here = not getattr(config, "topology", "")      # (an option of forecast/)
+        is_here = not getattr(config, "topology", "")      # an option of forecast/
         if not is_here:
             what += " that are not here: compiled, not run"
         self.line(f"=== zigzag on {what} | {config.network.dtype} | step by {config.step} ===")
@@ -101,9 +100,9 @@ class Reporter:
 
     def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
                     ) -> None:
-        """What an update really sends, beside what it was expected to send. If that is not
-        complete, there are collectives for which there is no formula. Those that send next to
-        nothing share a line, unless --verbose asks for each."""
+        """Print what an update sends, next to what we expect. If `expected` is not complete, some
+        collectives have no formula. Collectives that send very little share a line, unless
+        --verbose lists them."""
         missing = {(c.kind, c.axis): f"{human_bytes(c.bytes)} in {c.count}" for c in expected}
         least, small = sum(c.bytes for c in found) / 100, []
         for c in found:
@@ -125,18 +124,18 @@ class Reporter:
 
     def step(self, row: dict, took: float, memory: int, computed: float = 0, what: str = "tokens",
              own: Mapping[str, Any] = {}) -> None:
-        """`row` as in metrics.jsonl, the seconds it took, and the bytes of memory in use;
-        `computed` is how many of `what` were computed, if that is not row["tokens"]. `own` are the
-        row's numbers that the loss itself logs: the first two by name are printed."""
+        """Print a step: its `row` of metrics.jsonl, the seconds it took, the bytes of memory in
+        use. `computed` is the number of `what` computed, if that is not row["tokens"]. `own` has
+        the numbers that the loss itself logs; this prints the first two by name."""
         total, at, now = self.steps, row["step"], time.perf_counter()
         if self.first is None:
             self.first = at, now
-        else:                   # (the first step is slow)
+        else:                   # the first step is slow
             self.times.append(took)
         is_due = at % max(1, total // 20) == 0 or at in (1, total)
         if not (self.is_terminal or is_due):
             return
-        # (With the evaluations and saves so far, there will be as many of them in a step.)
+        # The time so far includes evaluations and saves, at the rate that the rest will have.
         steps, seconds = at - self.first[0], now - self.first[1]
         left = f"{(total - at) * seconds / steps:.0f} s left" if steps else "-"
         mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
@@ -152,7 +151,7 @@ class Reporter:
             self.file.write(text + "\n")
 
     def evaluation(self, row: dict, shown: str | Mapping[str, str] = {}) -> None:
-        """`row` as in metrics.jsonl, and predictions: a text, or texts by their labels."""
+        """Print an evaluation: its `row` of metrics.jsonl, and predictions, as texts by label."""
         train_loss, usual = row["train_loss"], ("step", "eval_loss", "train_loss", "bits_per_byte")
         others = "".join(f"  {name} {x:.4f}" for name, x in row.items()
                          if name not in usual and isinstance(x, float))
@@ -166,8 +165,8 @@ class Reporter:
                 "\n", f"\n    {'':{width}} | "))
 
     def end(self, at: int, out: str, row: dict) -> None:
-        """A run has made all of its `at` steps and is saved in `out` ('': nowhere); `row` is its
-        last evaluation, if there was one."""
+        """Print that a run has made all of its `at` steps and is saved in `out` ('': nowhere).
+        `row` is its last evaluation, if there was one."""
         parts = [f"{at} step{'s' if at > 1 else ''}", out and f"saved in {out}",
                  row and held_out_text(row)]
         self.line("done     " + ", ".join(filter(None, parts)))
@@ -180,8 +179,8 @@ def held_out_text(row: dict) -> str:
 
 
 def options_text(config: Any) -> str:
-    """The options that differ from their defaults, but for those that follow from others or hold
-    for one command, in lines of at most 100 columns; '' if there are none."""
+    """The options that differ from their defaults, in lines of at most 100 columns; '' if none do.
+    It leaves out options derived from others, and those that hold for one command."""
     words = [f"{name}={as_given(value) or '-'}"
              for name, value in recorded(flat(config), config).items()
              if name != "published" and not is_derived(config, name)]

@@ -1,19 +1,19 @@
 """What a command does before it imports jax, which takes seconds.
 
-    begin       end in one line at Ctrl-C, and restart with large pages
-    has_begun   from here on Ctrl-C is the command's own business
+    begin       exit with one line at Ctrl-C, and restart with large pages
+    has_begun   from here on, the command handles Ctrl-C itself
 
-Importing this file also silences libtpu, for a process that is no command of ours, too.
+Importing this file also silences libtpu, even in a process that is not one of our commands.
 
-Large pages of memory, on Linux: glibc's malloc uses transparent huge pages only if GLIBC_TUNABLES
-asks for them when a process starts. So a command that finds the variable unset restarts itself with
-it. It does not under a debugger or tracer, which would lose it; ZIGZAG_LARGE_PAGES=0 switches it
-off.
+Large memory pages, on Linux: glibc's malloc uses transparent huge pages only if GLIBC_TUNABLES
+asks for them when the process starts. A command that finds the variable unset restarts itself with
+it. It does not restart under a debugger or tracer, which would lose it, nor with
+ZIGZAG_LARGE_PAGES=0.
 
-libtpu, which --topology needs, prints five lines of errors where there is no TPU, even if a process
-only computes on the CPU. Its settings for such a machine keep it quiet. They have to be there when
-jax first looks for devices, so this file sets them when it is imported: model.py, shard.py and
-train.py all import it, and so does a user's script or a notebook that imports one of them.
+libtpu, which --topology needs, prints five lines of errors on a machine without a TPU, even if the
+process only computes on the CPU. Its settings for such a machine keep it quiet. They must be set
+before jax first looks for devices, so importing this file sets them. model.py, shard.py and
+train.py import it, and so does any script or notebook that imports one of them.
 """
 
 import glob
@@ -26,15 +26,15 @@ import threading
 from pathlib import Path
 
 TUNABLE = "glibc.malloc.hugetlb=1"
-# Settings of libtpu without a TPU, which also let several processes compile at once.
+# libtpu's settings without a TPU. They also let several processes compile at once.
 LIBTPU = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
               TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1")
-GOOGLE = "0x1ae0"       # the vendor of a TPU, as PCI names it
+GOOGLE = "0x1ae0"       # the PCI vendor id of a TPU
 
 
 def begin() -> None:
-    """Prepare a command: at Ctrl-C it ends with status 130 and one line, not with a page of
-    imports; it has large pages."""
+    """Prepare a command: let Ctrl-C end it with status 130 and one line, not a traceback through
+    the imports, and give it large pages."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -42,7 +42,7 @@ def begin() -> None:
 
 
 def _quiet_libtpu():
-    # (Something of a TPU's vendor: a TPU, or a network card of its cloud.)
+    # A device of this vendor is a TPU, or a network card in its cloud.
     if importlib.util.find_spec("libtpu") and not any(
             Path(path).read_text().strip() == GOOGLE
             for path in glob.glob("/sys/bus/pci/devices/*/vendor")):

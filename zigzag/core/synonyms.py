@@ -1,13 +1,13 @@
-"""Flags of other codebases, and the flag of ours that does the same.
+"""Flags of other codebases, and our flag for each.
 
-A word is known only to commands that have the flag it stands for: `--dim` means --d_model in
+A command knows a word only if it has the flag that the word stands for: `--dim` means --d_model in
 train.py, and nothing in sample.py.
 """
 
 from collections.abc import Collection
 
-# {our flag: the words of other codebases}. If two flags list a word, the first that the command has
-# is suggested.
+# {our flag: the words of other codebases}. If two flags list a word, `meaning` suggests the first
+# that the command has.
 WORDS = {
     # train.py
     "seq_len": "block_size context ctx context_len context_length context_size ctx_len max_length "
@@ -71,7 +71,7 @@ WORDS = {
     "vocab_size": "n_vocab vocab num_embeddings padded_vocab_size vocabulary",
 }
 
-# Words for which we have no flag: (a flag that the command must have, the sentence to print, the
+# Words without a flag of ours: (a flag that the command must have, the sentence to print, the
 # words).
 SENTENCES = [
     ("accumulate", "--batch counts the examples of an update, over all devices",
@@ -112,8 +112,8 @@ SENTENCES = [
 
 
 def meaning(word: str, flags: Collection[str]) -> str:
-    """What to use instead of a flag of another codebase, in a command with these flags; '' if the
-    word is not known."""
+    """What to use instead of a flag of another codebase, in a command with these flags; '' for an
+    unknown word."""
     ours = [(flag, f"did you mean --{flag}?", words) for flag, words in WORDS.items()]
     for flag, sentence, words in ours + SENTENCES:
         if flag in flags and word in words.split():

@@ -1,8 +1,8 @@
 """--ema: an average of the weights over updates, which evaluations and checkpoints use.
 
-A state then also has "average". On disk it is the other way round: the checkpoint's params are the
-average, which is what sample.py, an export and --init_from read, and the weights themselves lie
-beside the optimizer's state, which only training reads.
+With it, a state also has "average". A checkpoint swaps the two: its params are the average, which
+sample.py, exports and --init_from read. The weights themselves are stored next to the optimizer's
+state, which only training reads.
 """
 
 from typing import Any, Callable
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 
 def with_average(step: Callable, ema: float) -> Callable:
-    """The step, which also updates the average: it moves by the share 1 - ema from where it is to
-    the new weights. In the first updates by more, 9 / (10 + n) in update n, or it would be little
-    but the first weights."""
+    """The step, which then also updates the average: the average moves by the fraction 1 - ema
+    toward the new weights. The first updates move it by more, 9 / (10 + n) after n updates;
+    otherwise it would be mostly the first weights."""
     def averaged(state, batch):
         new, metrics = step(state, batch)
         share = jnp.maximum(1 - ema, 9 / (10 + state["step"]))
@@ -26,23 +26,22 @@ def with_average(step: Callable, ema: float) -> Callable:
 
 
 def used(state: Any) -> Any:
-    """The trained weights that evaluations use."""
+    """The trained weights for evaluations: the average, if there is one."""
     return state.get("average", state["params"])
 
 
 def to_disk(state: Any) -> Any:
-    """The state with the average, if there is one, in the place of the weights."""
+    """The state with the average, if there is one, in place of the weights."""
     return _exchanged(state, "average", "weights")
 
 
 def from_disk(state: Any) -> Any:
-    """Undoes to_disk."""
+    """Undo to_disk."""
     return _exchanged(state, "weights", "average")
 
 
 def _exchanged(state, name, other):
-    """The state with what it has as `name`, if anything, in the place of params, and these as
-    `other`."""
+    """The state with its entry `name` (if any) as params, and its params as `other`."""
     if name not in state:
         return state
     others = {key: x for key, x in state.items() if key != name}

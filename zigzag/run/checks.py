@@ -1,9 +1,9 @@
-"""Refusals before anything is compiled. The messages give the numbers, and the nearest that work.
+"""Refusals before anything compiles. Messages give the numbers, and the nearest that work.
 
     check_config      values of the configuration, alone and in combination
-    check_network     a network that the mesh, or the data, cannot train
+    check_network     a network that the mesh or the options cannot train
     check_batch       a batch that does not divide over the mesh
-    check_time        arrays of a batch that may or may not have time
+    check_time        arrays of a batch that may or may not have a sequence
     check_overrides   --override
     check_corpus      data that is too short, or has ids outside the vocabulary
 """
@@ -37,12 +37,12 @@ from zigzag.disk.mixture import rounded
 from zigzag.parallel.rule import apply_overrides, parse_overrides
 from zigzag.run import schedules
 
-# Pairs (regular expression for paths, spec) that say how weights are stored; the last match wins.
+# Pairs (regular expression for paths, spec): how to store weights. The last match wins.
 Overrides = Sequence[tuple[str, P]]
 
 
 def check_config(c: Any) -> None:
-    """Refuse wrong values of a train.Config. (The network's configuration checks its own.)"""
+    """Refuse wrong values in a train.Config. The network's configuration checks its own."""
     check_values(c)
     schedules.check(c)
     known = dict.fromkeys(changes(type(c)).values())
@@ -86,17 +86,17 @@ def check_config(c: Any) -> None:
 
 
 def check_network(config: Any, network: Any, mesh: Any) -> None:
-    """Refuse a network that this mesh cannot train, or that these options are not for."""
+    """Refuse a network that this mesh cannot train, or that these options do not suit."""
     network.check(config.network, mesh)
     check_batch(config, mesh)
     check_rows(config, network)
-    # (The data may have yet to decide vocab_size. Until then, use a multiple of every axis.)
+    # If the data will set vocab_size later, use a multiple of every axis for now.
     some = change(config, vocab_size=config.network.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
 
 def check_rows(config: Any, network: Any) -> None:
-    """Refuse to cut a batch if the network's loss compares its rows."""
+    """Refuse to split a batch into parts if the network's loss compares its rows."""
     if network.couples_rows and config.accumulate > 1:
         raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
                           f"every row of a batch with all others, so a batch cannot be cut; give a "
@@ -125,8 +125,8 @@ def check_batch(c: Any, mesh: Any) -> None:
 
 
 def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
-    """Refuse arrays of a batch that seq and pipe cannot split, or not split, for certain: their
-    second dimension is as long as the tokens', and nobody `said` whether it is the time."""
+    """Refuse arrays of a batch if seq and pipe cannot know whether to split them: their second
+    dimension is as long as the tokens', and nothing in `said` tells whether it is the sequence."""
     if unknown := said.keys() - batch.keys():
         raise ConfigError(f"timed={{{min(unknown)!r}: ...}}: collate makes no such array"
                           + did_you_mean(min(unknown), batch))
@@ -159,14 +159,14 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
 
 
 def check_vocabulary(config: Any, ids: int) -> Any:
-    """The configuration with a vocab_size: its own, which must be at least `ids`, or `ids`."""
+    """The configuration with its own vocab_size, which must be at least `ids`, or else `ids`."""
     if config.network.vocab_size and config.network.vocab_size < ids:
         raise ConfigError(f"--vocab_size {config.network.vocab_size}: the data has {ids} ids")
     return change(config, vocab_size=config.network.vocab_size or ids)
 
 
 def check_corpus(config: Any, sources: Any) -> Any:
-    """The configuration with the corpora's vocabulary, after refusing one that is too short."""
+    """The configuration with the corpora's vocabulary. Refuse corpora without enough to learn."""
     config = check_vocabulary(config, sources.tokenizer.vocab_size)
     length = config.network.seq_len
     if any(corpus and corpus.record.get("form") == "preference"

@@ -1,14 +1,14 @@
-"""What config.json says of a run, and continuing one: what its folder and the new command must
-agree on. (`cls` is the class of a run's configuration, train.Config.)
+"""The config.json of a run, and what must match it when the run continues. `cls` is the class of a
+run's configuration, train.Config.
 
     record_of      a configuration as config.json has it
-    old_config     the configuration that it gives back
+    old_config     the configuration of the run in a folder, from its config.json
 
-    check_folder   refuse a folder whose run these facts do not continue
+    check_folder   refuse a folder whose run does not match these facts
     check_steps    refuse fewer steps than the run has made
     hold           a warmup or decay that has ended stays ended when a run gets more steps
-    rates          some rates of a run, which are recorded
-    check_rates    refuse a learning rate that was edited since
+    rates          some learning rates of a run, for config.json
+    check_rates    refuse a schedule that was edited since
     first_lines    the first lines to print: which run continues from which step, and its schedule
     changes_text   the changes made by --change, as text
 """
@@ -39,7 +39,7 @@ from zigzag.run import schedules
 
 
 def record_of(config: Any) -> Values:
-    """A configuration as config.json has it: all fields, flat, and the network's name."""
+    """A configuration as config.json has it: its recorded fields, flat, and the network's name."""
     return {"format": FORMAT, **recorded(flat(config), config), "network": network_of(config).name}
 
 
@@ -59,12 +59,12 @@ def check_folder(cls: type, out: str, facts: Values, needs: Sequence[str] = (),
 
 
 def may_change(cls: type) -> dict[str, str]:
-    """{fact: the word of --change that allows another}."""
+    """{fact: the word of --change that allows another value}."""
     return changes(cls) | OF_DATA
 
 
 def is_run(folder: str) -> bool:
-    """Whether a folder ('': none) holds a run."""
+    """Whether a folder ('': no folder) holds a run."""
     return bool(folder) and (Path(folder) / "config.json").exists()
 
 
@@ -74,12 +74,12 @@ def old_config(cls: type, folder: str) -> Any:
 
 
 def read_old(cls: type, folder: str) -> Values:
-    """config.json of the run in a folder, with all fields of its configuration."""
+    """The config.json of the run in a folder, with all recorded fields of its configuration."""
     return {**run_record(folder, "--out"), **record_of(old_config(cls, folder))}
 
 
 def check_steps(given: Values, out: str) -> None:
-    """Refuse --steps that the run has already passed: nothing would be trained."""
+    """Refuse a --steps that the run has already passed: there would be nothing to train."""
     at = newest_step(out)
     if given.get("steps", at) < at:
         raise ConfigError(f"--steps {given['steps']}: --out {out} is at step {at:,} already; give "
@@ -87,9 +87,9 @@ def check_steps(given: Values, out: str) -> None:
 
 
 def hold(config: Any) -> Any:
-    """The configuration of a run in config.out, with the ends of its warmup and of its decay, if
-    the run has passed them and now gets more steps: its rate stays where it is. --change decay
-    spreads the decay over all steps instead."""
+    """The configuration for continuing the run in config.out. If the run has passed the end of its
+    warmup or decay and now gets more steps, that end stays, so the rate stays where it is. --change
+    decay spreads the decay over all steps instead."""
     warmup, end = config.warmup, config.decay_steps
     if jax.process_index() == 0 and is_run(config.out):
         old, at = old_config(type(config), config.out), newest_step(config.out)
@@ -98,21 +98,21 @@ def hold(config: Any) -> Any:
             end = old.decay_steps
             if end is None and config.steps > old.steps and at >= schedules.fixed_from(old):
                 end = old.steps
-    # (From process 0, which will change the file that they would read.)
+    # Process 0 tells the others, because it will change the file that they would read.
     warmup, end = process_allgather((warmup, end))[0]
     return dataclasses.replace(config, warmup=warmup, decay_steps=end)
 
 
 def rates(config: Any, schedule: Callable) -> dict[str, float]:
-    """{number of an update: its rate by schedule(step)}, for a few updates of a run, which
-    config.json records."""
+    """{number of an update: its rate by schedule(step)} for a few updates of a run, for
+    config.json."""
     at = {0, config.warmup // 2, schedules.at_peak(config), config.steps // 2, config.steps - 1}
     return {str(step): float(schedule(jnp.int32(step))) for step in sorted(at)}
 
 
 def check_rates(config: Any, schedule_of: Callable) -> None:
-    """Refuse to continue the run in config.out with another schedule, unless --change lr or decay
-    asks for one: what the run recorded is compared with schedule_of(its configuration)."""
+    """Refuse to continue the run in config.out if its schedule was edited, unless --change lr or
+    decay allows it: compare the recorded rates with schedule_of(the run's configuration)."""
     if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
             newest_step(config.out)):
         return
@@ -129,9 +129,9 @@ def check_rates(config: Any, schedule_of: Callable) -> None:
 
 
 def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
-    """Yield the lines to print when `config` continues the run in config.out. Refused are more
-    updates than the run was to make whose rate would be 0: they would change nothing.
-    learning_rate(config, step) is train.py's; None if fit has a schedule."""
+    """Yield the lines to print when `config` continues the run in config.out. Refuse more steps
+    than the run had if their rate would be 0: they would change nothing. `learning_rate` is
+    train.py's function of (config, step), or None if fit has a schedule."""
     if not is_run(config.out):
         return
     old, at = old_config(type(config), config.out), newest_step(config.out)
@@ -159,7 +159,7 @@ def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:
-    """Text with the values before and after of each changed flag. (Facts that are not flags are
-    fingerprints, and left out.)"""
+    """A text with the old and new value of each changed flag. It leaves out facts that are not
+    flags: those are fingerprints."""
     return "; ".join(f"--{name} {old} -> {new}" for name, (old, new) in changed.items()
                      if name not in OF_DATA) or "--data"

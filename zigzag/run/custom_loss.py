@@ -1,22 +1,21 @@
-"""The check of a custom loss: its values on the mesh are compared with those on one device, before
-a run begins.
+"""The check of a custom loss: before a run begins, compare its values on the mesh with those on one
+device.
 
-    on the mesh                    sums, gradient and the sums of a held-out batch, compared with
-                                   one device's for the same rows, in float32 if the loss can be
+    on the mesh                    sums, gradient and the sums of a held-out batch, against one
+                                   device's for the same rows, in float32 if the loss allows it
 
-They differ if a batch is off by more than three times what rounding explains, or two of three
-batches by more than that. Then the loss runs as on one device, without types, if that avoids the
-difference and no axis needs more; else it is refused, with what differs and by how much. (Why it
-differs, the table in docs/tasks.md, *What is refused*, helps to find.)
+They differ if one batch is off by more than three times what rounding explains, or two of three
+batches by more than rounding explains. The run then computes the loss as on one device, without
+types, if that helps and no axis needs more. Otherwise it refuses the loss, with what differs and by
+how much; the table in docs/tasks.md, *What is refused*, helps to find the cause.
 
-All of this is computed at new weights that are moved at random, because with a head of zeros no
-difference would show. How much the values may differ is measured too, by moving one device's
-weights by rounding errors.
+The weights for this are new ones, moved at random, because a head of zeros would hide differences.
+The check also measures the tolerance: it moves one device's weights by rounding errors.
 
-One device has nothing to be compared with: there the loss is only traced, twice.
+On a single device there is nothing to compare; the check only traces the loss, twice.
 
-A network's own loss is compared with --check, and where its code has changed since test_all.py
-passed (zigzag/core/edited.py), which compares it with one device on every axis.
+A network's own loss is compared only with --check, or after an edit since its tests passed
+(zigzag/core/edited.py): test_all.py compares it with one device on every axis.
 """
 
 import dataclasses
@@ -40,30 +39,30 @@ from zigzag.parallel.storage import permute_layers
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.plan import Plan, Program, held_out, in_one
 
-# To measure the effect of rounding on a loss, weights are moved by this share of their size, if all
-# is computed in float32, or if some of it is in 16 bits.
+# To measure the effect of rounding, move weights by this fraction of their size: the first if the
+# loss is all float32, the second if some of it is in 16 bits.
 ROUNDING_32, ROUNDING_16 = 2.0**-20, 2.0**-8
-# The weights that are compared are new ones, moved at random by this share of their size.
+# Compare at new weights, moved at random by this fraction of their size.
 MOVED = 0.1
-# The relative differences that are allowed in (sums, gradients), in these two cases.
+# The relative differences allowed in (sums, gradients), in these two cases.
 SHARES_32, SHARES_16 = (3e-5, 2e-4), (6e-3, 2e-2)
-# All rows of a batch are compared if it has at most this many numbers.
+# Compare all rows of a batch if it has at most this many numbers.
 SMALL = 2**14
 
 
 class Value(NamedTuple):
-    """A sum, or a weight's gradient, on the mesh and on one device: norms of three arrays."""
+    """A sum, or a weight's gradient, on the mesh and on one device: the norms of three arrays."""
     gap: Any        # the difference
     size: Any       # one device's value
-    noise: Any      # the change of that when weights are moved by rounding errors
+    noise: Any      # the change in that value when its weights move by rounding errors
 
 
 # -------------------------------------------------------------------------------------------
 # The check
 
 def must_compare(plan: Plan, say: Callable) -> bool:
-    """Whether the loss is to be compared with one device: a custom one, or a network's own with
-    --check, or after an edit that test_all.py has not seen, which is said."""
+    """Whether to compare the loss with one device: a custom loss, or a network's own with --check
+    or after an edit that its tests have not seen. Print the edit."""
     why = _why_untested(plan) if plan.trusted else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")
@@ -71,8 +70,8 @@ def must_compare(plan: Plan, say: Callable) -> bool:
 
 
 def _why_untested(plan):
-    """Text that says why the tests do not vouch for a network's own loss on this mesh; "" if they
-    do, or if it is split by nothing or by the compiler alone. All processes get the same one."""
+    """A text that says why the tests do not vouch for a network's own loss on this mesh; "" if they
+    do, or if only the compiler, or nothing, splits it. All processes get the same text."""
     if plan.mesh.size == 1 or plan.parts == 1 and not plan.typed:
         return ""
     why = tested.why_untested([tested.file_of(plan.network.loss), "shard.py", "train.py",
@@ -81,9 +80,9 @@ def _why_untested(plan):
 
 
 def _small_plan(plan):
-    """The plan of what is compared: `plan` with at most two parts, and in float32 if the loss can
-    be traced in it (a loop inside may need the plan's own dtype)."""
-    # (Strips of any size: the run may cut its many rows where these few would not be cut.)
+    """The plan for the comparison: `plan` with at most two parts, and in float32 if jax can trace
+    the loss in it. A loop inside the loss may need the plan's own dtype."""
+    # Strips of any size, because the run may cut its many rows into strips.
     small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate), strip=min(1, plan.strip))
     try:
         jax.eval_shape(plan.loss, _as_computed(plan, "float32"), plan.batch)
@@ -96,9 +95,9 @@ def _small_plan(plan):
 
 def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | None,
                make_batch: Callable, say: Callable) -> bool:
-    """Refuse a loss that has other values on this mesh, or in --accumulate parts, than on one
-    device. Returns False if that can be avoided by gathering all weights, so that each device
-    computes the loss as a single device does; else True.
+    """Refuse a loss whose values on this mesh, or in --accumulate parts, differ from one device's.
+    Return False if gathering all weights can avoid that: each device then computes the loss as a
+    single device does. Otherwise return True.
 
     make_gradients, make_evaluate   train.py's; None for the second if nothing is held out
     make_batch(update, rows)        the first rows of an update's batch"""
@@ -132,7 +131,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         else:
             differ, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
     else:
-        # (A network's own loss is a function; and nothing else finds one on one device.)
+        # On one device, no other check finds a loss that is not a function.
         if (differ or not compares) and _trace(plan) != _trace(plan):
             raise ConfigError(
                 "this loss is not a function of its weights and its batch: two traces of it "
@@ -155,8 +154,8 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
 
 
 def _trace(plan):
-    """A trace of the loss as text, and the bits of its constants: a number that the loss takes from
-    outside jax is one. (By numpy, a random key is not equal to itself, nor is NaN.)"""
+    """A trace of the loss as text, and the bits of its constants, such as numbers from outside jax.
+    Bits, because in numpy neither NaN nor a random key equals itself."""
     closed = jax.make_jaxpr(lambda p, b: plan.loss(p, b))(_as_computed(plan), plan.batch)
     constants = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
                  for x in closed.consts]
@@ -165,16 +164,16 @@ def _trace(plan):
 
 
 def _as_computed(plan, dtype=None):
-    """The shapes of the weights, in this precision, or that in which the step computes the loss."""
+    """The shapes of the weights in this dtype, by default the step's compute dtype."""
     return jax.eval_shape(lambda p: cast(p, dtype or plan.dtype), plan.params)
 
 
 def _find_difference(plan, make_batch, compute):
-    """Text that says what differs between compute(params, batch) and one device: in one batch by
-    more than three times what rounding explains, or by more than that in two of three batches. ""
-    if nothing does; None if nothing could be compared."""
-    # All rows of a batch if they are small, so that any coupling of rows is as in an update; else a
-    # few for each device.
+    """A text that says what differs between compute(params, batch) and one device: in one batch by
+    more than three times what rounding explains, or in two of three batches by more than rounding
+    explains. "" if nothing does; None if nothing could be compared."""
+    # All rows of a small batch, so that any coupling of rows is as in an update; else a few for
+    # each device.
     config, cut = plan.config, plan.accumulate * plan.row_groups
     each = config.batch // cut
     if sum(x.size for x in jax.tree.leaves(plan.batch)) > SMALL:
@@ -182,16 +181,15 @@ def _find_difference(plan, make_batch, compute):
     given = [(make_batch(at, cut * each), jax.random.key(config.seed + at)) for at in range(3)]
     is_narrow = plan.dtype != "float32" or computes_in_16_bits(
         plan.loss, _as_computed(plan), given[0][0])
-    # (Two programs. In one, the collectives of a pipeline's loop and the gathers for one device
-    # had no order, so that some devices came to the one first, others to the other, and all waited
-    # for ever.)
+    # Two programs. In a single one, a pipeline's collectives and the gathers for one device had no
+    # order: some devices started with the first, others with the second, and all waited forever.
     compiled = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     on_mesh = compiled(functools.partial(_at_new_weights, plan, compute)).lower(*given[0]).compile()
     beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
                       out_shardings=jax.NamedSharding(plan.mesh, P())).lower(
         on_mesh.out_info, *given[0]).compile()
     process_allgather("compiled")               # all compile before any device waits for another
-    apart = []                                  # for each batch: whether something differs
+    apart = []                                  # for each batch, whether something differs
     for args in given:
         found = jax.device_get(beside(jax.block_until_ready(on_mesh(*args)), *args))
         gradients = [value.size for name, value in found.items() if _is_gradient(name)]
@@ -213,9 +211,9 @@ def _is_gradient(name):
 
 @np.errstate(all="ignore")
 def _times_allowed(found, is_narrow):
-    """{name: difference / allowed difference} of each value. Allowed is a share of the value plus
-    four times its change when weights are moved by rounding errors. (The smallest gradients are
-    nothing but rounding errors: say of a bias that shifts all scores equally.)"""
+    """{name: difference / tolerance} for each value. The tolerance is a fraction of the value plus
+    four times its change when weights move by rounding errors. The smallest gradients are nothing
+    but rounding errors, for example those of a bias that shifts all scores equally."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
     least = 1e-9 * np.linalg.norm([x.size for name, x in found.items() if _is_gradient(name)])
     return {name: _ratio(np.maximum(x.gap - least, 0), of_gradients * x.size + 4 * x.noise)
@@ -231,10 +229,10 @@ def _ratio(gap, allowed):
 
 
 # -------------------------------------------------------------------------------------------
-# What is compared: sums, gradient, and the sums of the batch as a held-out one
+# The values to compare: sums, gradient, and the sums of the batch as a held-out one
 
 def _named(sums, gradient, held):
-    """{the name of each of them: its value}; `held` is () where nothing is evaluated."""
+    """{name: value} for all of them; `held` is () without an evaluation."""
     found = {}
     for what, (total, count, others) in zip(("", "held-out "), filter(None, (sums, held))):
         found |= {f"the {what}sum": total, f"the {what}count": count}
@@ -253,8 +251,8 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
 
 
 def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
-    """What the loss returns, and the gradient of its sum with respect to the trained weights, on
-    one device: what the step is compared with."""
+    """The loss's sums on one device, and the gradient of its sum with respect to the trained
+    weights: the reference for the step."""
     def with_sums(trained):
         sums = loss(in_one(trained, frozen), batch)
         return sums[0], sums
@@ -264,20 +262,20 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
 
 
 def _new_weights(plan, key):
-    """New weights, moved at random, as they are sharded."""
+    """New weights, moved at random, sharded as stored."""
     params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
     return cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
 
 
 def _at_new_weights(plan, compute, batch, key):
-    """{name: value} of compute(params, batch)."""
+    """{name: value} from compute(new weights, batch)."""
     with jax.default_matmul_precision("highest"):
         return _named(*compute(_new_weights(plan, key), batch))
 
 
 def _beside_one_device(plan, is_narrow, found, batch, key):
-    """{name: Value} of what was `found` on the mesh. For the noise, one device's weights are moved
-    twice more, by rounding errors."""
+    """{name: Value} for the values `found` on the mesh. To measure the noise, compute one device's
+    values twice more, with its weights moved by rounding errors."""
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
     held = any(name.startswith("the held-out") for name in found)
 
@@ -301,14 +299,14 @@ def _beside_one_device(plan, is_narrow, found, batch, key):
 
 
 def _norm(x, other=0.0):
-    """The norm of a difference, in which NaN and infinity are equal to themselves."""
+    """The norm of x - other. NaN and infinity equal themselves here."""
     equal = (x == other) | jnp.isnan(x) & jnp.isnan(other)
     return jnp.linalg.norm(jnp.where(equal, 0, x - other).astype(jnp.float32))
 
 
 def _moved(params, key, size):
     def move(w, key):
-        if not jnp.issubdtype(w.dtype, jnp.floating):       # (a buffer of a step of one's own)
+        if not jnp.issubdtype(w.dtype, jnp.floating):       # a buffer of a custom step
             return w
         rms = jnp.sqrt(jnp.mean(w * w))
         scale = (size * jnp.where(rms > 0, rms, 0.2)).astype(w.dtype)
@@ -318,7 +316,7 @@ def _moved(params, key, size):
 
 
 def _whole(tree):
-    """The tree, unsplit on each device if it is small, so that no compiler splits the reference."""
+    """The tree, whole on each device if it is small, so that no compiler splits the reference."""
     is_little = 4 * sum(x.size for x in jax.tree.leaves(tree)) < 2**30
     return jax.lax.with_sharding_constraint(tree, P()) if is_little else tree
 
@@ -327,8 +325,8 @@ def _whole(tree):
 # Messages
 
 def check_traceable(program: Program) -> None:
-    """Trace the step (jax caches the trace for the compilation), and refuse a loss that one device
-    can compute and that fails inside jax on the mesh."""
+    """Trace the step, and refuse a loss that one device can compute but that fails inside jax on
+    the mesh. jax caches the trace for the compilation."""
     try:
         jax.eval_shape(program.step, program.state, program.batch)
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -346,7 +344,7 @@ def _not_traceable(plan, e):
 
 
 def _differs(plan, differ):
-    """The refusal of a loss that differs on the mesh: what differs, and what to use instead."""
+    """The refusal of a loss that differs on the mesh, with what differs and what to use instead."""
     config, axes = plan.config, [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
     splits = [f"--mesh {','.join(axes)}"] if axes else []
     cut = {"accumulate": config.accumulate, "microbatches": config.network.microbatches}

@@ -1,12 +1,12 @@
 """Evaluation on held-out examples.
 
-    check_task      refuses, before training begins, flags that do not fit the task
+    check_task      refuse, before training begins, flags that do not fit the task
     evaluate        the loss on all held-out examples, predictions, and a metric
     predict_all     predictions for a whole data set, in its order, on any mesh
-    preview         what a decoder writes after the beginning of a held-out text, or a question
+    preview         a decoder's text after the beginning of a held-out text, or after a question
 
-Results are the same on every mesh, except for rounding. Each example counts once, and the padding
-of the last batch is dropped.
+Results are the same on every mesh, except for rounding. Each example counts once; the padding of
+the last batch does not count.
 """
 
 from typing import Any, Callable
@@ -29,14 +29,14 @@ from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
 from zigzag.run.plan import LOGGED, Program, check_names, held_out
 from zigzag.run.task import Task
 
-# The number of new ids in a text that an evaluation shows.
+# The number of new ids in the text that an evaluation shows.
 NEW_IDS = 160
 
 
 def check_task(config: Any, program: Program, task: Task) -> None:
     """Refuse flags that do not fit this task, and a --best that names none of its numbers."""
     loggers.check(config)
-    metric = getattr(config, "metric", "")      # (an option of tasks/)
+    metric = getattr(config, "metric", "")      # an option of tasks/
     if not len(task.held_out):
         given = [f"--{flag} {as_given(value)}" for flag, value in (
             ("best", config.best), ("eval_first", config.eval_first), ("metric", metric)) if value]
@@ -51,9 +51,9 @@ def check_task(config: Any, program: Program, task: Task) -> None:
                           f"your own")
     check_names(program.plan.sums[2], "the loss gave one of its other sums",
                 {f"loss_{name}" for name in task.sources})
-    # (Now, because a metric may need a package that is missing.)
+    # Now, because a metric may need a missing package.
     of_metric = part("tasks.metrics", f"--metric {metric}").names(metric) if metric else []
-    # (The names that a metric of your own returns are known only after it has run.)
+    # The names that a custom metric returns are known only after it has run.
     if config.best and (metric or not task.metric):
         plan = program.plan
         _, _, others = jax.eval_shape(plan.loss, plan.params, held_out(plan.batch))
@@ -74,15 +74,15 @@ def _check_best(several, known):
 # -------------------------------------------------------------------------------------------
 # An evaluation
 
-# The most held-out tokens of an evaluation without --eval_tokens.
+# The most held-out tokens in an evaluation without --eval_tokens.
 MOST_TOKENS = 2**17
-# Generating the text that is shown takes about as long as a forward pass over this many tokens.
+# Generating the text to show takes about as long as a forward pass over this many tokens.
 SHOWN_TEXT = 8 * NEW_IDS
 
 
 def tokens_to_evaluate(config: Any) -> int:
-    """The number of held-out tokens in an evaluation for which all evaluations of a run take at
-    most a fifth of its time, but at least a batch. (A forward pass takes a third of a step.)"""
+    """The number of held-out tokens per evaluation: as many as keep all evaluations of a run to a
+    fifth of its time, but at least a batch. A forward pass takes a third of a step."""
     c, batch = config, config.batch * config.network.seq_len
     count = -(-c.steps // (c.eval_every or c.steps)) + c.eval_first
     return min(MOST_TOKENS, max(batch, 3 * c.steps * batch // 4 // count - SHOWN_TEXT))
@@ -90,8 +90,8 @@ def tokens_to_evaluate(config: Any) -> int:
 
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
     """Evaluate, report it, and return whether this is the best evaluation so far, by one of --best.
-    An evaluation that is not new (an earlier run ended with this step) is not written to disk, and
-    is never the best."""
+    If it is not new, because an earlier run ended at this step, do not write it to disk, and do not
+    count it as the best."""
     task, program = loop.task, loop.program
     if not len(task.held_out):
         return False
@@ -117,7 +117,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     if is_new:
         loop.write(row)
         loop.reporter.losses = []
-    loop.reporter.start_clock()         # (the next step's time begins here)
+    loop.reporter.start_clock()         # the next step's time begins here
     watchdog.arm("a step")
     return is_best
 
@@ -136,7 +136,7 @@ def _is_best(loop, row):
 
 
 def _held_out_means(program, task, state):
-    """The mean held-out loss; and the means of the loss's other sums, and of each source alone."""
+    """(the mean held-out loss, {name: mean} for each source and for the loss's other sums)."""
     first, totals = 0, {}
     for name, count in (task.sources or {"": len(task.held_out)}).items():
         for sums in _held_out_sums(program, task, state, first, first + count):
@@ -151,15 +151,15 @@ def _held_out_means(program, task, state):
 
 
 def _held_out_sums(program, task, state, first, last):
-    """Yield the loss's sums over batches of held-out examples, from `first` to `last`."""
+    """Yield the loss's sums over batches of held-out examples, from `first` up to `last`."""
     config, groups = program.config, row_groups(program.mesh)
     while first < last:
         rows = min(rows_at_once(config), last - first)
         if config.step == "shard_map" and "all_rows" not in program.plan.names:
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
-        # (Rows that a loss compares stay together; with jit, any loss may do so.)
+        # Rows that a loss compares stay in one batch. With jit, any loss may compare rows.
         batch = _batch(program, task, first, rows)
-        # (Un-awaited collectives deadlock the CPU backend.)
+        # Wait for the result: un-awaited collectives deadlock the CPU backend.
         yield jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
             program.evaluate(averages.used(state), batch, state["frozen"])))
         first += rows
@@ -177,8 +177,8 @@ def _add(a, b):
 
 
 def _batch(program, task, first, rows):
-    """A batch of `rows` held-out examples from number `first` on. The last one is repeated past the
-    end."""
+    """A batch of `rows` held-out examples from number `first` on. Past the end, it repeats the last
+    example."""
     last = len(task.held_out) - 1
 
     def make(begin, end):
@@ -192,9 +192,9 @@ def _batch(program, task, first, rows):
 # Predictions
 
 def predict_all(program: Program, task: Task, params: Any, count: int) -> Any:
-    """The outputs of task.predict(params, batch) for the first `count` held-out examples, in their
-    order: a tree of numpy arrays [count, ...], in every process. All batches have the same number
-    of rows, so one program is compiled; the padding of the last batch is dropped."""
+    """The outputs of task.predict(params, batch) for the first `count` held-out examples, in order:
+    a tree of numpy arrays [count, ...], in every process. All batches have the same number of rows,
+    so jax compiles one program. The padding of the last batch is dropped."""
     groups = row_groups(program.mesh)
     rows = min(max(rows_at_once(program.config) // groups, 1), -(-count // groups)) * groups
     compiled = jax.jit(task.predict, compiler_options=program.plan.compiler_options,
@@ -217,7 +217,7 @@ def _check_outputs(outputs, rows, first):
 
 
 def _apply_metric(task, outputs, count, row):
-    """The metric's numbers by name, computed by process 0 for all."""
+    """The metric's numbers by name. Every process returns those of process 0."""
     if not task.metric:
         return {}
     examples = task.held_out if count == len(task.held_out) else [
@@ -234,9 +234,9 @@ def _apply_metric(task, outputs, count, row):
 
 def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
             ) -> tuple[Callable, Callable]:
-    """A decoder's predict and show. It continues the first `begin` tokens of a held-out row or, if
-    there is a `question` (packing.question_in), answers that in every row, so that all shapes are
-    those of the run's first evaluation. write(params, batch) returns new ids for `tokens`."""
+    """A decoder's (predict, show). predict continues the first `begin` tokens of a held-out row. If
+    there is a `question` (packing.question_in), it answers that in every row instead, so that no
+    shape changes between evaluations. write(params, batch) returns new ids for `tokens`."""
     is_asked = len(question) > 0
     begin = len(question) or begin
 

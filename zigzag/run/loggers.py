@@ -1,5 +1,5 @@
-"""What is given a run's numbers besides metrics.jsonl: fit's own `log`, and the loggers of --log
-(tools/trackers.py). Only process 0 logs. A logger that fails is switched off, and stops no run.
+"""Where a run's numbers go besides metrics.jsonl: fit's own `log`, and the loggers of --log
+(tools/trackers.py). Only process 0 logs. If a logger fails, the run switches it off and goes on.
 """
 
 import contextlib
@@ -17,23 +17,23 @@ from zigzag.core.parts import part
 
 
 def names_of(config: Any) -> Sequence[str]:
-    """Those of --log, an option of tools/."""
+    """The loggers of --log, an option of tools/."""
     return getattr(config, "log", ())
 
 
 def check(config: Any) -> None:
-    """Refuse loggers that cannot be opened."""
+    """Refuse loggers of --log that cannot open."""
     if names := names_of(config):
         part("tools.trackers", f"--log {' '.join(names)}").check(names, config.out)
 
 
 class Loggers(contextlib.AbstractContextManager):
-    """The open loggers of a run, and fit's own `log`, if it was given one. A context manager, which
+    """The open loggers of a run, with fit's own `log` if it has one. A context manager, which
     closes them at its end."""
 
     def __init__(self, names: Sequence[str], out: str, began: int, config: Values,
                  log: Callable | None, say: Callable):
-        """`began` is the number of updates made so far, `say` prints a line."""
+        """`began` is the number of updates made so far; `say` prints a line."""
         self.say, self.opened, folder = say, {}, Path(out)      # {name: (log, close)}
 
         def open_one():
@@ -54,7 +54,7 @@ class Loggers(contextlib.AbstractContextManager):
             self._try(name, lambda: log(row["step"], numbers_of(row)))
 
     def __exit__(self, *_: Any) -> None:
-        """Close them, which waits until everything is written."""
+        """Close the loggers, and wait until they have written everything."""
         for name, (_, close) in [*self.opened.items()]:
             self._try(name, close)
 

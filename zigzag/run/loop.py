@@ -1,12 +1,12 @@
 """What the training loop carries, and what it does besides stepping.
 
-    prepare         restores or makes the state, and compiles the step
-    flush_metrics   writes down the numbers of the last step, while the devices work on the next
+    prepare         restore or make the state, and compile the step
+    flush_metrics   record the numbers of the last step, while the devices work on the next
     is_due          whether to evaluate, or to save, after this step
-    save            begins to save the state
-    end_early       saves, and says how to continue
-    end_run         says that the run is done, or that its last held-out loss is not finite
-    profile         begins or ends a trace
+    save            start to save the state
+    end_early       save, and print how to continue
+    end_run         print that the run is done, or that its last held-out loss is not finite
+    profile         start or stop a trace
 """
 
 import dataclasses
@@ -41,12 +41,12 @@ from zigzag.run.optimizers import Factor
 from zigzag.run.plan import LOGGED, Program, compiled
 from zigzag.run.task import Task
 
-# How many examples' outputs an evaluation shows.
+# The number of examples whose outputs an evaluation shows.
 SHOWN = 4
 
 
 class Fit(NamedTuple):
-    """What fit returns."""
+    """The result of fit."""
     params: Any
     step: int                       # updates made
     held_out: float | None          # the loss of the last evaluation
@@ -57,45 +57,45 @@ class Fit(NamedTuple):
 
 @dataclasses.dataclass
 class Loop:
-    """What the training loop carries from step to step."""
+    """The state that the training loop carries from step to step."""
     program: Program
     task: Task
-    folder: RunFolder | None        # None: nothing is kept on disk
-    reporter: Reporter              # has what is only logged: times, recent losses
+    folder: RunFolder | None        # None: the run keeps nothing on disk
+    reporter: Reporter              # has the state for logging only: times, recent losses
     log: Callable | None = None     # fit's: (step, numbers)
     state: Any = None               # params, opt, step; before `prepare`: the first state or None
     step: Callable | None = None    # (state, batch) -> state, metrics; None: all steps are done
-    loggers: Any = None             # of --log, and fit's own, from `prepare` on
+    loggers: Any = None             # of --log, and fit's own; set by `prepare`
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics) that are still on the devices
     skipped: int = 0                # updates in a row whose loss or gradient was not finite
     evaluation: dict = dataclasses.field(default_factory=dict)      # the numbers of the last one
-    outputs: Any = None             # and its predictions
-    # {one of --best: {the best step by it: its evaluation}}, or {} before there is one
+    outputs: Any = None             # the predictions of the last evaluation
+    # {one of --best: {the best step by it: its evaluation}}; the inner {} has no step yet
     best: dict[str, dict[int, dict]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_new(self) -> bool:
-        """Whether no earlier run has made updates of this one."""
+        """Whether this run starts from scratch: it has restored no checkpoint."""
         return not self.folder or self.folder.restored is None
 
     def result(self) -> Fit:
-        """What fit returns when the loop has ended."""
+        """The result of fit, after the loop has ended."""
         program = self.program
         return Fit(program.permute(program.weights(self.state), back=True), self.at,
                    self.evaluation.get("eval_loss"), self.outputs, self.evaluation,
                    next(iter(next(iter(self.best.values()), ())), None))
 
     def write(self, row: Values) -> None:
-        """Write down the numbers of a step or of an evaluation, wherever this run keeps them."""
+        """Record the numbers of a step or an evaluation, in the run's folder and loggers."""
         if self.folder:
             self.folder.write(row)
         self.loggers.write(row)
 
 
 def first_state(program: Program, weights: Callable | None = None) -> Any:
-    """The state that a run begins with. weights(shapes) gives weights instead of init's; the
+    """The first state of a run. weights(shapes) returns weights to use instead of init's; the
     shapes have shardings."""
     config, given = program.config, None
     if weights:
@@ -115,7 +115,7 @@ def prepare(loop: Loop) -> Callable | None:
         watchdog.arm("making the first weights")
         state = loop.state or first_state(program, loop.task.weights)
     else:
-        frozen = loop.state["frozen"] if loop.state else {}     # (no checkpoint holds them)
+        frozen = loop.state["frozen"] if loop.state else {}     # no checkpoint holds them
         state = {**averages.from_disk(state), "frozen": frozen}
         loop.skipped, say.losses = folder.skipped, folder.losses
     if folder:
@@ -123,7 +123,7 @@ def prepare(loop: Loop) -> Callable | None:
         say.log_to(folder.folder / f"log-{jax.process_index()}.txt", folder.restored is not None)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
-    if loop.at and folder.has_damaged:      # (else the first lines have said so, and rightly)
+    if loop.at and folder.has_damaged:      # otherwise the run has printed the right step already
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
         say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
@@ -145,7 +145,7 @@ def prepare(loop: Loop) -> Callable | None:
 
 
 def flush_metrics(loop: Loop) -> None:
-    """Write down the step whose numbers are still on the devices."""
+    """Record the step whose numbers are still on the devices."""
     if loop.pending is None:
         return
     (at, metrics), loop.pending = loop.pending, None
@@ -154,12 +154,12 @@ def flush_metrics(loop: Loop) -> None:
     took, saving = say.lap()
     values = jax.tree.map(plain, jax.device_get(metrics))
     own = {name: value for name, value in values.items() if name not in LOGGED}
-    if plan.schedule == Factor(None):       # (the rate is the optimizer's own, and not known)
+    if plan.schedule == Factor(None):       # the optimizer has its own rate, which we cannot see
         values["lr"] = None
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
     learned, tokens = float(np.nan_to_num(values["tokens"])), plan.batch.get("tokens")
-    learned = int(learned) if learned.is_integer() else learned     # (a sum of weights)
-    # (Padding is computed, too.)
+    learned = int(learned) if learned.is_integer() else learned     # a sum of weights
+    # The devices compute padding as well.
     computed = tokens.size if tokens is not None and len(tokens.shape) == 2 else learned
     row = {"step": at, "loss": values["loss"], **values, "tokens": learned, "skipped": loop.skipped,
            "tokens_per_second": round(computed / took, 1), "save_seconds": round(saving, 4),
@@ -175,15 +175,15 @@ def flush_metrics(loop: Loop) -> None:
 
 
 def plain(x: Any) -> Any:
-    """A number as a float, an array as lists of numbers of six significant digits."""
+    """A number as a float; an array as lists of numbers with six significant digits."""
     if not np.ndim(x):
         return float(x)
     return np.vectorize(lambda value: float(f"{value:.6g}"), otypes=[float])(x).tolist()
 
 
 def _report_skipped(loop, at, row):
-    """Say that update `at` learned nothing because its loss or its gradient is not finite; end the
-    run after --max_skipped such updates."""
+    """Print that update `at` learned nothing because its loss or gradient is not finite. End the
+    run after --max_skipped such updates in a row."""
     what = "loss" if math.isfinite(row["grad_norm"]) else "gradient"
     config = loop.program.config
     numbers = numbers_at(loop.task.examples, config.seed, np.arange(config.batch)[:8]
@@ -192,18 +192,18 @@ def _report_skipped(loop, at, row):
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
     if loop.skipped >= config.max_skipped:
         if loop.folder:
-            loop.folder.drain()         # every process is here
+            loop.folder.drain()         # every process gets here
         raise RunError(f"step {at}: the {what} was not finite, {loop.skipped} times in a row "
                        f"(--max_skipped); {batch}; what is saved is finite")
 
 
 def is_due(loop: Loop, every: int) -> bool:
-    """Whether what happens after each `every` updates, and after the last, is due now; 0: never."""
+    """Whether an action that is due after every `every` updates and the last is due; 0: never."""
     return every > 0 and (loop.at == loop.program.config.steps or loop.at % every == 0)
 
 
 def save(loop: Loop) -> None:
-    """Begin to save the state, if the run has a folder."""
+    """Start to save the state, if the run has a folder."""
     if not loop.folder:
         return
     flush_metrics(loop)
@@ -221,8 +221,8 @@ def end_early(loop: Loop, stop: list[int]) -> None:
     """Save, and print how to continue."""
     folder, out = loop.folder, loop.program.config.out
     save(loop)
-    # config.json has all flags of a run that the command line made, so --out is enough. It records
-    # no coordinator, so several processes need their command again.
+    # For a run of the command line, --out is enough, because config.json has all of its flags. It
+    # records no coordinator, so several processes need their full command.
     by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
     again = f"python train.py --out {out}" if by_folder else "the same command"
     loop.reporter.line(f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
@@ -230,8 +230,8 @@ def end_early(loop: Loop, stop: list[int]) -> None:
 
 
 def end_run(loop: Loop) -> None:
-    """Say that the run is done and saved. If its last held-out loss is not finite, the run has
-    failed; without a folder that is only said, because an exception would lose the weights."""
+    """Print that the run is done and saved. If its last held-out loss is not finite, the run has
+    failed. Without a folder, only warn of that, because an exception would lose the weights."""
     out, loss = loop.program.config.out, loop.evaluation.get("eval_loss", 0.0)
     if not math.isfinite(loss):
         line = f"step {loop.at}: the held-out loss is {loss}"
@@ -242,8 +242,8 @@ def end_run(loop: Loop) -> None:
 
 
 def profile(loop: Loop) -> None:
-    """Begin or end the trace of --profile, after the right step: the first two of a run are
-    slow."""
+    """Start or stop the trace of --profile at the right step. It skips the first two steps, which
+    are slow."""
     config, folder = loop.program.config, str(Path(loop.program.config.out or ".") / "profile")
     first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)
     if loop.at == first < last:
@@ -256,7 +256,7 @@ def profile(loop: Loop) -> None:
 
 
 def report_header(program: Program, say: Reporter) -> None:
-    """Print how a run begins; with --verbose, how each weight is split, and why."""
+    """Print the first lines of a run; with --verbose, how each weight is split, and why."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = plan.counts, count(plan.params)
     weights = f"{total:,} parameters"
@@ -288,7 +288,7 @@ def report_header(program: Program, say: Reporter) -> None:
 
 
 def describe_model(plan: Any, weights: str) -> list[str]:
-    """Lines with the network and its sizes (none for a custom loss), and how many `weights`."""
+    """Lines with the network, its sizes and `weights`; for a custom loss, only `weights`."""
     if plan.network is None:
         return [f"weights  {weights}"]
     known = flat(plan.config)
@@ -299,7 +299,7 @@ def describe_model(plan: Any, weights: str) -> list[str]:
 
 
 def describe_training(plan: Any) -> str:
-    """A line with the number of updates, and what makes them."""
+    """A line with the number of updates, the optimizer and the learning rate."""
     c, is_own = plan.config, isinstance(plan.schedule, Factor)
     rate = f"lr up to {c.lr:.3g} after {c.warmup:,} steps of warmup"
     if plan.schedule:
@@ -309,10 +309,10 @@ def describe_training(plan: Any) -> str:
 
 
 def describe_attention(plan: Any) -> str:
-    """Lines with how this mesh computes the attention that a network's loss asks of shard.attend;
-    '' for a custom loss."""
+    """Lines that say how this mesh computes a network's calls of shard.attend; '' for a custom
+    loss."""
     sizes, found = plan.sizes, []
-    for call in plan.attends if plan.network else ():   # (rows are of a group of devices)
+    for call in plan.attends if plan.network else ():   # call.rows: those of a group of devices
         rows, heads = call.rows, call.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)

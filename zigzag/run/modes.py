@@ -1,16 +1,16 @@
-"""The ways in which a loss runs on a mesh, and what differs between them. The step is the same
-function in all of them: train.make_gradients' own, which `shard_map` and `as_one_device` wrap.
+"""The ways to run a loss on a mesh. The step is the same function in all of them: that of
+train.make_gradients, which `shard_map` and `as_one_device` wrap.
 
     by hand       the loss calls columns or row: one shard_map over all six axes, with types
     typed         it calls other functions of shard.py, or takes specs: a shard_map with types over
-                  all axes but tensor, over which the compiler splits it
+                  all axes except tensor, over which the compiler splits it
     untyped       it calls no function of shard.py, or differentiates internally. Each device
                   computes its rows with single-device code, without types and marks; the compiler
                   splits that code over tensor
-    tensor whole  like untyped, but the compiler must not split it, or tensor has size 1: weights
-                  may be stored split over tensor, and are used whole
+    tensor whole  like untyped, but the compiler must not split it, or tensor has size 1: the mesh
+                  may store weights split over tensor, and the loss uses them whole
     jit           --step jit: no shard_map. The step's function runs once, on whole arrays, and the
-                  compiler makes every sum over devices
+                  compiler inserts every sum over devices
 """
 
 from typing import Any, Callable
@@ -23,13 +23,13 @@ from zigzag.parallel.jaxprs import DIFFERENTIATED
 BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
     "by hand", "typed", "untyped", "untyped, tensor whole", "jit")
 
-# Manual axes: our code communicates over them. The compiler handles the rest.
+# The manual axes: our code communicates over them. The compiler handles the rest.
 MANUAL = {BY_HAND: AXES, TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR, TENSOR_WHOLE: AXES,
           JIT: ()}
 
 
 def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
-    """The mode of a loss that calls the functions `names` of shard.py. `why`: the reason why the
+    """The mode of a loss that calls the functions `names` of shard.py. `why` is the reason that the
     compiler must not split the loss over tensor; '' if it may."""
     if step == "jit":
         return JIT
@@ -42,9 +42,9 @@ def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, 
 
 
 def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callable:
-    """fn on every device, each time on that device's pieces of the arguments: jax.shard_map over
-    the axes of the mesh that are manual in this mode, with --overlap. With --step jit, fn
-    itself."""
+    """fn on every device, with that device's pieces of the arguments: jax.shard_map over the axes
+    that are manual in this mode, with --overlap and the other settings of the plan. With --step
+    jit, fn itself."""
     if plan.mode == JIT:
         return fn
     if "tensor" not in plan.manual:
@@ -59,6 +59,6 @@ def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def as_one_device(fn: Callable, plan: Any) -> Callable:
-    """fn (the loss, or its value_and_grad) as it is called inside the shard_map. For a loss without
-    types it is traced without the mesh, so that no function of shard.py sends anything."""
+    """fn (the loss, or its value_and_grad) for a call inside the shard_map. For a loss without
+    types, jax traces it without the mesh, so that no function of shard.py sends anything."""
     return untyped(fn) if plan.mode in (UNTYPED, TENSOR_WHOLE) else fn

@@ -1,4 +1,4 @@
-"""Further options of a run. (The first ones to know stand in train.Config.)"""
+"""Further options of a run. The options to know first are in train.Config."""
 
 import dataclasses
 
@@ -12,53 +12,53 @@ from zigzag.run.evaluation import tokens_to_evaluate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoreOptions(*added("OfTraining"), Processes):
-    """Options of a run that no edit of train.py concerns, and those that the parts of this copy add
-    (adds.py in each). The headings are the groups of --help; the rare ones are shown by
-    --help all alone."""
+    """Options of a run that edits of train.py do not touch, and those that the parts of this copy
+    add (adds.py in each). The headings are the groups of --help; only --help all shows the rare
+    ones."""
     # training
-    epochs: float = flag(0.0, recorded=False)   # in place of steps: passes over all examples
-    tokens: int = flag(0, recorded=False, of=("text",))     # in place of steps: tokens to learn
+    epochs: float = flag(0.0, recorded=False)   # instead of steps: passes over all examples
+    tokens: int = flag(0, recorded=False, of=("text",))     # instead of steps: tokens to train on
 
     # model
-    model: str = "tiny"             # a model by its name, such as 124m (other flags change its
-                                    # sizes), or by the folder with its weights
-    init_from: str = flag("", same=True)    # a run: begin with its model and its weights
+    model: str = "tiny"             # name of a model, for example 124m (other flags change its
+                                    # sizes), or a folder with its weights
+    init_from: str = flag("", same=True)    # a run whose model and weights to start from
 
     # mesh
     zero: int = flag(0, one_of=(0, 1))      # 1: split the optimizer's state over data
 
     # saving
     change: tuple[str, ...] = flag((), recorded=False)
-                                    # what to change on purpose when a run continues: lr, decay,
-                                    # weight_decay, clip, data
+                                    # what may change when a run continues: lr, decay, weight_decay,
+                                    # clip, data
     keep: int = flag(3, least=1)    # number of newest checkpoints to keep
 
     # evaluation
-    best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, once or more: keep the
-                                    # checkpoint where this number, which evaluations log, was best;
+    best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, one or more: keep the
+                                    # checkpoint whose evaluation has the best value of this number;
                                     # none: stop that
 
     # data (rare)
     weights: tuple[str, ...] = flag((), same=True, of=("text",))
-                                    # several --data: mixing weights, one for each (0.7 0.3)
+                                    # mixing weights for several --data, one for each (0.7 0.3)
     pack: str = flag("", one_of=("", "stream", "documents"), same=True, of=("text",))
-                                    # rows of running text (stream), or of whole documents, which do
-                                    # not see each other (documents); '': stream, except for chats
+                                    # stream: rows of running text; documents: whole documents,
+                                    # which do not see each other; '': stream, except for chats
     weight_field: str = flag("", same=True, change="data", of=("text",))
-                                    # weights in lines of JSON: a number for a line, or a list with
-                                    # one for each token
+                                    # field with loss weights in lines of JSON: a number for the
+                                    # line, or a list with one per token
 
     # model (rare)
     edited: bool = flag(False, part="published")
-                                    # load a published model into an edited model.py, although that
-                                    # computes something else
+                                    # load a published model into an edited model.py, even though
+                                    # that computes something different
 
     # training (rare)
     cooldown: float | None = flag(None, same=True, change="decay")
-                                    # with --decay wsd: last updates, or share of steps, in which
-                                    # the rate falls; not given: a fifth
+                                    # with --decay wsd: updates, or share of steps, over which the
+                                    # rate falls at the end; not given: a fifth
     decay_steps: int | None = flag(None, least=1, change="decay")
-                                    # updates until the end of the decay, where the rate stays; not
+                                    # updates until the decay ends, after which the rate stays; not
                                     # given: steps
     first_share: float | None = flag(None, same=True, change="decay")
                                     # first rate, as a share of the peak; not given: 1 / warmup
@@ -68,14 +68,13 @@ class MoreOptions(*added("OfTraining"), Processes):
     beta2: float = flag(0.95, below=1, same=True)   # AdamW's decay rate of the mean of squared
                                     # gradients
     ema: float = flag(0.0, below=1, same=True)      # evaluate and save an average of the weights
-                                    # over updates, which each update multiplies by this (0.999); 0:
-                                    # none
+                                    # over updates, with this decay rate (0.999); 0: none
     max_skipped: int = flag(10, least=1)
                                     # end the run after this many updates in a row whose loss or
                                     # gradient is not finite
 
     # mesh (rare)
-    override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how weights are stored; the last match wins
+    override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how to store weights; the last match wins
     fsdp_min: int = 4096            # smallest weight, in elements, that fsdp or zero splits
     step: str = flag("shard_map", one_of=("shard_map", "jit"))
                                     # shard_map, or jit to leave all collectives to the compiler
@@ -89,8 +88,8 @@ class MoreOptions(*added("OfTraining"), Processes):
 
     # evaluation (rare)
     held_out: tuple[str, ...] = flag((), same=True)
-                                    # data to evaluate on, as --data; empty: a tenth of --data
-    eval_first: bool = False        # evaluate and save before the first update, too
+                                    # evaluation data, given like --data; empty: a tenth of --data
+    eval_first: bool = False        # evaluate and save before the first update as well
     eval_batch: int | None = flag(None, least=1)
                                     # held-out examples computed at once; not given: batch /
                                     # accumulate
@@ -116,7 +115,7 @@ class MoreOptions(*added("OfTraining"), Processes):
         all_of_it = self.init_from and not self.network.lora_rank
         derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)
         schedules.fill_in(self)
-        if not self.epochs:         # (with epochs, the steps are known when the data is)
+        if not self.epochs:         # with epochs, the number of steps depends on the data
             fifth = max(1, self.steps // 5)
             derive(self, save_every=fifth, eval_every=fifth)
             derive(self, eval_tokens=tokens_to_evaluate(self))

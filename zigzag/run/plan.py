@@ -1,13 +1,13 @@
-"""How a loss runs on a mesh: everything a training step must know, decided before it is compiled.
+"""How a loss runs on a mesh: all that a training step must know, decided before it is compiled.
 
     init, loss, batch --shapes--> the rule --> where each weight lives, and how the loss runs
                                   checks   --> errors that stop the run, with the numbers
                                            --> Plan, from which train.py makes its step
     Plan, step, evaluate          -->          Program: the functions to compile, and their shapes
 
-Weights are two trees wherever a step takes them: those that are trained, and the frozen ones ({}
-without --lora_rank and a step of one's own). Checkpoints hold only the first; a loss is given both
-as one.
+A step takes its weights as two trees: the trained ones and the frozen ones. The second is {}
+without --lora_rank or a custom step. Checkpoints hold only the first; a loss gets both as a single
+tree.
 """
 
 import dataclasses
@@ -61,46 +61,46 @@ SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
 
 
 class Axes(NamedTuple):
-    """What each axis of a mesh does in a step, among those that have more than one device and over
-    which our own code communicates. (train.make_gradients has an example.)"""
+    """What the axes of a mesh do in a step: those with more than one device over which our own code
+    communicates. train.make_gradients has an example."""
     sums: set[str]          # its devices compute different parts of a sum over the batch
-    marked: set[str]        # the step marks weights as varying over it. (Never tensor: there the
-                            # type of a weight says that it is split. A loss without types has no
-                            # marks.)
+    marked: set[str]        # the step marks weights as varying over it. Never tensor, where the
+                            # type of a weight says that it is split; and none for a loss without
+                            # types
     same_rows: set[str]     # its devices have the same rows, and each a part of the layers (pipe)
-                            # or of the time (seq)
+                            # or of the sequence (seq)
     pools: bool             # the loss calls shard.whole_time, to pick or pool positions. Then every
-                            # device of seq computes the same sum, and its count may be a number of
+                            # device of seq computes the same sum, and the count may be a number of
                             # rows, which does not vary over seq either; shard.local_sums counts
                             # both once
     untimed: tuple[str, ...]    # arrays of the batch that seq does not split: their second
-                            # dimension is not the time of the tokens
+                            # dimension is not the tokens' sequence
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What a step must know: facts, and of functions only those that the user gave. Trees have the
-    structure of all weights unless stated."""
+    """The facts that a training step needs. Its only functions are the user's own. Trees have the
+    structure of all weights unless a comment says otherwise."""
     config: Any             # with its dtype resolved
     mesh: Any
-    init: Callable          # key -> weights, as they are stored
+    init: Callable          # key -> weights, as stored
     loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
-    network: Any            # the network whose own loss this is; None: a custom loss
+    network: Any            # the network that this loss belongs to; None: a custom loss
     mode: str               # how the loss runs: see zigzag/run/modes.py
-    takes_specs: bool       # whether its layers gather their own weights
+    takes_specs: bool       # whether the loss's layers gather their own weights
     params: Any             # shapes
     batch: Any              # shapes of a whole batch
     sums: Any               # shapes of what the loss returns
     decisions: Any          # where each weight lives, and why
-    dtype: str              # the precision in which the loss is computed
+    dtype: str              # the precision of the loss
     accumulate: int         # the number of parts of a batch
     names: set[str]         # the functions of shard.py that the loss calls
-    attends: tuple          # what it asks of shard.attend: an attention.Call for each kind
-    schedule: Any = None    # update -> learning rate, if fit was given one
-    timed: Any = ()         # ((name of an array of a batch, whether it has time), ...): fit's timed
-    strip: int = 0          # the least tokens in a strip of rows (strips.py); 0: no strips
-    learned: str | None = None      # in a step of one's own: the one tree that is trained, ""
-                                    # where none is (an evaluation); None: all weights are
+    attends: tuple          # its calls of shard.attend: an attention.Call for each kind
+    schedule: Any = None    # update -> learning rate, if fit got one
+    timed: Any = ()         # ((name of an array of a batch, has a sequence?), ...): a task's timed
+    strip: int = 0          # the fewest tokens in a strip of rows (layer_strips.py); 0: no strips
+    learned: str | None = None      # in a custom step, the one tree to train, or "" to train none
+                                    # (in an evaluation); None: train all weights
 
     @property
     def sizes(self) -> Any:
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def row_groups(self) -> int:
-        """Groups of devices that have different rows."""
+        """The number of groups of devices that have different rows."""
         return row_groups(self.mesh)
 
     @property
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def manual(self) -> tuple[str, ...]:
-        """The mesh axes over which our code communicates. The compiler handles the others."""
+        """The mesh axes over which our code communicates. The compiler handles the rest."""
         return MANUAL[self.mode]
 
     @property
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def skips_idle(self) -> bool:
-        """Whether a stage of the pipeline may skip a tick in which it has no work."""
+        """Whether a pipeline stage may skip a tick in which it has no work."""
         return can_skip(self.sizes, self.config.network.overlap and "tensor" in self.manual)
 
     @property
@@ -166,7 +166,7 @@ class Plan:
 
     @property
     def stored(self) -> Any:
-        """The specs of the weights as they are stored."""
+        """The specs of the weights as stored."""
         return jax.tree.map(lambda d: d.spec, self.decisions)
 
     @property
@@ -176,22 +176,22 @@ class Plan:
 
     @property
     def trained(self) -> Any:
-        """The decisions of the weights that are trained."""
+        """The decisions for the trained weights."""
         return self.in_two(self.decisions)[0]
 
     @property
     def frozen(self) -> Any:
-        """The decisions of the weights that are not: {} unless --lora_rank."""
+        """The decisions for the frozen weights: {} without --lora_rank or a custom step."""
         return self.in_two(self.decisions)[1]
 
     @property
     def specs(self) -> tuple[Any, Any]:
-        """The specs of the trained and of the frozen weights, as they are stored."""
+        """The specs of the trained and of the frozen weights, as stored."""
         return self.in_two(self.stored)
 
     @property
     def moments(self) -> Any:
-        """The specs of the optimizer's state for trained weights: with --zero 1 also over data."""
+        """The specs of the optimizer's state for trained weights; --zero 1 splits it over data."""
         trained, _ = self.specs
         if not self.config.zero:
             return trained
@@ -199,7 +199,7 @@ class Plan:
         return zero1_specs(shapes, trained, self.mesh, self.config.fsdp_min)
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
-        """A tree like the weights as two: what is trained, and what is frozen."""
+        """A tree like the weights as two: the trained part and the frozen part."""
         if self.learned is not None:
             own = {name: x for name, x in tree.items() if name == self.learned}
             return own, {name: x for name, x in tree.items() if name not in own}
@@ -212,12 +212,12 @@ class Plan:
 
 
 def in_one(trained: Any, frozen: Any) -> Any:
-    """Trained and frozen weights as one tree, which a loss takes. (Plan.in_two undoes it.)"""
+    """Trained and frozen weights as one tree, for a loss. Plan.in_two undoes it."""
     return low_rank.join(trained, frozen)
 
 
 def held_out(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch as a held-out one: without seeds."""
+    """The batch without seeds, like a held-out one."""
     return {name: x for name, x in batch.items() if name != "seeds"}
 
 
@@ -225,11 +225,11 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
               overrides: Overrides = (), typed: bool = True,
               network: Any = None, schedule: Callable | None = None,
               learned: str | None = None, timed: Mapping[str, bool] = {}) -> Plan:
-    """The Plan to train init's weights with `loss` on batches with the shapes `batch` (all rows of
-    an update). typed=False runs the loss on each device as on one, whatever it calls. `network` is
-    the network whose own loss this is; None: a custom loss. schedule(step) is the learning rate;
-    None: the configuration's. learned: the name of the one tree in the weights that is trained,
-    beside others that are constants, or "". timed: fit's, which arrays of a batch have time."""
+    """The Plan to train init's weights with `loss` on batches of the shapes `batch` (all rows of an
+    update). typed=False runs the loss on each device as on a single one, whatever it calls.
+    `network` is the network that this loss belongs to; None: a custom loss. schedule(step) is the
+    learning rate; None: the configuration's. `learned` is the only tree of the weights to train, or
+    "" for none. `timed` is the task's: which arrays of a batch have a sequence."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     check_time(batch, mesh, timed)
@@ -246,11 +246,11 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                               f"trained; let init return no others")
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
-    # The rule looks at what a device computes: one part of its group's rows.
+    # The rule looks at the work of one device: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
     few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
-    calls = set()       # the different ones of shard.attend
+    calls = set()       # the different calls of shard.attend
     with within(calls=calls.add):
         jaxpr, sums = _traced(loss, weights, few, batch)
     if config.network.accuracy and "accuracy" not in sums[2]:
@@ -281,14 +281,14 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
 
 
 def _traced(loss, weights, few, batch):
-    """The loss's jaxpr for a few rows, and the shapes of what it returns."""
+    """The loss's jaxpr for a few rows, and the shapes of its results."""
     rows, of_batch = (jax.tree.leaves(b)[0].shape[0] for b in (few, batch))
     try:
         return jax.make_jaxpr(loss, return_shape=True)(weights, few)
     except (TypeError, ValueError) as e:
         if isinstance(e, ConfigError) or rows == of_batch:
             raise
-        jax.eval_shape(loss, weights, batch)        # (a loss that is never right ends here)
+        jax.eval_shape(loss, weights, batch)        # raises if the loss is wrong for any batch
         raise ConfigError(f"this loss can be computed for {of_batch} rows, and not for {rows}, "
                           f"which are what a device has of --batch {of_batch} at a time "
                           f"({one_line(e)}); write it for any number of rows") from None
@@ -299,7 +299,7 @@ def _with_frozen(init, dtype):
 
 
 def _whole_over_tensor(decisions, why):
-    """The decisions to store weights as decided, but to use them whole over tensor."""
+    """The same decisions on how to store weights, but the loss uses them whole over tensor."""
     return jax.tree.map(lambda d: dataclasses.replace(
         d, used_as=without_axis(d.used, "tensor"),
         reason=d.reason + f"; gathered: this loss {why}" * ("tensor" in spec_axes(d.spec))),
@@ -307,9 +307,8 @@ def _whole_over_tensor(decisions, why):
 
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
-    """Decisions whose is_matrix comes from a whole batch without a mesh. Which weights are matrices
-    must not depend on the mesh: not on the rows of a device, nor on kv heads repeated for
-    tensor."""
+    """The decisions, with is_matrix from a whole batch without a mesh. It must not depend on the
+    mesh, through the rows of a device or through kv heads repeated for tensor."""
     seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
     return jax.tree.map(lambda d, s: dataclasses.replace(
         d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)
@@ -319,7 +318,7 @@ def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> An
 # What a loss returns
 
 def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
-    """The loss as (weights, batch, specs) -> loss_sums, and whether it takes specs."""
+    """(the loss as a function (weights, batch, specs) -> loss_sums, whether it takes specs)."""
     takes_specs = "specs" in inspect.signature(loss).parameters
 
     def checked(weights, batch, specs=None):
@@ -334,7 +333,7 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     s, c, aux = (*result, None)[:3] if is_tuple else (None, None, None)
     aux = {} if aux is None else aux
-    leaves = [s, c, *aux.values()] if isinstance(aux, dict) else [None]      # (None is no leaf)
+    leaves = [s, c, *aux.values()] if isinstance(aux, dict) else [None]      # None is not a leaf
     if not jax.tree_util.all_leaves(leaves) or jnp.shape(s) or jnp.shape(c):
         shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", result)
         raise ConfigError(f"loss(params, batch) must return two scalars, the sum over the batch "
@@ -345,7 +344,7 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
 
 
 def check_names(given: Any, what: str, known: Any) -> None:
-    """Refuse names of numbers that a run logs already; `what` says who gave them."""
+    """Refuse names of numbers that a run logs already. `what` begins the message."""
     for name in given:
         if not isinstance(name, str) or name in known:
             raise ConfigError(f"{what} the name {name!r}: expected a text other than "
@@ -353,15 +352,15 @@ def check_names(given: Any, what: str, known: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------
-# What is refused
+# Refusals
 
 def resolve_dtype(config: Any, mesh: Any) -> Any:
-    """The configuration with the compute precision that the mesh's devices are best at."""
+    """The configuration with a dtype: its own, or the one that suits the mesh's devices."""
     return change(config, dtype=config.network.dtype or best_dtype(mesh))
 
 
 def _check_axes(plan, names, why):
-    """Refuse mesh axes over which the loss must split its own work, and does not."""
+    """Refuse mesh axes over which the loss must split its own work but does not."""
     for axis, (function, what) in SPLITS.items():
         need = f"{axis}={plan.sizes[axis]}"
         if need not in plan.needs:
@@ -381,17 +380,17 @@ def _check_axes(plan, names, why):
 
 
 # -------------------------------------------------------------------------------------------
-# What is compiled
+# The program to compile
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     plan: Plan
-    state: Any              # shapes with their places: params, frozen (weights), opt, step
-    batch: Any              # the same for a batch
-    start: Any              # (key, weights in place of init's or None) -> state
+    state: Any              # shapes with shardings: params, frozen (weights), opt, step
+    batch: Any              # shapes with shardings
+    start: Any              # (key, weights instead of init's or None) -> state
     step: Any               # (state, batch) -> state, metrics
     evaluate: Any           # (params, batch, frozen) -> sum, count, other sums
-    own: Any = None         # fit's own step, if it was given one: an own_step.OwnStep
+    own: Any = None         # the custom step of fit, if it got one: an own_step.OwnStep
 
     @property
     def config(self) -> Any:
@@ -402,26 +401,26 @@ class Program:
         return self.plan.mesh
 
     def permute(self, tree: Any, back: bool = False) -> Any:
-        """A state, the part of it that is saved, or weights, with the layers in the order of the
-        pipeline's stages, or (`back`) in their own order, in which they are saved."""
+        """A state, its saved part, or weights, with the layers in the order of the pipeline's
+        stages. With `back`, in their own order, which checkpoints have."""
         chunks = 1 if self.plan.mode == JIT else self.config.network.chunks
         known = (self.state, self.saved(self.state), self.state["params"], self.weights(self.state))
         like = next(x for x in known if jax.tree.structure(x) == jax.tree.structure(tree))
         return permute_layers(tree, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
     def weights(self, state: Any) -> Any:
-        """All weights of a state, trained (their average, with --ema) and frozen, as one tree."""
+        """All weights of a state, trained (with --ema, their average) and frozen, as one tree."""
         return in_one(averages.used(state), state["frozen"])
 
     def saved(self, state: Any) -> Any:
-        """The part of a state that a checkpoint holds: all but frozen weights, which a run reads
-        again from where they came from."""
+        """The part of a state that a checkpoint holds: all but the frozen weights, which a run
+        reads again from their source."""
         return averages.to_disk({name: x for name, x in state.items() if name != "frozen"})
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
-    """The Program of a step and an evaluation, with the shapes and shardings of all that they take
-    and return."""
+    """The Program of a step and an evaluation, with the shapes and shardings of their arguments and
+    results."""
     mesh, c = plan.mesh, plan.config
 
     def state(trained, frozen, opt, step):
@@ -429,7 +428,7 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
         return {"params": trained, "frozen": frozen, "opt": opt, "step": step, **average}
 
     def start(key, weights=None):
-        """The first state of a run, with these weights (apart from adapters) or with init's."""
+        """The first state of a run, with these weights (except adapters) or with init's."""
         trained, frozen = plan.in_two(plan.init(key))
         if weights is not None:
             trained, frozen = ((trained, cast(weights, c.network.dtype)) if c.network.lora_rank
@@ -454,6 +453,6 @@ def compiled(program: Program) -> jax.stages.Compiled:
 
 
 def shapes_hash(params: Any) -> str:
-    """A hash of the paths, shapes and dtypes of weights, by which a run recognises them."""
+    """A hash of the paths, shapes and dtypes of weights, by which a run recognizes them."""
     text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

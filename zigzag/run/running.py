@@ -1,10 +1,10 @@
 """How a run begins and ends: everything between its program and its first update, and after the
 last.
 
-    check_start     what can be refused of a program before anything runs
-    running         opens the run's folder, makes or restores the state, compiles the step
+    check_start     refuse a program that does not fit its task, before anything runs
+    running         open the run's folder, make or restore the state, compile the step
     open_folder     the run's folder
-    machine         the mesh of a run, on the devices of this machine, of many, or of --topology
+    machine         the mesh of a run, on the devices of one or many machines, or of --topology
 """
 
 import contextlib
@@ -45,15 +45,15 @@ from zigzag.run.task import Made, Task
 @contextlib.contextmanager
 def running(program: Program, task: Task, learning_rate: Callable, say: Reporter,
             stop: list[int], log: Callable | None = None) -> Iterator[Loop]:
-    """Yield the loop, with the state of the run so far, and the compiled step (None if all steps
-    are done). At the end, or after a signal (in `stop`), save what is left, wait for that, and say
-    what has become of the run. learning_rate(config, update) is train.py's; `log` is fit's."""
+    """Yield the loop, with the run's state so far and the compiled step (None if all steps are
+    done). After a signal (in `stop`), save the state. Wait for open saves, and print how the run
+    ended. learning_rate(config, update) is train.py's; `log` is fit's."""
     config, plan = program.config, program.plan
     is_made = isinstance(task.examples, Made)
     record = task.record or (first_example(task) if config.out and not is_made else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(task.tokenizer) if task.tokenizer else {})}
-    hosts.assert_same_everywhere(facts)     # (check_start has compared the configurations)
+    hosts.assert_same_everywhere(facts)     # check_start has compared the configurations
 
     def schedule_of(config):
         return plan.schedule or functools.partial(learning_rate, config)
@@ -64,7 +64,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     for line in continuing.first_lines(config, None if plan.schedule else learning_rate):
         say.line(line)
     first = None
-    if config.network.lora_rank and config.out:     # (no checkpoint holds frozen weights)
+    if config.network.lora_rank and config.out:     # no checkpoint holds frozen weights
         first = first_state(program, task.weights)
         with jax.set_mesh(program.mesh):
             facts["base_weights"] = low_rank.fingerprint(first["frozen"])
@@ -84,16 +84,16 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         yield loop
         flush_metrics(loop)
         if stop:
-            end_early(loop, stop)       # saves, and says how to go on
-        elif not loop.evaluation and config.eval_every:     # a finished run was started again
+            end_early(loop, stop)
+        elif not loop.evaluation and config.eval_every:     # this restarts a finished run
             evaluate(loop, is_new=False)
     if not stop:
         end_run(loop)
 
 
 def expected(program: Program) -> tuple[list, bool]:
-    """(what a device is expected to send in an update, whether that is all of it), by the formulas
-    of forecast/. (A step of one's own has none.)"""
+    """(the sends that we expect of a device in an update, whether that is all of them), by the
+    formulas of forecast/. They do not cover a custom step."""
     if program.own or not has_part("forecast"):
         return [], False
     traffic = part("forecast.traffic", "")
@@ -101,7 +101,7 @@ def expected(program: Program) -> tuple[list, bool]:
 
 
 def first_example(task: Task) -> dict[str, str]:
-    """A fact about examples of which nothing else is recorded: a digest of the first one's row."""
+    """A fact to record about examples that have no other: a digest of the first example's row."""
     digest = hashlib.sha256()
     for name, rows in sorted(task.first_row.items()):
         digest.update(name.encode() + rows.tobytes())
@@ -109,7 +109,7 @@ def first_example(task: Task) -> dict[str, str]:
 
 
 def has_own_weights(program: Program) -> bool:
-    """Whether the weights are a custom task's, not those of the configuration's network."""
+    """Whether the weights belong to a custom task, not to the configuration's network."""
     plan, config = program.plan, program.config
     if plan.trusted or config.network.lora_rank:
         return False
@@ -119,8 +119,8 @@ def has_own_weights(program: Program) -> bool:
 
 def open_folder(program: Program, facts: Values, rates: dict[str, float], say: Reporter,
                 tokenizer: Tokenizer | None) -> RunFolder | None:
-    """The run's folder, ready to save in or to continue; None where nothing is kept. `facts` are
-    recorded beside the configuration; when a run continues, they must be the same as before."""
+    """The run's folder, ready to save in or to continue; None without --out. The folder records
+    `facts` next to the configuration; they must be the same when a run continues."""
     config, cls = program.config, type(program.config)
     if not config.out:
         return None
@@ -138,8 +138,8 @@ def open_folder(program: Program, facts: Values, rates: dict[str, float], say: R
 
 
 def check_start(program: Program, task: Task, say: Reporter) -> bool:
-    """Refuse a program that its task does not fit, or that differs between processes. Returns
-    whether its loss must be compared with one device."""
+    """Refuse a program that does not fit its task, or that differs between processes. Return
+    whether to compare its loss with one device."""
     hosts.assert_same_everywhere(continuing.record_of(program.config))
     check_task(program.config, program, task)
     compares = must_compare(program.plan, say.line)
@@ -149,8 +149,8 @@ def check_start(program: Program, task: Task, say: Reporter) -> bool:
 
 
 def machine(config: Any) -> Any:
-    """The mesh of a configuration: on the devices of --topology, on the accelerators of all its
-    processes, or, without accelerators, on as many simulated CPU devices as it needs."""
+    """The mesh of a configuration: on the devices of --topology, on the accelerators of all
+    processes, or else on as many simulated CPU devices as it needs."""
     sizes = mesh_sizes(config.mesh, config.shards)
     count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
     if not config.distributed and rest == 0:
@@ -159,9 +159,9 @@ def machine(config: Any) -> Any:
 
 
 def devices_of(config: Any) -> Sequence[Any]:
-    """The devices of --topology, or all devices of this run, after its processes have met."""
+    """Join the processes of this run, and return the devices of --topology, or all of the run's."""
     hosts.init_distributed(config)
-    topology = getattr(config, "topology", "")      # (an option of forecast/)
+    topology = getattr(config, "topology", "")      # an option of forecast/
     devices = chips.topology_devices(topology) if topology else jax.devices()
     hosts.end_at_sigterm()
     return devices

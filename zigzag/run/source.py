@@ -1,7 +1,7 @@
-"""What a run learns from, and what it begins with.
+"""The data that a run learns from, and its first weights.
 
     kind_of         the kind of data that its network learns from: text, pairs or arrays
-    needs           what a run must have recorded to continue
+    needs           the facts that a run must have recorded to continue
     first_weights   the weights of a published model or of another run, and its tokenizer
 """
 
@@ -21,25 +21,25 @@ from zigzag.run.continuing import is_run
 
 
 def kind_of(config: Any) -> str:
-    """The kind of data that a configuration's network learns from: running text (text), or a file
-    of tasks/ (pairs, arrays)."""
+    """The kind of data that a configuration's network learns from: running text (text), or the name
+    of a file in tasks/ (pairs, arrays)."""
     network = network_of(config)
     shape = network.source_shape(config.network)
     if network.gives(config.network) != "text":
         return "arrays"
-    reads_arrays = shape is not None and len(shape) > 1     # (a batch may be given as arrays, too)
+    reads_arrays = shape is not None and len(shape) > 1     # --data may hold arrays instead
     return "text" if shape is None else "arrays" if reads_arrays and all(
         map(is_arrays, config.data)) else "pairs"
 
 
 def needs(config: Any) -> tuple[str, ...]:
-    """The facts that a run must have recorded, to continue with this configuration."""
+    """The facts that a run must have recorded to continue with this configuration."""
     return () if kind_of(config) == "arrays" else ("tokenizer",)
 
 
 def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[str, int]]:
-    """For a model that has weights already: a function that reads them for train.fit, its tokenizer
-    (if it reads text), and facts about them for config.json. Else None, None and {}."""
+    """For a model that already has weights, (a function that reads them for train.fit, its
+    tokenizer if it reads text, facts about them for config.json). Otherwise (None, None, {})."""
     network, reads_text = network_of(config), kind_of(config) != "arrays"
     source = config.init_from
     if not source:

@@ -1,4 +1,4 @@
-"""What a run learns, and how: `Task`, which train.fit takes, and what tasks/ make of --data."""
+"""What a run learns: `Task`, which train.fit takes, and `Learned`, which tasks/ make of --data."""
 
 import dataclasses
 import functools
@@ -18,37 +18,37 @@ from zigzag.run.checks import Overrides
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learned, from what, and what to show of it. The first six may be given by position.
-    A comment a, b -> c says that a function of (a, b) returns c."""
-    init: Callable                      # key -> the weights that a new run begins with
+    """A training task: the loss, the weights, the examples, and what to show. The first six may be
+    positional arguments. A comment a, b -> c means that a function of (a, b) returns c."""
+    init: Callable                      # key -> the first weights of a new run
     collate: Callable                   # examples -> a batch: a dict of arrays [B, ...]
     loss: Callable                      # params, batch -> sum, count[, {name: other sum to log}]
     predict: Callable | None = None     # params, batch -> outputs for held-out examples, at each
                                         # evaluation: any tree of arrays with a row for each
-                                        # example. All are put together in the examples' order
+                                        # example. fit joins them in the order of the examples
     examples: Any = ()                  # to learn from: anything with a length and an index; or a
-                                        # function: seed, step, weights -> those of one update,
-                                        # given the weights before it
+                                        # function: seed, step, weights -> the examples of one
+                                        # update, from the weights before it
     held_out: Sequence = ()             # to evaluate on
 
     _: dataclasses.KW_ONLY
     # what an evaluation says
     show: Callable | None = None        # the outputs of the first four held-out examples -> a text,
-                                        # or a dict of texts by their labels
+                                        # or a dict of texts by label
     metric: Callable | None = None      # outputs, examples -> a number, or a dict of numbers
-    predicted: int | None = None        # how many held-out examples predict is given; None: all
-    sources: dict[str, int] = dataclasses.field(default_factory=dict)   # {name: how many} of the
-                                        # held-out examples, in turn: the loss of each is logged too
+    predicted: int | None = None        # how many held-out examples predict gets; None: all
+    sources: dict[str, int] = dataclasses.field(default_factory=dict)   # {name: count} of held-out
+                                        # examples, in turn; a run also logs the loss of each source
     bits_per_nat: float | None = None   # the held-out loss times this is bits per byte
     # the weights, and where they are stored
-    weights: Callable | None = None     # shapes (with shardings) -> the weights that a new run
-                                        # begins with, instead of init's
+    weights: Callable | None = None     # shapes (with shardings) -> the first weights of a new run,
+                                        # instead of init's
     overrides: Overrides = ()           # (path regex, PartitionSpec) pairs, in addition to
                                         # --override; the last match wins
     # the batch
-    timed: dict[str, bool] = dataclasses.field(default_factory=dict)    # {name of an array of your
-                                        # own: whether its second dimension is the sequence},
-                                        # which seq and pipe ask
+    timed: dict[str, bool] = dataclasses.field(default_factory=dict)    # {name of a custom array:
+                                        # whether its second dimension is the sequence}, for seq
+                                        # and pipe
     # what the run's folder keeps
     tokenizer: Tokenizer | None = None  # so that sample.py can read and write text
     record: Values | None = None    # saved in config.json; must be the same when the run
@@ -57,24 +57,24 @@ class Task:
 
     @functools.cached_property
     def first_row(self) -> dict[str, np.ndarray]:
-        """The batch of the first example alone, from which the shapes of all follow."""
+        """The batch of the first example alone, which gives the shapes of all batches."""
         if not len(self.examples):
             raise ConfigError("there are no examples to train on")
-        return batch_arrays(self.collate, [self.examples[0]])   # (a held-out one, if they are made)
+        return batch_arrays(self.collate, [self.examples[0]])   # of Made, a held-out one
 
 
 def with_sequence(task: Task, config: Any) -> Task:
-    """The task with a sequence of examples, if it has a function that makes them."""
+    """The task, with a sequence of examples in place of a function that makes them."""
     if not callable(task.examples) or hasattr(task.examples, "__getitem__"):
         return task
     return dataclasses.replace(task, examples=Made(task.examples, task.held_out, config))
 
 
 class Made(Sequence):
-    """The examples of a run in their order, as a sequence of which one update's are there at a
-    time. They follow from the seed and the updates before, so a run that is stopped and continued
-    makes the same ones. Until there are weights, while a loss is checked, held-out examples stand
-    in for them."""
+    """The examples of a run in order, as a sequence that holds those of one update at a time. They
+    depend on the seed and the earlier updates, so a run that stops and continues makes the same
+    ones. Before there are weights, while fit checks the loss, held-out examples stand in for
+    them."""
 
     def __init__(self, make: Callable, held_out: Sequence, config: Any):
         if not len(held_out):
@@ -85,7 +85,7 @@ class Made(Sequence):
                               "of them; give --steps")
         self.make, self.held_out, self.seed = make, held_out, config.seed
         self.batch, self.steps = config.batch, config.steps
-        self.weights: Callable | None = None    # () -> the weights as they are
+        self.weights: Callable | None = None    # () -> the current weights
         self.step, self.examples = -1, ()
 
     def __len__(self) -> int:
@@ -110,10 +110,10 @@ class Made(Sequence):
 class Learned(NamedTuple):
     """The data of a run, opened: what a context manager of tasks/ yields."""
     config: Any                     # with the data's vocabulary, and the steps that --epochs take
-    make_task: Callable[[], Task]   # makes the task, if there is anything left to train
-    record: Values          # what config.json notes, and a run that continues must have
-    description: str                # what is printed
-    prompt_flags: str = ""          # the flags of sample.py with a prompt like these data
+    make_task: Callable[[], Task]   # makes the task
+    record: Values          # facts for config.json, which must match when a run continues
+    description: str                # the run prints it
+    prompt_flags: str = ""          # flags for sample.py: a prompt like these data
 
 
 def language(config: Any) -> tuple[Callable, Callable, Any]:
@@ -121,13 +121,13 @@ def language(config: Any) -> tuple[Callable, Callable, Any]:
     network = network_of(config)
     batch = {**network.batch_shapes(config.network, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
-    if config.pack == "documents":      # (chats are packed, too; but nothing here knows the data)
+    if config.pack == "documents":      # chats are packed too, but this function has no data
         batch |= dict.fromkeys(("segments", "positions"), batch["tokens"])
     return (functools.partial(network.init, config.network),
             functools.partial(network.loss, config=config.network), batch)
 
 
 def without_data(config: Any) -> tuple[Task, Any]:
-    """The task of the configuration's own network, to compile its step, and a batch's shapes."""
+    """(a task of the configuration's own network, to compile its step; the shapes of a batch)."""
     init, loss, shapes = language(config)
     return Task(init, dict, loss), shapes
