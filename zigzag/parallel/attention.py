@@ -330,7 +330,7 @@ def _cudnn(q, k, v, known):
 
 
 def _splash(q, k, v, known):
-    # Named, so that --remat selective saves the kernel's output and logsumexp.
+    # The name makes --remat selective save the kernel's output and logsumexp.
     kernel = splash_kernel(q.shape, known, residual_checkpoint_name="product")
     documents = known.documents, known.documents
     return by_row_or_head(kernel, q, k, v, documents)[0].swapaxes(1, 2)
