@@ -124,7 +124,7 @@ class _Run:
 
 
 # -------------------------------------------------------------------------------------------
-# Weights, of any function
+# Weights of any function
 
 def _data(weights, run):
     """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that do
@@ -165,7 +165,7 @@ def _fsdp(weights, run, gathers_by_layer):
 
 
 # -------------------------------------------------------------------------------------------
-# Activations, of the transformer
+# Activations of the transformer
 
 def _tensor(run, traffic):
     """8 (n-1)/n X for each layer (4 with a parallel block): a block gathers its tokens at its input
@@ -180,7 +180,7 @@ def _tensor(run, traffic):
     # so recomputing does not reduce it again.
     reductions = out * (1 + run.is_1f1b) + into
     if traffic.beside:
-        reductions += 1     # experts and the branch beside them share the gather, except backward
+        reductions += 1     # experts and the branch next to them share the gather, except backward
     gathers = (blocks * run.forwards + out) * run.splits_time
     if run.overlaps and run.splits_time:    # experts, and a block that is whole, do not overlap
         inner = blocks - is_whole - bool(c.experts)

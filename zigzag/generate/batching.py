@@ -10,8 +10,8 @@ cache, which is then rolled so that they end at the slot of all rows. A row whos
 freed as well, and the last half of its text waits to be read again. jax compiles few programs: the
 passes for all rows and for an eighth of them, and prompt chunks of at most five lengths.
 
-If positions scale with a row's length (Network.decoding_length), only prompts with the same such
-length run together, so an answer does not depend on the prompts around it.
+If positions scale with a row's length (Network.decoding_length), only prompts of the same such
+length run together. So an answer does not depend on the prompts around it.
 """
 
 import collections

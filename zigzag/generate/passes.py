@@ -6,7 +6,7 @@
     decode          a compiled loop: read each row's newest id, choose the next
     ids_of_rows     prefill and decode, which may be a part of a compiled function
 
-Each takes an Engine (a model) first. On a mesh a pass is one shard_map (Engine.on_mesh), in which a
+Each takes an Engine (a model) first. On a mesh a pass is one shard_map (Engine.on_mesh). In it a
 device has its rows, all layers, and its part of each weight and of the cache. A pass also takes the
 state of its rows, a dict of arrays:
 

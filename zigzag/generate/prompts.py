@@ -34,7 +34,7 @@ class Flags(*added("OfSampling"), hosts.Processes):
     Without a prompt it continues each line of standard input. On a terminal it chats if the model
     has a chat template, else it continues your text. With --chat a prompt is a message to it."""
     # the model
-    run: str = "out"            # the --out of a train.py
+    run: str = "out"            # the --out of a train.py run
     checkpoint: str = ""        # its checkpoint: a step, best, or smallest:NAME or largest:NAME (of
                                 # an evaluation); empty: the newest
     model: str = flag("", part="published")     # or a Hugging Face folder with a published model

@@ -69,7 +69,7 @@ class Known(NamedTuple):
     window: int = 0                     # it sees only this many last keys, its own included; 0: all
     local: Array | None = None          # a bool: whether this layer has the window; None: it does
     softcap: float = 0.0                # a score s becomes softcap * tanh(s / softcap); 0: no cap
-    documents: Array | None = None      # [B, T]: a query sees only its document; None: one a row
+    documents: Array | None = None      # [B, T]: a query sees its own; None: a row is one document
 
 
 class Asked(NamedTuple):

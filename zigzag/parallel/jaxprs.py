@@ -132,9 +132,9 @@ def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
 
 def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
     """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or '' if one
-    may. If a branch or the length of a loop depends on the batch, devices with different rows never
-    meet in the collectives that the compiler puts inside, and wait forever. The second reason is a
-    call into Python."""
+    may. The compiler puts collectives inside branches and loops. If a branch or a loop's length
+    depends on the batch, devices with different rows never meet in them, and wait forever. The
+    second reason is a call into Python."""
     reasons = [""]
 
     def run(jaxpr, depends):

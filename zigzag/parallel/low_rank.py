@@ -11,8 +11,8 @@ read such a checkpoint, `read_run_weights` (saved.py) loads the frozen weights f
 got them, and compares a fingerprint.
 
 There is no alpha, the usual factor on a b. The first values of a have standard deviation
-1 / sqrt(D), which is close to the usual alpha = 2 r (times an a that is uniform between
--1 / sqrt(D) and 1 / sqrt(D)).
+1 / sqrt(D). That is close to the usual alpha = 2 r, with an a that is uniform between -1 / sqrt(D)
+and 1 / sqrt(D).
 """
 
 import dataclasses
