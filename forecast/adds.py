@@ -11,8 +11,8 @@ class OfTraining:
     """Flags of train.py."""
     # measuring
     topology: str = flag("", recorded=False)
-                                    # compile for absent hardware (v5e:4x4, h100:1x2x8), and
-                                    # report. (--mesh auto chooses the fastest mesh, there or here)
+                                    # compile for absent hardware (v5e:4x4, h100:1x2x8) and report;
+                                    # --mesh auto chooses the fastest mesh, there or here
 
 
 COMMANDS = {"topology": Command("forecast.dry_run", Unused(

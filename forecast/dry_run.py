@@ -22,18 +22,18 @@ from zigzag.run.loop import report_header
 from zigzag.run.plan import Program, compiled
 from zigzag.run.running import devices_of
 
-# The share of the memory that formulas may fill: a compiler needs some more than they say.
+# The share of the memory that formulas may fill: a compiler needs more than they predict.
 ROOM = 0.95
-# The number of best meshes that are shown, and how many of them are compiled until one fits.
+# How many of the best meshes to print, and how many of these to compile until one fits.
 SHOWN, COMPILED = 5, 3
 
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
-    """The configuration with the fastest mesh over which the model divides and that fits, its
-    program and its compiled step. The best few meshes by the estimate are compiled."""
+    """Return the configuration with the fastest mesh that divides the model and fits, its program
+    and its compiled step. This compiles the best few meshes by the estimate until one fits."""
     devices = devices_of(config)
     one = resolved(config, make_mesh(devices[:1]))
-    # Refuse here what is wrong on every mesh; later, a refusal only excludes one mesh.
+    # Refuse here an option that is wrong on every mesh; later, a refusal only excludes one mesh.
     network, say = network_of(one), Reporter(config.steps).line
     check_network(change(one, batch=1, accumulate=1, microbatches=1, chunks=1, schedule="gpipe"),
                   network, abstract_mesh({}))
@@ -41,7 +41,7 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
     known = chip_of(devices[0])
     chip, costs = known or CHIPS["TPU v5 lite"], []
     for sizes in all_meshes(len(devices)):
-        # (The cost model assumes that tensor splits all heads and the MLP.)
+        # The cost model assumes that tensor splits all heads and the MLP.
         undivided = any(n % sizes["tensor"] for n in (one.network.heads, one.network.d_ff))
         if undivided or one.shards not in (0, sizes["tensor"]):
             continue
@@ -53,7 +53,7 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
     if not costs:
         raise ConfigError(f"--mesh auto: no mesh of {len(devices)} devices divides this model and "
                           f"--batch {config.batch}")
-    # Meshes that do not fit come last; if none fits, the one that needs the least memory is first.
+    # Meshes that do not fit come last. If none fits, the one with the least memory comes first.
     costs.sort(key=lambda x: (max(1.0, x[1].memory / (ROOM * chip.memory)),
                               x[1].arithmetic + x[1].links))
     say(f"mesh     auto: {len(costs)} meshes of {len(devices)} devices, by the cost model" + (
@@ -82,7 +82,7 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
 
 
 def run(config: Any) -> None:
-    """Compile the real step for the hardware of --topology, and report its memory, arithmetic and
+    """Compile the real step for the hardware of --topology. Report its memory, arithmetic and
     collectives, and the time that these take at the chip's published rates."""
     begin = time.perf_counter()
     config, ready = programs.choose_mesh(config)
@@ -124,13 +124,13 @@ def run(config: Any) -> None:
         f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
 
 
-# Units from the largest to the smallest, with which a small model's numbers are not all 0.00.
+# Units from the largest to the smallest, so that a small model's numbers are not all 0.00.
 FLOPS = {"Tflop": 1e12, "Gflop": 1e9, "Mflop": 1e6}
 TIMES = {"ms": 1e-3, "us": 1e-6}
 
 
 def _in_units(x, units, digits=1):
-    """The number in the largest of these units of which it is at least a tenth."""
+    """Format x in the largest of these units with which x is at least 0.1."""
     name, unit = next((pair for pair in units.items() if 10 * x >= pair[1]), [*units.items()][-1])
     return f"{x / unit:,.{digits}f} {name}"
 

@@ -1,8 +1,8 @@
 """The speed and the memory of a program, predicted before it runs.
 
     cost_model     an estimate from formulas, which takes microseconds for a mesh
-    work_of        what a compiled program sends and computes
-    bytes_moved    what it moves from and to memory
+    work_of        the collectives and the arithmetic of a compiled program
+    bytes_moved    the bytes that it moves from and to memory
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from zigzag.run.plan import Program
 # The estimate
 
 # The cost of --remat in arithmetic and sending, relative to none, measured on compiled programs;
-# and the numbers that a layer saves for each token for the backward pass: a d_model + b d_ff.
+# then a and b. For each token, a layer saves a d_model + b d_ff numbers for the backward pass.
 REMAT = {"none": (1.0, 10, 4), "selective": (1.05, 6, 3), "full": (1.3, 2, 0),
          "offload": (1.3, 0, 0), "attention": (1.05, 10, 4), "mlp": (1.2, 10, 0),
          "attention,mlp": (1.25, 10, 0)}
-# Bytes for each parameter: float32 weights, gradients and two moments, and a copy in 16 bits.
+# Bytes for each parameter: float32 weights, gradients and two moments, plus a copy in 16 bits.
 STATE_BYTES = 18
 
 
@@ -40,7 +40,7 @@ class Cost(NamedTuple):
     """The cost of an update on one device."""
     arithmetic: float           # seconds
     links: float                # seconds of sending
-    parts: dict[str, float]     # bytes of memory, by what they hold
+    parts: dict[str, float]     # bytes of memory, by their content
 
     @property
     def memory(self) -> float:
@@ -49,13 +49,13 @@ class Cost(NamedTuple):
 
 def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flops: float
                ) -> Cost:
-    """A rough estimate of the Cost of an update of `flops`, for a transformer, by the formulas in
+    """Estimate the Cost of an update of `flops` for a transformer, roughly, by the formulas in
     README's table."""
     c = config.network
     d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
-    # The parameters of a device before the split over fsdp, and how many of these are trained; its
-    # layers, its tokens, and README's X and K.
+    # A device's parameters before the split over fsdp, and the trained ones among them; its layers,
+    # its tokens, and README's X and K.
     own, trained = (
         sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
             for path, w in by_path(tree).items()) / t
@@ -92,11 +92,11 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
 
 def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Collective]
             ) -> tuple[Sequence[Collective], float, str]:
-    """(what a device sends in a compiled step, the operations that it does, ""). Where the compiler
-    cannot print the program, they are `expected` and the usual count, and the text says so."""
+    """Return (the collectives of a compiled step, its FLOPs on a device, ""). If the compiler
+    cannot print the program, return `expected`, the usual count, and a text with the reason."""
     config, mesh = program.config, program.mesh
     c, devices = config.network, mesh.shape["expert"] if config.step == "shard_map" else 1
-    # The average share of tokens among the rows for which an expert's device has room.
+    # The rows for each token that fit on a device of experts; experts_per_token / devices are used.
     room = min(c.experts_per_token, max(1, c.experts // devices))
     try:
         with _without_stderr():
@@ -108,15 +108,15 @@ def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Coll
 
 
 def bytes_moved(step: jax.stages.Compiled) -> int:
-    """The bytes that a compiled step moves from and to memory, if it reads what it is given once,
-    and writes and reads its temporary memory once: the fewest."""
+    """The fewest bytes that a compiled step can move from and to memory: it reads its arguments
+    once, writes its outputs once, and writes and reads its temporary memory once."""
     m = step.memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes + 2 * m.temp_size_in_bytes
 
 
 @contextlib.contextmanager
 def _without_stderr():
-    """A context that hides what a compiler prints to stderr."""
+    """A context that hides a compiler's output to stderr."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)

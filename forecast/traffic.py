@@ -4,9 +4,9 @@
     X  a microbatch's residual        W  the weights that a device gathers over fsdp
        stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
 
-X, W and K are bytes on one device in the dtype of the computation. hlo.add_up knows which share of
-its bytes a collective sends. So each function below only yields the collectives, as rows: the kind,
-the axes joined by +, how often it runs, and the bytes of its result on a device (for a
+X, W and K are bytes on one device in the dtype of the computation. hlo.add_up knows the share of
+its bytes that a collective sends. So each function below only yields the collectives, as rows: the
+kind, the axes joined by +, how often it runs, and the bytes of its result on a device (for a
 reduce-scatter, of its operand).
 """
 
@@ -30,7 +30,7 @@ from zigzag.parallel.rule import zero1_specs
 def expected_traffic(plan: Any) -> list[Collective]:
     """The collectives that an update of a plan.Plan should run, in the form of `hlo.collectives`:
     those of the weights and, if the loss is one of our decoders', those of the activations (between
-    blocks and stages, around the ring, to experts). [] if something else is sent too."""
+    blocks and stages, around the ring, to experts). [] if the update sends anything further."""
     sizes = plan.mesh.shape
     rows = []
     for kind, axes, count, size in () if _sends_more(plan) else _rows(plan):
@@ -41,16 +41,16 @@ def expected_traffic(plan: Any) -> list[Collective]:
 
 
 def is_complete(plan: Any) -> bool:
-    """Whether expected_traffic knows all that an update sends."""
+    """Whether expected_traffic covers everything that an update sends."""
     knows = _blocks(plan) is not None if plan.network else plan.sizes["tensor"] == 1
     return knows and not _sends_more(plan)
 
 
 def _sends_more(plan):
-    """Whether an update sends what there is no formula for: to make matrices orthogonal, to compare
-    rows, for the gradients of adapters, for weights that are stored otherwise than used, or for a
-    part of the layers. (And a TPU multiplies float32 numbers rounded to bfloat16, and may round
-    them before it gathers.)"""
+    """Whether an update sends anything without a formula: to make matrices orthogonal, to compare
+    rows, for adapters, for weights whose storage differs from their use, for --remat on a part of a
+    layer or of the layers, or for 1F1B with one layer a stage. So does a float32 step on a TPU,
+    which multiplies float32 rounded to bfloat16, and may round before it gathers."""
     config, c = plan.config, plan.config.network
     return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
@@ -60,7 +60,7 @@ def _sends_more(plan):
 
 
 def _blocks(plan):
-    """The Traffic of a network's blocks; None if there are no formulas for its activations."""
+    """The Traffic of a network's blocks; None if its activations have no formulas."""
     by_hand = plan.network and plan.config.step == "shard_map"
     return plan.network.block_traffic(plan.config.network) if by_hand else None
 
@@ -77,58 +77,58 @@ def _rows(plan):
 
 
 class _Run:
-    """The sizes and counts of what a device runs in an update."""
+    """The sizes and counts of a device's work in an update."""
 
     def __init__(self, config, mesh):
         self.config, self.model, self.mesh = config, config.network, mesh
         c = config.network
         self.sizes = mesh.shape
-        # Bytes of a number. (Between CPU devices XLA sends 16-bit numbers in 32 bits.)
+        # Bytes of a number. Between CPU devices XLA sends 16-bit numbers in 32 bits.
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
 
-        # The pipeline: its microbatches, and for each part of the batch its ticks.
+        # The pipeline: its microbatches, and its ticks for all parts of the batch.
         S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
         M = c.microbatches if S > 1 else 1
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
         self.ticks, self.passes = config.accumulate * count, config.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
         self.overlaps = c.overlap and config.step == "shard_map"
-        # A microbatch on a device. Between blocks, its time is split over tensor if it divides.
+        # A microbatch on a device. Between blocks, tensor splits its sequence if it divides it.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
         self.splits_time = self.time % self.sizes["tensor"] == 0
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
-        # The strips of its rows that a layer takes in turn.
+        # The number of strips of its rows that a layer takes in turn.
         self.strips = strips.count(self.rows, self.time, self.sizes, platform(mesh),
                                    strips.least(config))
-        # Whether the head's time, of which each stage has a part, is split over tensor too.
+        # Whether tensor also splits the head's tokens, after the stages have shared them.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
-        # How often a layer runs, and how often each run computes it forward: twice in 1F1B.
+        # How often a layer runs, and how often a run computes it forward: 1F1B and --remat add one.
         self.layers = round(self.passes * c.layers / S)
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
-        # How often the embedding and the head run, and their input: 1F1B runs them in each tick.
+        # How often the embedding and the head run (in 1F1B every tick), and the bytes of their X.
         self.ends = self.ticks if self.is_1f1b else config.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
 
     def scatter(self, axis, count, size):
-        """A reduce-scatter, which on a TPU is several exchanges."""
+        """A row for a reduce-scatter, which on a TPU is several exchanges."""
         kind, stages = scattering(self.sizes[axis], self.mesh)
         return kind, axis, count * stages, size / stages
 
     def in_parts(self, count, size):
-        """What --overlap sends in place of a gather or a scatter over tensor."""
+        """A row for the permutes of --overlap that replace a gather or a scatter over tensor."""
         n = self.sizes["tensor"]
         return "collective-permute", "tensor", count * (n - 1), size / n
 
 
 # -------------------------------------------------------------------------------------------
-# Weights, of any function
+# Weights of any function
 
 def _data(weights, run):
-    """2 (n-1)/n G: the gradients of a device's weights are summed over all other axes, once in an
-    update. With --zero 1 they are scattered over data, and the new weights are gathered."""
+    """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that do
+    not split them. With --zero 1 it scatters them over data, and gathers the new weights."""
     reduced = collections.Counter()
     for leaf, decision in weights:
         split = spec_axes(decision.spec)
@@ -140,15 +140,15 @@ def _data(weights, run):
             yield "all-gather", "data", 1, G
             axes.remove("data")
             G /= run.sizes["data"]
-        reduced["+".join(axes)] += G        # (the compiler joins the reductions of all weights)
+        reduced["+".join(axes)] += G        # the compiler joins the reductions of all weights
     for axes, G in reduced.items():
         yield "all-reduce", axes, 1, G
 
 
 def _fsdp(weights, run, gathers_by_layer):
-    """3 (n-1)/n W: a layer's weights are gathered where it uses them, forward and backward, and
-    their gradients are scattered, in each part of the batch and each pass through a stage's
-    layers. Weights outside of layers are gathered once for all parts."""
+    """3 (n-1)/n W: a layer gathers its weights where it uses them, forward and backward, and
+    scatters their gradients, in each part of the batch and each pass through a stage's layers. An
+    update gathers weights outside of layers once for all parts."""
     of_gradients = 4 if run.model.sum_dtype else run.itemsize
     for leaf, decision in weights:
         split = spec_axes(decision.spec)
@@ -165,24 +165,24 @@ def _fsdp(weights, run, gathers_by_layer):
 
 
 # -------------------------------------------------------------------------------------------
-# Activations, of the transformer
+# Activations of the transformer
 
 def _tensor(run, traffic):
-    """8 (n-1)/n X for each layer (4 with a parallel block): time is gathered into a block and
-    scattered out of it, and in the backward pass the transposes run. If time does not divide, an
-    all-reduce replaces both."""
+    """8 (n-1)/n X for each layer (4 with a parallel block): a block gathers its tokens at its input
+    and scatters them at its output, and the backward pass runs the transposes. If tensor does not
+    divide the sequence, an all-reduce replaces both."""
     c, n, blocks = run.model, run.sizes["tensor"], traffic.pairs
-    # If heads do not divide, every device computes all of attention, and nothing is reduced.
+    # If tensor does not divide the heads, every device computes all of attention: no reduction.
     is_whole = c.heads % n > 0
     out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
-    # Out of a block forward, and into it backward. (The reduced result is saved for the backward
-    # pass, so recomputing does not reduce it again.)
+    # Out of a block forward, and into it backward. The backward pass has the reduced result saved,
+    # so recomputing does not reduce it again.
     reductions = out * (1 + run.is_1f1b) + into
     if traffic.beside:
-        reductions += 1     # experts and the branch beside them share the gather, except backward
+        reductions += 1     # experts and the branch next to them share the gather, except backward
     gathers = (blocks * run.forwards + out) * run.splits_time
-    if run.overlaps and run.splits_time:    # (experts, and a block that is whole, do not)
+    if run.overlaps and run.splits_time:    # experts, and a block that is whole, do not overlap
         inner = blocks - is_whole - bool(c.experts)
         scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
@@ -193,10 +193,10 @@ def _tensor(run, traffic):
     yield run.reduce, "tensor", times * reductions, X
     yield "all-gather", "tensor", times * gathers, X
     if run.splits_time:
-        # A norm's scale is not split, and each device has its gradient for a part of the time.
+        # A norm's scale is whole, and each device has its gradient for a part of the sequence.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
     if run.splits_time or not is_whole:
-        # The gradients of wq and wo, and of wk and wv, if their heads do not divide.
+        # The gradients of wq and wo, and of wk and wv, if tensor does not divide their heads.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
         yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
     if traffic.head_norms and not is_whole:     # two means of each token, and their gradients
@@ -207,7 +207,7 @@ def _vocabulary(run, rows):
     """4 (n-1)/n X for the embedding and the head over tensor, and the reductions of the loss over
     the parts of the logits."""
     D_bytes, S = run.model.d_model * run.itemsize, run.sizes["pipe"]
-    tokens = run.X_ends // D_bytes          # (a stage's head has a part of these)
+    tokens = run.X_ends // D_bytes          # a stage's head has a part of these
     chunks = loss_chunks(tokens // run.time, run.time // S // (
         run.sizes["tensor"] if run.splits_head else 1), rows)
     heads, X_head = run.ends * chunks, run.X_ends // S // chunks
@@ -220,7 +220,7 @@ def _vocabulary(run, rows):
             yield "all-gather", "tensor", heads, X_head
             yield "reduce-scatter", "tensor", heads, X_head
         yield "all-reduce", "tensor", run.ends, D_bytes     # the last norm's scale
-    else:       # time is gathered before the stages share it
+    else:       # the tokens are gathered before the stages share them
         yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
         yield "all-reduce", "tensor", heads, X_head
     # The loss of each token: the largest logit, the sum of exponentials, the target's logit.
@@ -229,37 +229,37 @@ def _vocabulary(run, rows):
 
 def _experts(run):
     """4 (n-1) X for each layer: every device has room for every token, on the way to the experts
-    and back, forward and backward. The numbers of a token's experts and its routing weights are
-    sent too. Over tensor, each device routes its own time and gathers the choices of the others."""
+    and back, forward and backward. Devices also send the indices of a token's experts and its
+    routing weights. Over tensor, each device routes its own tokens and gathers all choices."""
     c, n = run.model, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
     exchanges = 3 + run.forwards + run.is_1f1b
     yield "all-to-all", "expert", run.layers * exchanges, n * run.X
     choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
-    for itemsize in (4, run.itemsize):      # the numbers of the experts, and their weights
+    for itemsize in (4, run.itemsize):      # the indices of the experts, and their weights
         yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
-    # The gradients of the routing weights. (They are too few to fill a tile of a TPU. If they do
-    # not come from expert, its compiler sums them everywhere and slices.)
+    # The gradients of the routing weights. They are too few to fill a tile of a TPU. If they do not
+    # come from expert, its compiler sums them everywhere and slices.
     yield run.scatter("expert", run.layers, n * choices * run.itemsize)
     scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
     yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
     if run.splits_time:
-        # The router is not split. (A TPU's compiler rounds its gradient before the sum.)
+        # The router is whole. A TPU's compiler rounds its gradient before the sum.
         yield ("all-reduce", "tensor", run.layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
     if run.splits_time:
         yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
-    # Sums over all of the time: the load of each expert in a row, and (outside of layers) the row's
-    # weight.
+    # Sums over the whole sequence: the load of each expert in a row and, outside of layers, the
+    # row's weight.
     axes = "seq+tensor" if run.splits_time else "seq"
     yield "all-reduce", axes, routings, run.rows * c.experts * 4
     yield "all-reduce", axes, run.ticks, run.rows * 4
 
 
 def _pipe(run):
-    """2 X in each tick, to the next stage and, backward, to the previous one; 2 (n-1)/n X at the
-    end, when each stage receives its part of the time of the last stage's output for the head."""
+    """2 X in each tick, to the next stage and, backward, to the previous one. 2 (n-1)/n X at the
+    end, when each stage receives its part of the tokens of the last stage's output for the head."""
     n = run.sizes["tensor"]
     yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
     for kind in ("reduce-scatter", "all-gather"):
@@ -268,8 +268,8 @@ def _pipe(run):
 
 def _seq(run, segments):
     """4 (n-1) K for each layer: keys and values go once around the ring, and their gradients back.
-    What decides which of them a query sees goes with them: their slots, and the documents of a
-    microbatch. No layer changes these, so most programs send them once for all layers."""
+    The slots and documents that decide which keys a query sees go with them. No layer changes
+    these, so most programs send them once for all layers."""
     c, n, hops = run.model, run.sizes["tensor"], run.sizes["seq"] - 1
     K = run.tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * run.itemsize
     yield "collective-permute", "seq", 2 * hops * run.layers * (run.forwards + 1), K

@@ -4,7 +4,7 @@ An Answer holds back text that a later id may still change:
 
     ids     Wh | at | \xf0\x9f | \x98 | \x80 | # | ## | ...
     shown   Wh | What |        |      | What😀 |   |     ...     with the stop "###": # may be its
-                                                                 beginning, and is held back
+                                                                 beginning, so it is held back
 """
 
 import sys
@@ -12,20 +12,20 @@ from typing import Callable, Sequence
 
 
 class Answer:
-    """The ids that follow those of a prompt, and their text, up to the first stop text. There are
-    at most `tokens` of them, of which `room` fit into the context. Without `decode` (ids -> text)
-    there is no text."""
+    """The ids that follow a prompt's ids, and their text, up to the first stop text. There are at
+    most `tokens` ids, and `room` of them fit into the context. Without `decode` (ids -> text) there
+    is no text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None, prompt: Sequence[int],
                  stop: Sequence[str] = (), tokens: int = sys.maxsize, room: int = sys.maxsize):
         self.decode, self.stop, self.tokens, self.room = decode, stop, tokens, room
         self.ids, self.logprobs, self.text = [], [], ""
-        self.reason = ""        # why it has ended: stop, length or context
+        self.reason = ""        # why it ended: stop, length or context
         self.before, self.decoded = prompt, 0       # the ids before those that `text` lacks
 
     def add(self, pair: tuple[Sequence[int], Sequence[float]] | None) -> None:
-        """Add the next ids, with their log-probabilities. No ids: the answer has ended. None: there
-        are none yet."""
+        """Add the next ids, with their log-probabilities. Empty lists mean that the answer has
+        ended; None means that no ids are ready yet."""
         if pair is None:
             return
         for i, log in zip(*pair):
@@ -43,7 +43,7 @@ class Answer:
         """Add the text of the newest ids, unless its last character is incomplete."""
         if not self.decode:
             return
-        # (A few ids before them: some tokenizers drop a space at the beginning of a text.)
+        # Decode a few ids before them as well: some tokenizers drop a space that begins a text.
         before = [*self.before[-8:]]
         row = [*before, *self.ids[self.decoded:]]
         new = self.decode(row)[len(self.decode(before)):]

@@ -1,17 +1,17 @@
-"""Prompts through a few rows: when an answer has ended, a prompt that waits takes its row.
+"""Prompts through a few rows: when an answer ends, a waiting prompt takes its row.
 
     row 0   | a a a a a a | d d d d d ...
     row 1   | b b | c c c c c c c | e ...
               time ->
 
-All rows share `slot`, the slot of their newest ids, which grows without end: the cache is a ring
-with as many slots as the longest row has tokens. The prompts of new rows are read into a small
-cache of their own, and rolled so that they end where the others are. A row whose context is full
-is freed too, and what is left of its text waits to be read again. Few programs are compiled: the
-passes for all rows and for an eighth of them, and chunks of a prompt of at most five lengths.
+All rows share `slot`, the slot of their newest ids, which grows without end. The cache is a ring
+with as many slots as the longest row has tokens. The prompts of new rows go into a small separate
+cache, which is then rolled so that they end at the slot of all rows. A row whose context is full is
+freed as well, and the last half of its text waits to be read again. jax compiles few programs: the
+passes for all rows and for an eighth of them, and prompt chunks of at most five lengths.
 
-If positions scale with a row's length (Network.decoding_length), only prompts of one such length
-are answered together, so that an answer does not depend on the other prompts.
+If positions scale with a row's length (Network.decoding_length), only prompts of the same such
+length run together. So an answer does not depend on the prompts around it.
 """
 
 import collections
@@ -41,18 +41,18 @@ from zigzag.generate.rows import (
     source_arrays,
 )
 
-PIECE = 8       # while prompts wait: the most ids that are written before free rows are looked for
-NEAR = 4        # prompts are sorted by length among as many as fill the rows 4 times
+PIECE = 8       # while prompts wait: the most ids to write before looking for free rows
+NEAR = 4        # sort prompts by length within groups that fill the rows 4 times
 
 
 @dataclasses.dataclass(eq=False)
 class Text:
     """A prompt and its answer."""
-    number: int             # the prompt's
-    ids: list[int]          # those of the prompt that fit into the context, then the new ones
-    left: int               # how many new ids it may still get; 0: it has ended
-    count: int = 0          # how many it has
-    begin: int = 0          # where its context begins in ids
+    number: int             # the index of its prompt
+    ids: list[int]          # the prompt's ids that fit into the context, then the new ids
+    left: int               # the most new ids that it may still get; 0: it has ended
+    count: int = 0          # the number of its new ids
+    begin: int = 0          # where its context begins in `ids`
     length: int = 0         # Network.decoding_length
 
     @property
@@ -60,7 +60,7 @@ class Text:
         return len(self.ids) - self.begin
 
     def add(self, new: list[int], ends: Sequence[int]) -> int:
-        """Add the next ids up to the first one in `ends`. Returns how many they are."""
+        """Add the next ids up to the first one in `ends`. Return how many were added."""
         kept = cut_at_end(ends, new)[:self.left]
         self.ids += kept
         self.count += len(kept)
@@ -70,7 +70,7 @@ class Text:
 
 class Rows:
     """The rows on the devices: at most `batch` (more if the mesh does not divide it). `owners` has
-    the Text in each, or None; `length` is that of them all."""
+    the Text in each row, or None; `length` is the decoding_length of them all."""
 
     def __init__(self, engine: Engine, params: Any, prompts: Sequence[Sequence[int]], tokens: int,
                  sampling: Sampling, ends: Sequence[int], source: Any, seed: int | Sequence[int],
@@ -82,7 +82,7 @@ class Rows:
         self.network, self.config = engine.network, engine.config
         self.context = size = context_of(self.network, self.config)
         longest = check_ids("prompt", prompts, self.config)
-        # (The text of an encoder-decoder is not read from its middle on: it ends with the context.)
+        # An encoder-decoder's text is never read from its middle on: it ends with the context.
         ends_there = stop_at_context or self.network.source_shape(self.config) is not None
         if longest > size:
             say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
@@ -112,17 +112,17 @@ class Rows:
             text.length, text.number // (NEAR * self.count), text.size)))
 
     def _room(self, text):
-        """How many new ids it may get until its context is full. (The last one is not read.)"""
+        """The number of new ids until its context is full. The last one is never read."""
         return self.context + 1 - text.size
 
     def _length_of(self, text):
-        """The length on which the scaling of its positions depends, as if it were alone."""
+        """The length that decides the scaling of its positions, as if the text ran alone."""
         tokens = padded_length(text.size) + min(text.left, self._room(text))
         return self.network.decoding_length(self.config, tokens, self.slots)
 
     def written(self, draw: Callable, ended: Callable[[int], Any]) -> Iterator[list]:
-        """Yield the next ids of each text and their log-probabilities: none if it has ended, None
-        if there are none yet. A text that ended(its number) says has ended does not go on."""
+        """Yield the next ids of each text and their log-probabilities: empty lists if it has ended,
+        None if there are none yet. A text stops once ended(its number) is true."""
         while True:
             for text in self.texts:
                 if ended(text.number):
@@ -136,7 +136,7 @@ class Rows:
             yield self._write(draw)
 
     def _places(self):
-        """The rows that are read next: all if all are free, else some if an eighth is free."""
+        """The rows to read next: all if all are free, else some if an eighth is free."""
         free = [row for row, text in enumerate(self.owners) if text is None]
         if not self.waiting or len(free) < max(1, self.count // 8):
             return []
@@ -145,17 +145,17 @@ class Rows:
         return free[:self.some] if self.waiting[0].length == self.length else []
 
     def _read(self, places):
-        """Read texts that wait into rows `places`, of which some may stay free."""
+        """Read waiting texts into the rows `places`. Some of these may stay free."""
         is_all = len(places) == self.count
         if is_all:
             self.length = self.waiting[0].length
-            self.cache = None       # (its memory is the next one's)
+            self.cache = None       # frees its memory for the next cache
         texts = []
         for row in places:
             if self.waiting and self.waiting[0].length == self.length:
                 self.owners[row] = self.waiting.popleft()
                 texts.append(self.owners[row])
-        # (Too few are filled up with the last one, which goes into its row several times.)
+        # If there are too few texts, repeat the last one, which goes into its row several times.
         more = (self.count if is_all else self.some) - len(texts)
         texts, places = (some + some[-1:] * more for some in (texts, places[:len(texts)]))
         tokens, start = padded_prompts(
@@ -173,7 +173,7 @@ class Rows:
             self.start[places] = start + moved
 
     def _write(self, draw):
-        """Write the next ids of the rows that are taken."""
+        """Write the next ids of the occupied rows."""
         taken = [text for text in self.owners if text]
         rows = [text or taken[0] for text in self.owners]
         limit = min(max(text.left for text in taken), min(map(self._room, taken)), self.piece,
@@ -197,11 +197,11 @@ class Rows:
                 count = text.add(ids[row], self.ends)
                 new[text.number] = ids[row][:count], logs[row][:count]
                 if text.left and text.size > self.context:
-                    # Its context is full: its row is free, and its last half will be read again.
+                    # Its context is full: free its row, and read the last half again later.
                     self.owners[row] = None
                     text.begin = len(text.ids) - max(1, self.context // 2)
                     text.length = self._length_of(text)
-                    # (Last, if it cannot be answered together with those of now.)
+                    # It goes last if it cannot run together with the current rows.
                     self.waiting.insert(
                         0 if text.length == self.length else len(self.waiting), text)
         return new
@@ -209,9 +209,9 @@ class Rows:
 
 @jax.jit(static_argnames="engine", donate_argnames="cache")
 def put_rows(engine: Engine, cache: Any, new: Any, places: Any, moved: Any) -> Any:
-    """The cache with the rows of another, `moved` slots further, at these places."""
+    """Put the rows of a `new` cache, `moved` slots further on, into the cache at these places."""
     def put(name, rows, new):
-        # (The keys of a source have no slots.)
+        # Keys of a source have no slots, so they are not rolled.
         return rows.at[places].set(new if name.startswith("cross") else jnp.roll(new, moved, 2))
 
     cache = [{name: put(name, layer[name], of_new[name]) for name in layer}

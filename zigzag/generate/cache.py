@@ -3,14 +3,14 @@
     [B, K, S, N]    keys and values of a layer. Token p of the padded row is in slot p mod S
     a window        S is the window plus one chunk of a prompt: new tokens overwrite the ones that
                     have left the window
-    latent          one vector for all heads, from which keys and values are made
+    latent          one vector for all heads, from which the layer makes keys and values
     on a mesh       tensor splits the heads K. If it does not divide them, it splits the slots S:
-                    each device attends with all heads to its own slots, and the results are joined
-                    as in ring attention
+                    each device attends with all heads to its own slots, and `_join` combines the
+                    results as in ring attention
 
-Each layer has its own arrays, so that the compiled loop over tokens updates them in place (a scan
-over stacked layers would copy them). Slots come after heads because the matrix products read them
-in that order.
+Each layer has its own arrays, so the compiled loop over tokens updates them in place. A scan over
+stacked layers would copy them. Slots come after heads because the matrix products read them in that
+order.
 """
 
 from typing import Any, Callable
@@ -26,15 +26,15 @@ from zigzag.generate.decoding import State
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.parallel.network import Layer
 
-# The number of tokens in a chunk of a prompt: prompts are prefilled in chunks.
+# Prefill reads a prompt in chunks of this many tokens.
 CHUNK = 256
 
-# What a layer with cross-attention also holds: keys, values and documents of an encoder's output.
+# Extra arrays of a layer with cross-attention: keys, values and documents of an encoder's output.
 CROSS = ("cross_k", "cross_v", "cross_document")
 
 
 def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
-    """The specs of a layer's cache on this mesh, from the specs of its weights."""
+    """The specs of a layer's cache on this mesh, given the specs of its weights."""
     def are_split(names):
         leaves = jax.tree.leaves([specs[name] for name in names if name in specs])
         return mesh.shape["tensor"] > 1 and any("tensor" in spec for spec in leaves)
@@ -50,7 +50,7 @@ def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
 
 
 def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
-    """An empty cache of a layer, {name: [rows, K, slots, N]}, whose slots `tensor` divides."""
+    """An empty cache of a layer, {name: [rows, K, slots, N]}; slots are a multiple of `tensor`."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
     slots = -(-slots // tensor) * tensor
@@ -59,12 +59,12 @@ def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) 
 
 
 def _slot_shards(cached, kv_heads):
-    """The number of devices over which tensor splits the slots: 1 unless each has all heads."""
+    """The number of devices that share the slots over tensor: 1 unless each has all heads."""
     return axis_size("tensor") if cached.shape[1] == kv_heads else 1
 
 
 def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
-    """The cached array with new keys, values or latent vectors [B, T, K, N] from `slot` on."""
+    """Write new keys, values or latent vectors [B, T, K, N] into `cached` from `slot` on."""
     new = mark_varying(new.swapaxes(1, 2).astype(cached.dtype), cached)
     shards, size = _slot_shards(cached, kv_heads), cached.shape[2]
     if shards == 1:
@@ -74,19 +74,19 @@ def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
         on_cpu = (platform() or jax.default_backend()) == "cpu"
         if len(cached) > 1 or new.shape[2] > 1 or not on_cpu:
             return put(cached)
-        # For a single row a CPU's compiler puts `put` also into the products that read its result,
-        # and so copies all slots; not if it is a branch, though one that is always taken (attention
-        # to 2,048 slots: 42 -> 22 ms).
+        # For a single row, a CPU's compiler also fuses `put` into the products that read its
+        # result, which copies all slots. A branch, even one that is always taken, prevents this
+        # (attention to 2,048 slots: 42 -> 22 ms).
         return lax.cond(slot >= 0, put, lambda cached: cached, cached)
     here = (slot + jnp.arange(new.shape[2])) % (size * shards) - lax.axis_index("tensor") * size
-    here = jnp.where((here >= 0) & (here < size), here, size)       # size: on another device
+    here = jnp.where((here >= 0) & (here < size), here, size)       # size: on a different device
     return cached.at[:, :, here].set(new, mode="drop")
 
 
 class Attend:
-    """A shard.self_attend for decoding. Called with q, k, v of new tokens [B, T], which are at
-    slots slot ... slot + T - 1 of rows that begin at slots start [B], it adds k and v to a layer's
-    cache (the new cache is `.layer`) and attends to all keys in it."""
+    """A shard.self_attend for decoding. Call it with q, k, v of new tokens [B, T] at slots
+    slot ... slot + T - 1 of rows that begin at slots start [B]. It adds k and v to a layer's cache
+    (the new cache is `.layer`) and attends to all keys in the cache."""
 
     def __init__(self, layer: State, slot: Array, start: Array, heads: int, kv_heads: int):
         self.layer, self.slot, self.start = layer, slot, start
@@ -109,17 +109,17 @@ class Attend:
 
 
 def query_tokens(slot: Array, start: Array, count: int) -> Token:
-    """The Token of `count` new tokens, from this slot on, in rows that begin at slots start [B]."""
+    """The Token of `count` new tokens from `slot` on, in rows that begin at slots start [B]."""
     slots = jnp.broadcast_to(slot + jnp.arange(count), (len(start), count))
     return Token(slots, jnp.maximum(slots - start[:, None], 0), jnp.zeros_like(slots))
 
 
 def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, start: Array,
            heads: int, kv_heads: int, folds: bool = True) -> Array:
-    """Attention [B, T, H, M] of queries q [B, T, H, N] to the cached k and v [B, K, S, N], to which
-    the queries' own keys have been added. `attention` is a function(q, k, v, (query, key)) from
-    attention.self_attention. With `folds`, query heads that share a kv head are folded into the
-    time of q, so that keys need not be repeated."""
+    """Attention [B, T, H, M] of queries q [B, T, H, N] to the cached k and v [B, K, S, N], which
+    already include the queries' own keys. `attention` is a function(q, k, v, (query, key)) from
+    attention.self_attention. `folds` moves the query heads that share a kv head into the T of q, so
+    that keys need no repeating."""
     shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
     if shards > 1 and own_heads < heads:
         q = lax.all_gather(q, "tensor", axis=2, tiled=True)
@@ -146,7 +146,7 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
 
 
 def _key_tokens(query, start, slots, total):
-    """The Token in each of these slots of a cache with `total` slots: the newest one of the row
+    """The Token in each of these slots of a cache with `total` slots: the newest token of the row
     that belongs there. Padding and empty slots are in document -1."""
     last, start = query.slot[:, -1:], start[:, None]
     slots = last - (last - slots) % total
@@ -154,8 +154,8 @@ def _key_tokens(query, start, slots, total):
 
 
 def _join(out, own_heads):
-    """Attention to the slots of all devices, for this device's `own_heads` heads, from each
-    device's attention `out` to its own slots. The last number of each vector in `out` is the
+    """Combine each device's attention `out` to its own slots into attention to the slots of all
+    devices, for this device's `own_heads` heads. The last number of each vector in `out` is the
     logsumexp of its scores."""
     values, logsum = out[..., :-1], out[..., -1:]
     share = jnp.exp(logsum - lax.pmax(logsum, "tensor"))

@@ -1,7 +1,7 @@
-"""How an id is chosen.
+"""How decoding chooses an id.
 
-If rows are split over devices, all devices go on until the last row has ended, because they may
-have to gather weights together.
+If a mesh splits the rows, all devices continue until the last row has ended, because they may have
+to gather weights together.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from jax import Array, lax
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import varying
 
-# Arrays of rows by their names (passes.py has a table of them).
+# {name: array of rows}; passes.py has a table of the names.
 State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How an id is chosen: the options of `generate` that are compiled into the loop."""
+    """How to choose an id: the options of `generate` that are compiled into the loop."""
     temperature: float = 1.0            # 0: greedy
-    top_k: int = 0                      # keep the k likeliest ids; 0: all
-    top_p: float = 1.0                  # keep the likeliest ids whose probabilities add up to this
+    top_k: int = 0                      # keep the k most likely ids; 0: all
+    top_p: float = 1.0                  # keep the most likely ids, up to this total probability
     min_p: float = 0.0                  # keep ids with this share of the largest probability
-    repetition_penalty: float = 1.0     # divides positive logits of earlier ids, multiplies others
+    repetition_penalty: float = 1.0     # divides earlier ids' positive logits, multiplies negative
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
@@ -40,24 +40,24 @@ GREEDY = Sampling(temperature=0)
 
 
 def sampling_of(sampling: Sampling | float, changes: dict[str, Any]) -> Sampling:
-    """The Sampling with these of its fields changed; a number is one with this temperature."""
+    """The Sampling with these fields changed. A number means a Sampling of that temperature."""
     if isinstance(sampling, Sampling):
         return dataclasses.replace(sampling, **changes)
     return Sampling(temperature=sampling, **changes)
 
 
 def end_ids(ends: Any, vocab_size: int) -> list[int]:
-    """The ids in `ends` (one, several or None) that are in the vocabulary."""
+    """The ids in `ends` (one id, several or None) that are in the vocabulary."""
     return [int(i) for i in np.ravel([] if ends is None else ends) if 0 <= i < vocab_size]
 
 
 def penalised(logits: Array, seen: Array, penalty: float) -> Array:
-    """Logits [B, V], lower for the ids that are `seen` [B, V]."""
+    """Lower the logits [B, V] of the ids that are `seen` [B, V]."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def ids_seen(rows: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """Which ids [B, V] appear in these rows."""
+    """Whether each id appears in each of these rows, [B, V]."""
     seen = np.zeros((len(rows), vocab_size), bool)
     for of_row, ids in zip(seen, rows):
         of_row[ids] = True
@@ -65,26 +65,26 @@ def ids_seen(rows: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
 
 
 def before_ids(seeds: Any, ends: Sequence[int], count: Any = 0) -> State:
-    """The state of rows with these seeds [B, 3] before an id is chosen for them. `count` [B] new
-    ids are there."""
+    """The state of rows with these seeds [B, 3] before the next id is chosen. Each row already has
+    `count` [B] new ids."""
     return {"seeds": seeds, "count": np.zeros(len(seeds), np.int32) + np.array(count, np.int32),
             "ended": np.zeros(len(seeds), bool),
-            # (Padded with -1, which is no id, to 8 ends: other ends then need no compilation.)
+            # Pad with -1, which is no id, to 8 ends, so that new ends need no new compilation.
             "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
 
 
 def keys_of(seeds: Array, count: Array | int) -> Array:
-    """The random keys [B] for new id number `count` (of all rows, or [B]), of rows with these seeds
-    [B, 3]."""
+    """The random keys [B] for new id number `count` (one for all rows, or [B]) of rows with these
+    seeds [B, 3]."""
     return jax.vmap(lambda seed, count: functools.reduce(
         jax.random.fold_in, (seed[1], seed[2], count), jax.random.key(seed[0])))(
             seeds, jnp.broadcast_to(count, len(seeds)))
 
 
 def choose(state: State, logits: Array, sampling: Sampling, draw: Callable) -> tuple[State, Array]:
-    """The state with a `newest` id in each row, which draw (sample.draw) chooses from these logits
-    [B, V]; and the ids' log-probabilities [B]. Rows that have ended get ids too, which nobody
-    reads."""
+    """Choose an id for each row by draw (sample.draw) from these logits [B, V]. Return the state
+    with these `newest` ids, and their log-probabilities [B]. Rows that have ended also get ids,
+    which nothing reads."""
     has_penalty = "seen" in state
     scores = penalised(logits, state["seen"], sampling.repetition_penalty
                        ) if has_penalty else logits
@@ -98,6 +98,6 @@ def choose(state: State, logits: Array, sampling: Sampling, draw: Callable) -> t
 
 
 def any_device(x: Array) -> Array:
-    """Whether x has a True on any device."""
+    """Whether x holds a True on any device."""
     x, axes = x.any(), tuple(sorted(varying(x)))
     return lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x

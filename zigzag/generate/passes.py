@@ -1,21 +1,21 @@
 """The compiled passes of generation, on one device or on a mesh.
 
     new_cache       an empty cache; with an encoder, the keys and values of its sources
-    read_chunk      some tokens of each row, into the cache
-    prefill         all of them, chunk by chunk, into a new cache
+    read_chunk      read some tokens of each row into the cache
+    prefill         read all tokens, chunk by chunk, into a new cache
     decode          a compiled loop: read each row's newest id, choose the next
-    ids_of_rows     all of it, which may be a part of a compiled function
+    ids_of_rows     prefill and decode, which may be a part of a compiled function
 
-Each takes an Engine first: a model. On a mesh a pass is one shard_map (Engine.on_mesh), in which
-a device has its rows, all layers, and its part of each weight and of the cache. A pass also takes
-the state of its rows, a dict of arrays:
+Each takes an Engine (a model) first. On a mesh a pass is one shard_map (Engine.on_mesh). In it a
+device has its rows, all layers, and its part of each weight and of the cache. A pass also takes the
+state of its rows, a dict of arrays:
 
     start      [B]        the slot where a row begins, after its padding
     slot       []         the slot of the newest ids
-    newest     [B]        a row's newest id, which is read next: first the prompt's last, again
-    count      [B]        how many new ids a row has
+    newest     [B]        a row's newest id, to read next: at first the prompt's last, once more
+    count      [B]        the number of new ids in a row
     ended      [B]        whether a row has one of `ends` (end ids, padded with -1 to 8 or more)
-    seeds      [B, 3]     a row's random numbers follow from these and from `count`
+    seeds      [B, 3]     these and `count` determine a row's random numbers
     seen       [B, V]     the ids in a row; only with a repetition_penalty
 """
 
@@ -36,7 +36,7 @@ from zigzag.generate.rows import pad_rows, padded_length, seeds_of
 
 @jax.jit(static_argnames=("engine", "slots"))
 def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
-    """An empty cache for these rows. With an encoder, it holds the keys and values of the
+    """An empty cache for these rows. If there is an encoder, it holds the keys and values of the
     sources."""
     cache = engine.empty_cache(len(rows["start"]), slots, params["embed"].dtype)
 
@@ -55,7 +55,7 @@ def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
 def read_chunk(engine: Engine, params: Any, cache: Any, rows: State, length: int) -> State:
     """Run the rows' `tokens` [B, T] through the network, into the cache. If rows have `targets`,
     the result also has `sums` [B, 2], added to those of the rows: the weighted sum of the targets'
-    log-probabilities, and of the targets that are likeliest."""
+    log-probabilities, and the total weight of the targets that are the argmax."""
     network, config = engine.network, engine.config
 
     def read(params, specs, state):
@@ -75,13 +75,13 @@ def read_chunk(engine: Engine, params: Any, cache: Any, rows: State, length: int
 
 def prefill(engine: Engine, params: Any, rows: State, slots: int, length: int, chunk: int = CHUNK
             ) -> State:
-    """Read rows chunk by chunk into a new cache with this many slots. Returns the state after them
-    (cache, start, slot and newest), with the `sums` of read_chunk if rows have targets."""
+    """Read rows chunk by chunk into a new cache with this many slots. Return the state after them
+    (cache, start, slot and newest), and the `sums` of read_chunk if rows have targets."""
     tokens, start = rows["tokens"], rows["start"]
     read = {"cache": new_cache(engine, params, rows, slots)}
     if "targets" in rows:
         read["sums"] = np.zeros((len(tokens), 2), np.float32)
-    # (Chunks of padding alone need not be read.)
+    # Skip the first chunks if they hold only padding.
     first = start.min() // chunk * chunk if isinstance(start, np.ndarray) else 0
     for at in range(first, tokens.shape[1], chunk):
         part = {name: rows[name][:, at:at + chunk] for name in ("tokens", "targets", "weights")
@@ -92,8 +92,8 @@ def prefill(engine: Engine, params: Any, rows: State, slots: int, length: int, c
 
 
 def room_for(engine: Engine, rows: State, tokens: int) -> tuple[int, int]:
-    """The slots of a cache for these rows and `tokens` new ids; and the length that scales their
-    positions (Network.decoding_length)."""
+    """Return the slots of a cache for these rows and `tokens` new ids, and the length that scales
+    their positions (Network.decoding_length)."""
     size = rows["tokens"].shape[1]
     slots = size + (padded_length(tokens) if tokens else 0)
     return slots, engine.network.decoding_length(engine.config, size + tokens, slots)
@@ -102,8 +102,8 @@ def room_for(engine: Engine, rows: State, tokens: int) -> tuple[int, int]:
 @jax.jit(static_argnames=("engine", "room", "length", "sampling", "draw"), donate_argnames="cache")
 def decode(engine: Engine, params: Any, cache: Any, state: State, limit: Array, room: int,
            length: int, sampling: Sampling, draw: Callable) -> State:
-    """`limit` new ids of each row, or fewer if all rows end before: the cache, `ids` [B, room] with
-    their `logprobs`, and the number of those that are `written`."""
+    """Write `limit` new ids for each row, or fewer if all rows end earlier. Return the cache, `ids`
+    [B, room] with their `logprobs`, and the number of them that are `written`."""
     network, config = engine.network, engine.config
 
     def run(params, specs, state):
@@ -135,8 +135,8 @@ def decode(engine: Engine, params: Any, cache: Any, state: State, limit: Array, 
 
 def ids_of_rows(engine: Engine, params: Any, rows: State, tokens: int, sampling: Sampling,
                 seed: int, ends: Sequence[int], draw: Callable) -> Array:
-    """New ids [B, tokens] of these rows; those after the first one in `ends` mean nothing. It may
-    be a part of a compiled function."""
+    """Generate ids [B, tokens] for these rows. Ids after the first one in `ends` mean nothing. This
+    may be a part of a compiled function."""
     def write(params, rows):
         slots, length = room_for(engine, rows, tokens)
         state = prefill(engine, params, rows, slots, length)
@@ -152,8 +152,8 @@ def ids_of_rows(engine: Engine, params: Any, rows: State, tokens: int, sampling:
 
 
 def of_padded(engine: Engine, params: Any, rows: State, write: Callable) -> Array:
-    """What write(params, rows) gives for these rows, with others added until they divide over the
-    mesh, and with the weights as decoding uses them."""
+    """The result of write(params, rows) for these rows. It gets the weights prepared for decoding,
+    and more rows, until their number divides over the mesh."""
     start = jnp.zeros(len(rows["tokens"]), jnp.int32)
     rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
     return write(engine.for_decoding(params), rows)[:len(start)]

@@ -1,5 +1,5 @@
-"""The flags of sample.py, and its input: prompts, or texts to score, from the command line, a file
-or standard input, as ids.
+"""The flags of sample.py, and its input as ids: prompts, or texts to score, from the command line,
+a file or standard input.
 
     The sea is                      a text on each line; blank lines are skipped
     {"prompt": "The sea is"}        an object on each line: in a *.jsonl file, or if the first line
@@ -31,31 +31,31 @@ from zigzag.parallel.network import Network
 class Flags(*added("OfSampling"), hosts.Processes):
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
-    With no prompt it continues each line of standard input. On a terminal it chats if the model has
-    a chat template, else it continues what you type. With --chat a prompt is a message to it."""
+    Without a prompt it continues each line of standard input. On a terminal it chats if the model
+    has a chat template, else it continues your text. With --chat a prompt is a message to it."""
     # the model
-    run: str = "out"            # the --out of a train.py
-    checkpoint: str = ""        # its checkpoint of this step, best, or smallest:NAME or
-                                # largest:NAME (of an evaluation); empty: the newest
+    run: str = "out"            # the --out of a train.py run
+    checkpoint: str = ""        # its checkpoint: a step, best, or smallest:NAME or largest:NAME (of
+                                # an evaluation); empty: the newest
     model: str = flag("", part="published")     # or a Hugging Face folder with a published model
     edited: bool = flag(False, part="published")
-                                # load a published model into an edited model.py, although that
-                                # computes something else
-    shards: int = 0             # devices to split the model over, whatever it was trained on
+                                # load a published model into an edited model.py, although the
+                                # edit computes a different function
+    shards: int = 0             # devices to split the model over, independent of training
     mesh: str = ""              # or axis=size,...; data takes the remaining devices
     # what to do
     prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
                                 # a document
-    prompts: str = ""           # or a file with a prompt on each line, or objects with "prompt"
-    source: str = ""            # or a .npy file with pictures or sound, for a model that reads them
+    prompts: str = ""           # or a file with a prompt or an object with "prompt" on each line
+    source: str = ""            # or a .npy file of images or sound, for a model that reads them
     # which ids
     tokens: int = flag(256, least=1)    # number of new ids
     temperature: float = 0.8    # 0: greedy
-    top_k: int = 0              # sample among the k likeliest ids; 0: all
-    top_p: float = 1.0          # sample among the likeliest ids with this total probability
-    min_p: float = 0.0          # sample among ids with at least this share of the likeliest's
+    top_k: int = 0              # sample from the k most likely ids; 0: all
+    top_p: float = 1.0          # sample from the most likely ids, up to this total probability
+    min_p: float = 0.0          # sample from ids with at least this share of the largest
                                 # probability
-    repetition_penalty: float = 1.0     # above 1: penalise ids that already occur in the text
+    repetition_penalty: float = 1.0     # above 1: penalize ids that already occur in the text
     stop: tuple = ()            # end an answer before any of these texts
     stop_at_context: bool = False       # end when the context is full; else continue from its last
                                         # half
@@ -63,15 +63,14 @@ class Flags(*added("OfSampling"), hosts.Processes):
     # output
     json: bool = False          # print a JSON object for each text
     logprobs: bool = False      # add each new id and its log-probability to --json
-    batch: int = flag(8, least=1)       # number of prompts, texts or choices that are computed
-                                        # together
+    batch: int = flag(8, least=1)       # number of prompts, texts or choices to compute together
 
     def __post_init__(self) -> None:
         check_values(self)
         hosts.check_processes(self)
         if "" in self.stop:
             raise ConfigError("--stop '': expected a text")
-        _ = self.sampling       # (refuses wrong values)
+        _ = self.sampling       # Sampling refuses wrong values
 
     @property
     def sampling(self) -> Sampling:
@@ -82,15 +81,15 @@ class Flags(*added("OfSampling"), hosts.Processes):
 GROUPS: dict[str, list[str]] = {}
 for name, comment in comments(Flags).items():
     GROUPS.setdefault(comment.group, []).append(name)
-# {flag: the groups of flags, and single ones, that have no effect beside it}
+# {flag: the groups of flags, and the single flags, that have no effect next to it}
 NOT_USED = collections.ChainMap(*added("NOT_USED"), {
     "prompts": Unused((), ("prompt",)), "model": Unused((), ("checkpoint",))})
-# {flag: what it needs beside it}
+# {flag: the flag that it needs next to it}
 NEEDS = collections.ChainMap(*added("NEEDS"), {"logprobs": "json", "edited": "model FOLDER"})
 
 
 def check_given(given: Values) -> None:
-    """Refuse flags of a command line that have no effect beside the others."""
+    """Refuse flags on a command line that have no effect, given the flags around them."""
     for one, (groups, names) in NOT_USED.items():
         for name in (*(name for group in groups for name in GROUPS[group]), *names):
             if given.get(one) and given.get(name):
@@ -101,8 +100,8 @@ def check_given(given: Values) -> None:
 
 
 def step_of(run: str, step: str) -> int | None:
-    """The step that --checkpoint names: a number, that of "best", or the best by smallest:NAME or
-    largest:NAME; None (the newest) if empty."""
+    """The step that --checkpoint names: a number, the step of "best", or the best step by
+    smallest:NAME or largest:NAME; None (the newest) if empty."""
     if not step:
         return None
     if step == "best" or step.startswith(("smallest:", "largest:")):
@@ -114,7 +113,7 @@ def step_of(run: str, step: str) -> int | None:
 
 
 def needed_tokenizer(run: str) -> Tokenizer:
-    """The tokenizer of a run; refused if it has none."""
+    """The tokenizer of a run. Refuse a run without one."""
     if tokenizer := tokenizer_of_run(run):
         return tokenizer
     raise ConfigError(f"--run {run}: a run of another task, or one without a tokenizer to read and "
@@ -129,8 +128,8 @@ class Input(NamedTuple):
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """(where it is, for messages; the line) for each line that is not blank."""
-        return [(f"{self.name} line {number}", line.rstrip("\r"))   # (only \n ends a line)
+        """List (its place, for messages; the line) for each line that is not blank."""
+        return [(f"{self.name} line {number}", line.rstrip("\r"))   # only \n ends a line
                 for number, line in enumerate(self.text.split("\n"), 1) if line.strip()]
 
     @property
@@ -139,14 +138,14 @@ class Input(NamedTuple):
         return self.name.endswith(".jsonl") or self.text.lstrip().startswith('{"')
 
     def texts(self, field: str) -> list[str]:
-        """The text of each line: this field of its object or, if it is none, the line itself."""
+        """The text of each line: this field of its object, or the line if it is not an object."""
         if self.has_objects:
             return [texts_of(line.encode(), where, (field,))[0] for where, line in self.lines]
         return [line for _, line in self.lines]
 
 
 def read_input(path: str, flag: str) -> Input:
-    """A file, or the standard input, which may be empty if there is no flag."""
+    """Read a file or standard input. Without a flag, the text may be empty."""
     name = f"{flag} {path}" if path != "-" else "standard input"
     try:
         raw = Path(path).read_bytes() if path != "-" else sys.stdin.buffer.read()
@@ -165,18 +164,18 @@ def read_input(path: str, flag: str) -> Input:
 
 class Prompt(NamedTuple):
     """A prompt, as text and as ids."""
-    text: str               # the text from the person or the file
+    text: str               # the text from the user or the file
     ids: Sequence[int]      # the ids that the model continues
-    source: Any = None      # what the model reads beside it: the input of an encoder
-    begin: str = ""         # the text shown before the answer
-    score: float | None = None      # of a beam
+    source: Any = None      # the input of an encoder
+    begin: str = ""         # the text to show before the answer
+    score: float | None = None      # the score of a beam
 
 
 def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
                  source: str = "") -> list[Prompt]:
-    """The texts as prompts for this model. `source` is the .npy file of an encoder that does not
-    read text: one text is the prompt for each of its arrays, and several texts have an array each,
-    or all the same one."""
+    """Make prompts for this model from the texts. `source` is the .npy file of an encoder that does
+    not read text. A single text is the prompt for each of its arrays; several texts have one array
+    each, or share a single one."""
     shape = network.source_shape(c)
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
@@ -192,7 +191,7 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
             texts, sources = [*texts] * len(sources), [*sources] * len(texts)
         if len(texts) != len(sources):
             raise ConfigError(f"--source {source}: {len(sources)} arrays for {len(texts)} prompts")
-    if shape is None or network.source_ids(c):      # (a decoder reads the text)
+    if shape is None or network.source_ids(c):      # a decoder reads the text
         return [Prompt(text, tokenizer.prompt(text), one, text)
                 for text, one in zip(texts, sources)]
     start = special_ids(c, tokenizer)[:1]
@@ -200,21 +199,22 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
 
 
 def special_ids(c: Any, tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """(the id that begins a text of an encoder-decoder, the id that ends it, the id of padding)."""
+    """Return (the id that begins a text of an encoder-decoder, the id that ends it, the id of
+    padding)."""
     if not c.published:
         return tokenizer.ends[0], tokenizer.ends[0], 0
     return part("published.llama", "the ids of a published model").special_ids(c, tokenizer)
 
 
 def reads_text(network: Network, c: Any) -> bool:
-    """Whether a model reads text: it has no encoder, or one that reads text."""
+    """Whether a model has no encoder, or one that reads text."""
     shape = network.source_shape(c)
     return shape is None or len(shape) == 1
 
 
 def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
-    """The arrays of this shape in a .npy file (one, or several in one array [n, ...]), for an
-    encoder that does not read text."""
+    """Load the arrays of this shape from a .npy file (one, or several in one array [n, ...]), for
+    an encoder that does not read text."""
     try:
         arrays = np.load(path, mmap_mode="r", allow_pickle=False)
         found = arrays[None] if arrays.shape == shape else arrays

@@ -1,9 +1,9 @@
 """The collectives of shard.py, in the form that each compiler needs.
 
-Each is one call of lax (reduce_scatter is lax.psum_scatter), but for three things. On a TPU
+Each is one call of lax (reduce_scatter is lax.psum_scatter), with three exceptions. On a TPU
 `reduce_scatter` is made of exchanges, because the compiler would send twice as much. `sum_dtype`
-gives `all_gather` a transpose of its own. And each takes an array that `tensor` may split as `spec`
-says, where a custom loss leaves tensor to the compiler (`beside_auto_tensor`).
+gives `all_gather` a custom transpose. Where a custom loss leaves tensor to the compiler, each
+collective takes an array that `tensor` splits as `spec` says (`beside_auto_tensor`).
 """
 
 from typing import Any
@@ -18,25 +18,25 @@ from zigzag.core.mesh import ambient, beside_auto_tensor, platform
 
 
 def all_gather(x: jax.Array, axis: str, dim: int, spec: P = P(), sum_dtype: str = "") -> jax.Array:
-    """x, whole along `dim`, of which each device of `axis` has a part. The transpose is the
-    reduce_scatter below, computed in `sum_dtype` if one is given."""
+    """Gather x, of which each device of `axis` has a part along `dim`. The transpose is the
+    reduce_scatter below, in `sum_dtype` if it is not empty."""
     def gather(x):
         return lax.all_gather(x, axis, axis=dim, tiled=True)
 
     def scatter(_, g):
         return (_reduce_scatter(g.astype(sum_dtype or g.dtype), axis, dim).astype(g.dtype),)
 
-    if platform() == "tpu" or sum_dtype:    # (else it is the transpose that autodiff knows)
-        plain, gather = gather, jax.custom_vjp(gather)  # (remat policies look into the first)
+    if platform() == "tpu" or sum_dtype:    # else autodiff's own transpose is right
+        plain, gather = gather, jax.custom_vjp(gather)  # remat policies look inside `plain`
         gather.defvjp(lambda x: (plain(x), None), scatter)
     return beside_auto_tensor(gather, spec)(x)
 
 
 def reduce_scatter(x: jax.Array, axis: str, dim: int, spec: P = P()) -> jax.Array:
-    """x summed over `axis`, of which each device keeps its part along `dim`. On a TPU this is not
-    lax.psum_scatter, which the compiler turns into an all-reduce of twice the bytes. There, each
-    stage of a few devices exchanges parts by an all-to-all and adds them in float32; all stages
-    together send as many bytes as one reduce-scatter."""
+    """Sum x over `axis`; each device keeps its part along `dim`. On a TPU this is not
+    lax.psum_scatter, which the compiler turns into an all-reduce of twice the bytes. There it runs
+    in stages. In each, a few devices exchange parts by an all-to-all and add them in float32. All
+    stages together send as many bytes as one reduce-scatter."""
     return beside_auto_tensor(lambda x: _reduce_scatter(x, axis, dim), spec)(x)
 
 
@@ -50,13 +50,13 @@ def _reduce_scatter(x, axis, dim):
         stride //= few
         groups = np.arange(n).reshape(-1, few, stride).swapaxes(1, 2).reshape(-1, few).tolist()
         x = lax.all_to_all(x, axis, 0, 0, tiled=True, axis_index_groups=groups)
-        # (Added one by one: a TPU's compiler expects a `sum` of them to take three times as long.)
+        # Added one by one: by a TPU compiler's estimate, one `sum` takes three times as long.
         x = sum(part.astype(wide) for part in jnp.split(x, few)).astype(x.dtype)
     return jnp.moveaxis(x, 0, dim)
 
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
-    """Sends x[j] to device j of `axis`, and receives what device j sends here."""
+    """Send x[j] to device j of `axis`, and receive the part that device j sends here."""
     return beside_auto_tensor(lambda x: lax.all_to_all(x, axis, 0, 0, tiled=True), P())(x)
 
 
@@ -67,19 +67,19 @@ def psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def psum(x: jax.Array, axis: str) -> jax.Array:
-    """x summed over `axis`, whole on every device."""
+    """Sum x over `axis`; every device gets the whole sum."""
     return beside_auto_tensor(lambda x: lax.psum(x, axis), P())(x)
 
 
 def scattering(n: int, mesh: Any) -> tuple[str, int]:
-    """The name of the collective that does a reduce-scatter over n devices on this mesh, and the
-    number of stages."""
+    """Return the collective that does a reduce-scatter over n devices on this mesh, and its number
+    of stages."""
     if platform(mesh) == "tpu":
         return "all-to-all", max(1, len(_stages(n)))
     return "reduce-scatter", 1
 
 
 def _stages(n):
-    """Factors of n, 4 and 2 first: the number of devices in a group of each stage."""
+    """The group size of each stage: factors of n, 4 and 2 first."""
     few = next((d for d in (4, 2, *range(3, n + 1)) if n % d == 0), 1)
     return [few, *_stages(n // few)] if n > 1 else []

@@ -6,13 +6,12 @@
 
 R rows (tokens), K experts for each row, D model, F feed-forward, E experts on this device.
 
-What one would change at scale. `shard.experts` sends every other device an array as large as all
-tokens of this one, so bytes and memory grow with the number of devices, and most rows are zeros
-once a token visits few of them. Sending only the rows that are needed takes two exchanges: first
-how many go to each device, then the rows (lax.ragged_all_to_all, where the compiler has it). The
-receiver then needs a buffer whose size is fixed when the program is compiled: for the worst case,
-which is the array of today, or for a capacity, beyond which tokens are dropped, and then the loss
-depends on the mesh.
+What to change at scale. `shard.experts` sends every other device an array as large as all tokens
+of this one. So bytes and memory grow with the number of devices, and most rows are zeros once a
+token visits few devices. Sending only the needed rows takes two exchanges: first the number of rows
+for each device, then the rows (lax.ragged_all_to_all, where the compiler has it). The receiver then
+needs a buffer whose size the compiled program fixes. Sized for the worst case, it is today's array.
+Sized for a capacity, it drops the tokens beyond that, and then the loss depends on the mesh.
 """
 
 import functools
@@ -31,14 +30,14 @@ from zigzag.parallel.products import Adapted
 def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, expected: int) -> Array:
     """The output [R, D] of this device's experts for the rows x [R, D]: the sum over a row's
-    experts, weighted by shares [R, K]. `chosen` [R, K] has the numbers of their experts, or E for
-    an expert of another device. An expert multiplies by its weights in each of `up` ([E, D, F]),
-    applies activation(...), and multiplies by `down` [E, F, D]. `expected` is the number of choices
-    of this device's experts, if all experts are equally busy."""
+    experts, weighted by shares [R, K]. `chosen` [R, K] holds the indices of the row's experts, or E
+    for an expert of a different device. An expert multiplies by its weights in each of `up`
+    ([E, D, F]), applies activation(...), and multiplies by `down` [E, F, D]. `expected` is the
+    number of choices that fall on this device's experts if all experts are equally busy."""
     R, K = chosen.shape
     flat = chosen.reshape(-1)
     # A stable sort. Choices of other devices' experts come last. They are in no group, and a
-    # product may leave anything in their rows (zeros on CPU, what was in memory on TPU).
+    # product may leave anything in their rows (zeros on CPU, whatever was in memory on TPU).
     order = jnp.argsort(flat)
     counts = (flat == jnp.arange(down.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
     ours = (jnp.arange(R * K) < counts.sum())[:, None]
@@ -57,8 +56,8 @@ def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
 
 
 def grouped_product(x: Array, w: Array, counts: Array, expected: int) -> Array:
-    """Rows x [R, D], sorted by expert (counts [E] rows each), times their expert's weights [E, D,
-    F] -> [R, F]. By lax.ragged_dot on a TPU, and where a compiler splits the rows; else in
+    """Multiply rows x [R, D], sorted by expert (counts [E] rows each), by their expert's weights
+    [E, D, F] -> [R, F]. Uses lax.ragged_dot on a TPU, and where a compiler splits the rows; else
     blocks."""
     x, w, counts = mark_varying((x, w, counts), x, w)
     sizes, manual = ambient()
@@ -68,10 +67,10 @@ def grouped_product(x: Array, w: Array, counts: Array, expected: int) -> Array:
 
 
 def _blocks(counts, rows, expected):
-    """Cut the groups of rows into blocks of at most `size` rows, each within one group. Returns
-    size, a power of two of at most a quarter of an expected group, and arrays [n] with each block's
-    group, first row and number of rows. n is static, so it is an upper bound: the last blocks have
-    0 rows."""
+    """Cut the groups of rows into blocks of at most `size` rows, each within one group. Return
+    `size`, a power of two from 8 to 2048 and, above 8, at most a quarter of an expected group; and
+    arrays [n] with each block's group, first row and number of rows. n is static, so it is an upper
+    bound: the last blocks may have 0 rows."""
     E = len(counts)
     size = 1 << min(2048, max(8, expected // (4 * E))).bit_length() - 1
     needed, ends = -(-counts // size), jnp.cumsum(counts)
@@ -83,9 +82,9 @@ def _blocks(counts, rows, expected):
 
 
 def _loop(size, blocks, make, put, start, *rows):
-    """Loop over the blocks: made = make(group, *rows of the block), then the carry `out` (at first
-    `start`) becomes put(out, group, first row, made). The slices of `rows` always have `size` rows,
-    with zeros for rows that are not the block's own. Empty blocks skip `make`."""
+    """Loop over the blocks: made = make(group, *rows of the block), then the carry `out` (`start`
+    at first) becomes put(out, group, first row, made). The slices of `rows` always have `size`
+    rows, with zeros for rows outside the block. Empty blocks skip `make`."""
     rows = [jnp.pad(a, ((0, size), (0, 0))) for a in rows]
 
     def turn(out, block):
@@ -96,7 +95,7 @@ def _loop(size, blocks, make, put, start, *rows):
             return make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, size), 0)
                                  for a in rows])
 
-        with jax.named_scope("ragged"):         # (hlo.arithmetic looks for it)
+        with jax.named_scope("ragged"):         # hlo.arithmetic looks for this name
             made = lax.cond(count > 0, work, lambda: zeros_of(work))
         return put(out, group, first, made), None
 
@@ -104,12 +103,12 @@ def _loop(size, blocks, make, put, start, *rows):
 
 
 def _by_blocks(x, w, counts, expected):
-    """grouped_product on CPU and GPU, where XLA's ragged_dot multiplies every row with the weights
-    of every group. This is a loop over blocks (`_blocks`), each a dense product of up to `size`
-    rows with one group's weights; a group of the expected length has about four blocks.
+    """grouped_product on CPU and GPU, where XLA's ragged_dot multiplies every row by the weights of
+    every group. This is a loop over blocks (`_blocks`), each a dense product of up to `size` rows
+    with one group's weights. A group of the expected length has about four blocks.
 
-    Its gradient is written out: that of x is the same loop with transposed weights, and that of w
-    adds each block's x^T g [D, F], in float32, to its group's entry."""
+    Its gradient is written by hand. The gradient of x is the same loop with transposed weights; the
+    gradient of w adds each block's x^T g [D, F], in float32, to its group's entry."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def product(x, w, counts, contract):
@@ -119,8 +118,8 @@ def _by_blocks(x, w, counts, expected):
             return jnp.tensordot(x, w[group], (1, contract))
 
         def put(out, group, first, made):
-            # A block always writes `size` rows. Blocks run in the order of their rows, so what one
-            # writes beyond its own rows, the next ones overwrite.
+            # A block always writes `size` rows. Blocks run in the order of their rows, so the next
+            # blocks overwrite whatever one writes beyond its own rows.
             return lax.dynamic_update_slice_in_dim(out, made, first, 0)
 
         start = jnp.zeros((len(x) + size, w.shape[2 - contract]), x.dtype)
@@ -148,8 +147,8 @@ def _by_blocks(x, w, counts, expected):
 
 
 def own_choices(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
-    """(chosen, shares) with only this device's experts, which are numbered 0 ... own - 1; any other
-    choice becomes `own`. [R, K] in; K is at most `own` in the results."""
+    """Keep only this device's experts, numbered 0 ... own - 1, in (chosen, shares) [R, K]. Every
+    other choice becomes `own`. In the results K is at most `own`."""
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
     if chosen.shape[1] > own:       # a row chooses each expert at most once
         first = jnp.argsort(chosen, -1)[:, :own]

@@ -1,7 +1,7 @@
 """The collectives and the arithmetic of a compiled program, read from its text.
 
-The text is HLO: computations, with one operation on each line. It runs from ENTRY, and a line may
-call other computations, a loop its body for example, once for each turn:
+The text is HLO: computations, with one operation on each line. The program starts at ENTRY. A line
+may call other computations; a loop, for example, calls its body once for each turn:
 
     %body.2 (param.1: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
       %psum.1 = f32[8,32]{1,0} all-reduce(%x.1), replica_groups={{0,1},{2,3}}, to_apply=%add.7
@@ -28,32 +28,33 @@ from zigzag.core.mesh import mesh_of
 class Collective(NamedTuple):
     """One kind of collective over one mesh axis, in one run of a program."""
     kind: str       # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
-    axis: str       # the mesh axis; several are joined by +
+    axis: str       # the mesh axis, or several joined by +
     count: int      # how often it runs, with loops multiplied out
     bytes: int      # the bytes that a device sends in all these runs, on the shortest ring
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """Every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis.
-    Branches count as if they were always taken, so a pipeline's idle ticks are included."""
+    """List every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis.
+    Every branch counts as always taken, so a pipeline's idle ticks are included."""
     mesh = mesh_of(compiled.input_shardings)
     if mesh is None:
         return []
     rows = []
     for line, times, computation in _executed(compiled.as_text()):
         found = _COLLECTIVE.search(line)
-        # On TPU, a collective that overlaps with other work occurs in every computation of its
-        # chain. Count it in the one that starts it.
+        # On TPU, a collective that overlaps with other work appears in every computation of its
+        # chain. Count it only in the one that starts it.
         if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation):
             rows.append(_row(found, line, mesh, times))
     return add_up(rows)
 
 
 def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collective]:
-    """A Collective for each kind and axis, from rows of (kind, axis, the n devices of the axis, how
-    often it runs, the bytes of its result on a device; for a reduce-scatter, of its operand). On
-    the shortest ring a device sends (n-1)/n of these bytes in an all-gather or a reduce-scatter,
-    twice as much in an all-reduce, which is both, and all of them in a collective-permute."""
+    """Add up rows to one Collective for each kind and axis. A row is (kind, axis, the n devices of
+    the axis, how often it runs, the bytes of its result on a device; for a reduce-scatter, of its
+    operand). On the shortest ring a device sends (n-1)/n of these bytes in an all-gather, a
+    reduce-scatter or an all-to-all, twice as much in an all-reduce, and all of them in a
+    collective-permute."""
     counts, sizes = collections.Counter(), collections.Counter()
     for kind, axis, n, count, size in rows:
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
@@ -63,10 +64,10 @@ def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collectiv
 
 
 def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
-    """FLOPs of a compiled program's matrix products and convolutions on one device, 2 for each
+    """FLOPs of a compiled program's matrix products and convolutions on one device: 2 for each
     product of two numbers, with loops multiplied out (the compiler's own count takes a loop's body
-    once). Of branches, the one with the most products counts. Ragged products, by a TPU's kernel or
-    by our loop over blocks, skip rows that are in no group; `ragged` is the share of rows in
+    once). Among branches, the one with the most products counts. Ragged products, by a TPU's kernel
+    or by our loop over blocks, skip rows outside all groups; `ragged` is the share of rows in
     groups."""
     return _work(_executed(compiled.as_text(), ragged, one_branch=True), ragged)
 
@@ -90,19 +91,19 @@ _TRIP_COUNT = re.compile(r"known_trip_count\D*(\d+)")
 _CONDITION = re.compile(r"condition=%([\w.\-]+)")
 # %constant.6 = s32[]{:T(128)} constant(5)
 _CONSTANT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
-#   %x.1 = f32[8,32]{1,0} multiply(...)    (a tuple has no single shape, and is not matched)
+#   %x.1 = f32[8,32]{1,0} multiply(...)    (a tuple has no single shape, so it does not match)
 _RESULT = re.compile(r"^ *(?:ROOT )?%([\w.\-]+) = \w+\[([\d,]*)\]", re.M)
 
 
 @functools.lru_cache(maxsize=64)
 def _shapes(computation):
-    """{name: shape} of the values that this computation makes."""
+    """Return {name: shape} for the values that this computation makes."""
     return {name: _ints(dims) for name, dims in _RESULT.findall(computation)}
 
 
 def _executed(text, ragged=1.0, one_branch=False):
-    """Yield (line, how often it runs, its computation's text) for each line that runs: of all
-    branches, or of the one with the most products."""
+    """Yield (line, how often it runs, its computation's text) for each line that runs, in all
+    branches or in the one with the most products."""
     _, *parts = _HEADER.split(text)     # for each computation: "ENTRY " or None, its name, its text
     entries, names, texts = parts[::3], parts[1::3], parts[2::3]
     computations = dict(zip(names, texts))
@@ -121,14 +122,14 @@ def _executed(text, ragged=1.0, one_branch=False):
 
 
 def _repeats(line, computations, ragged):
-    """How often a line runs the computations that it calls."""
+    """How many times a line runs the computations that it calls."""
     if " while(" in line:
         trips, condition = _TRIP_COUNT.search(line), computations[_CONDITION.search(line)[1]]
         if not trips and "direction=LT" in condition:
-            # A loop that counts from 0 while the counter is less than a constant.
+            # The loop counts from 0 while the counter is below a constant.
             trips = _CONSTANT.search(condition)
         return int(trips[1]) if trips else 1
-    # The loop over blocks of a ragged product skips empty blocks by a conditional.
+    # A conditional skips the empty blocks in the loop over blocks of a ragged product.
     return ragged if " conditional(" in line and "/ragged/" in line else 1
 
 
@@ -160,23 +161,23 @@ def _row(found, line, mesh, times):
     kind, groups = found["kind"], _groups(line, mesh)
     sizes = [math.prod(_ints(dims)) * _bits(name) / 8
              for name, dims in _SHAPE.findall(found["result"])]
-    if found["start"] and kind != "all-reduce":      # the result is (operands, results, ...)
+    if found["start"] and kind != "all-reduce":     # the result is (operands, results, ...)
         k = found["operands"].count("%")
         sizes = sizes[k:2 * k]
     n = len(groups[0])
-    parts = n if kind == "reduce-scatter" else 1        # the result is one n-th of the operand
+    parts = n if kind == "reduce-scatter" else 1        # its result is one n-th of its operand
     return kind, _axes_within(groups, mesh), n, times, sum(sizes) * parts
 
 
 def _bits(name):
-    """The width in bits of a type: bf16, s32, f8e4m3fn, pred, or one that is not sent (token)."""
+    """The width in bits of a type: bf16, s32, f8e4m3fn, pred; 0 for one with no bytes (token)."""
     digits = re.search(r"\d+", name)
     return int(digits[0]) if digits else {"pred": 8}.get(name, 0)
 
 
 def _groups(line, mesh):
-    """The groups of devices of a collective, in any of the forms in which XLA writes them. If it
-    writes none, all devices are one group."""
+    """The groups of devices of a collective, in any form that XLA writes. If XLA writes none, all
+    devices are one group."""
     if found := _IOTA.search(line):
         return _count(found[2], found[3]).reshape(_ints(found[1]))
     if found := _MESH.search(line):
@@ -192,14 +193,14 @@ def _groups(line, mesh):
 
 
 def _count(shape, order):
-    """The numbers 0, 1, 2, ... in this shape, transposed to this order."""
+    """Return the numbers 0, 1, 2, ... in this shape, transposed to this order."""
     ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
     return ids.transpose(_ints(order)) if order else ids
 
 
 def _axes_within(groups, mesh):
-    """The axes along which the members of a group differ, joined by +. (A program numbers the
-    mesh's devices in order.)"""
+    """The axes along which the members of a group differ, joined by +. A program numbers the mesh's
+    devices in order."""
     differ = {d for group in groups
               for d, places in enumerate(np.unravel_index(group, mesh.axis_sizes))
               if len(set(places)) > 1}
@@ -222,7 +223,7 @@ _SETTING = re.compile(r"(\w+)=([\dx_\-]+)")
 # %splash_mha_fwd_residuals.10 = (...) custom-call(...), custom_call_target="tpu_custom_call", ...
 _SPLASH = re.compile(r"%splash_mha_(fwd|dq|dkv)")
 # The products of a block of queries and keys in each of splash attention's kernels: two forward,
-# three and four backward (two of which both compute).
+# three and four backward. Both backward kernels compute the same two of these.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 # backend_config={..."sliding_window_length":256...}
 _SLIDING = re.compile(r'"sliding_window_length":\s*"?(\d+)')
@@ -231,7 +232,7 @@ _INPUTS = re.compile(r"operand_layout_constraints={(.*?)}(?:, \w+=|$)")
 
 
 def _operations(line, computation, ragged):
-    """The FLOPs of a line, if it is a product or a kernel with products; else 0."""
+    """The FLOPs of a line with a product or a kernel; 0 for any other line."""
     if 'custom_call_target="__cudnn$fmha' in line:
         return _cudnn_operations(line)
     if "tpu_custom_call" in line:
@@ -250,13 +251,13 @@ def _operations(line, computation, ragged):
 
 
 def _inputs(line):
-    """(type, shape) of each operand of a kernel."""
+    """List (type, shape) for each operand of a kernel."""
     return [(name, _ints(dims)) for name, dims in _SHAPE.findall(_INPUTS.search(line)[1])]
 
 
 def _ragged_products(line):
-    """The products of numbers in a TPU's kernel for a ragged product. One of its two matrices and
-    its result has a dimension of groups; every other dimension is in two of the three."""
+    """The number of scalar products in a TPU's kernel for a ragged product. One of the two matrices
+    and the result has a dimension of groups; every other dimension is in two of the three."""
     *_, (_, left), (_, right) = _inputs(line)
     result = _ints(_SHAPE.search(line)[2])
     return math.isqrt(math.prod(math.prod(shape[-2:]) for shape in (result, left, right)))
@@ -264,7 +265,7 @@ def _ragged_products(line):
 
 def _cudnn_operations(line):
     """The FLOPs of cuDNN's attention, with queries [B, T, H, N] and keys [B, S, K, N]: two products
-    forward, five backward, half of each if it is causal; a window leaves W T - W W / 2 of T T."""
+    forward, five backward, and half of each if causal. A window leaves W T - W W / 2 of T T."""
     (_, (B, T, H, N)), (_, (_, S, *_)), *_ = _inputs(line)
     products, window = 5 if "Backward" in line else 2, _SLIDING.search(line)
     met = T * S / 2 if '"CAUSAL"' in line else T * S
@@ -275,8 +276,8 @@ def _cudnn_operations(line):
 
 def _splash_operations(kernel, line):
     """The FLOPs of a TPU's attention, with queries [B H, T, N] or [B, H, T, N]. There are n x n
-    blocks, of which a query meets at most m (the first operand is [1, n, m]). If slots are among
-    the operands (a matrix of whole numbers), a query meets no later block."""
+    blocks, and a query meets at most m of its row (the first operand is [1, n, m]). If the operands
+    include slots (a matrix of integers), a query meets no later block."""
     inputs = _inputs(line)
     m, n = sorted(inputs[0][1][1:])
     blocks = n * m - m * (m - 1) / 2 if any(
@@ -286,9 +287,8 @@ def _splash_operations(kernel, line):
 
 
 def _convolution_products(result, image, kernel, options):
-    """The number of products of two numbers in a convolution, without products with padding or with
-    the zeros between the numbers of a dilated side. (TPU programs write batched products as
-    convolutions.)"""
+    """The number of scalar products in a convolution, without those with padding or with the zeros
+    between the numbers of a dilated side. TPU programs write batched products as convolutions."""
     image, kernel, result = (dict(zip(labels, shape)) for labels, shape in zip(
         _DIM_LABELS.search(options).groups(), (image, kernel, result)))
     window = {name: values.split("x") for name, values in _SETTING.findall(

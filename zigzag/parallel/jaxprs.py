@@ -1,10 +1,10 @@
-"""Reading a jaxpr: the list of operations that jax makes of a function by tracing it.
+"""Reading a jaxpr: the list of operations that jax records when it traces a function.
 
-Questions about a user's function that are answered without running it: which of our functions it
-calls (`names_in`), whether it computes in 16 bits (`computes_in_16_bits`), and what in it a
+These functions answer questions about a user's function without running it: which of our functions
+it calls (`names_in`), whether it computes in 16 bits (`computes_in_16_bits`), and what in it a
 compiler must not split (`why_not_split`). Each takes the function and its arguments, or the
-ClosedJaxpr from jax.make_jaxpr, so that a caller with several questions traces once. How the
-weights should be split is a larger question: see trace.py and rule.py.
+ClosedJaxpr from jax.make_jaxpr, so a caller with several questions traces once. How to split the
+weights is a larger question: see trace.py and rule.py.
 """
 
 import functools
@@ -24,13 +24,13 @@ reduce_xor argmax argmin""".split())
 
 
 def _traced(fn, *args):
-    """The jaxpr of fn(*args), or of `fn` if it is a ClosedJaxpr already."""
+    """The jaxpr of fn(*args), or of `fn` itself if it is already a ClosedJaxpr."""
     return (fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
 def equations_below(jaxpr: Any, above: tuple = ()) -> Iterator[tuple[Any, tuple]]:
-    """Every equation of a jaxpr, and of the jaxprs inside it, each with the equations that it is
-    inside of."""
+    """Yield every equation of a jaxpr, and of the jaxprs inside it, each with the equations around
+    it."""
     for eqn in jaxpr.eqns:
         yield eqn, above
         for inner in jaxprs_in_params(eqn.params):
@@ -39,8 +39,8 @@ def equations_below(jaxpr: Any, above: tuple = ()) -> Iterator[tuple[Any, tuple]
 
 def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
               operation: Callable) -> list[Any]:
-    """The results of a jaxpr, evaluated on abstract values: constant(v) is the value of a constant
-    or a literal, operation(eqn, operands) the list of one equation's results."""
+    """Evaluate a jaxpr on abstract values, and return its results. constant(v) is the value of a
+    constant or a literal; operation(eqn, operands) is the list of one equation's results."""
     values = {v: constant(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, operands))
 
     def read(variables):
@@ -52,10 +52,10 @@ def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
 
 
 def inner_call(eqn: Any, operands: list[Any]) -> tuple[Any, list[Any]] | None:
-    """The jaxpr that an operation calls, and the operands that it passes on (the last ones); None
-    if it calls none. Found by the shapes of its results, which works for jit, remat, custom_vjp,
-    shard_map and calls that future versions of jax add. (A reduction carries the jaxpr of its
-    scalar operation, which is no call.)"""
+    """Return the jaxpr that an operation calls, and the operands that it passes on (the last ones);
+    None if it calls none. The ranks of operands and results identify it, which works for jit,
+    remat, custom_vjp, shard_map and calls that future versions of jax add. A reduction carries the
+    jaxpr of its scalar operation, but that is not a call."""
     if eqn.primitive.name in REDUCTIONS:
         return None
     for param in eqn.params.values():
@@ -72,9 +72,9 @@ def _ranks(variables):
 
 
 def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """A scan's operands as (constants, carry, scanned over), told apart by rank: arrays that are
-    scanned over or stacked have one more dimension outside the body. (The parameters with these
-    counts have another name in every version of jax.)"""
+    """Split a scan's operands into (constants, carry, scanned over) by rank: arrays that are
+    scanned over or stacked have one more dimension outside the body. The parameters with these
+    counts have a different name in every version of jax."""
     body = eqn.params["jaxpr"].jaxpr
     scanned = sum(_ranks(eqn.invars)) - sum(_ranks(body.invars))
     stacked = sum(_ranks(eqn.outvars)) - sum(_ranks(body.outvars))
@@ -84,12 +84,12 @@ def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], 
 
 
 # -------------------------------------------------------------------------------------------
-# Names, by which a training step sees which of our functions a loss calls
+# Names that tell a training step which of our functions a loss calls
 
 def named(x: jax.Array, name: str) -> jax.Array:
-    """x with a name that `names_in` finds, and with the name DIFFERENTIATED if a gradient is taken
-    through it. Inside a shard_map x itself: a loss is inspected before it is put into a
-    shard_map."""
+    """Give x a name that `names_in` finds, and the name DIFFERENTIATED if a gradient is taken
+    through it. Inside a shard_map this returns x itself, because `names_in` inspects a loss before
+    it goes into a shard_map."""
     return x if ambient()[1] else _name(x, name)
 
 
@@ -104,7 +104,7 @@ def _name_jvp(name, primals, tangents):
 
 
 def labelled(fn: Callable) -> Callable:
-    """fn, whose results have its name (see `named`)."""
+    """Wrap fn so that its results carry its name (see `named`)."""
     @functools.wraps(fn)
     def call(*args, **more):
         return jax.tree.map(lambda x: named(x, fn.__name__), fn(*args, **more))
@@ -113,8 +113,8 @@ def labelled(fn: Callable) -> Callable:
 
 
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
-    """The names that `named` has given to values of a function, with DIFFERENTIATED among them if
-    the function itself takes a gradient through a named value."""
+    """The names that `named` has given to values of a function. They include DIFFERENTIATED if the
+    function itself takes a gradient through a named value."""
     names = {eqn.params["name"] for eqn, _ in equations_below(_traced(fn, *args))
              if eqn.primitive.name == "name"}
     return {name.removeprefix(OURS) for name in names if name.startswith(OURS)}
@@ -132,14 +132,14 @@ def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
 
 def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
     """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or '' if one
-    may. If a branch or the length of a loop depends on the batch, devices with different rows do
-    not meet in the collectives that the compiler puts inside, and wait for ever. Calls into Python
-    are the other reason."""
+    may. The compiler puts collectives inside branches and loops. If a branch or a loop's length
+    depends on the batch, devices with different rows never meet in them, and wait forever. The
+    second reason is a call into Python."""
     reasons = [""]
 
     def run(jaxpr, depends):
-        """For each result of a jaxpr whether it depends on the batch, given that of its operands.
-        """
+        """Return whether each result of a jaxpr depends on the batch, given the same for its
+        operands."""
         return interpret(jaxpr, depends, lambda constant: False, equation)
 
     def equation(eqn, ins):
@@ -164,8 +164,8 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
         return [any(ins)] * len(eqn.outvars)
 
     def loop(body, fixed, carry, scanned=()):
-        """The bools of a loop's results. Runs the body until no further carry depends on the batch.
-        """
+        """Return the bools of a loop's results. Run the body until no further carry depends on the
+        batch."""
         while True:
             outs = run(body, [*fixed, *carry, *scanned])
             new = [a or b for a, b in zip(carry, outs)]

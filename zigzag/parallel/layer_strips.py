@@ -1,18 +1,18 @@
 """On a TPU whose tensor axis splits a layer, the layer takes a device's rows in strips.
 
-    strip 0     gather the time | multiply        | scatter the time |
-    strip 1                     | gather the time | multiply         | scatter the time
+    strip 0     gather tokens | multiply      | scatter tokens |
+    strip 1                   | gather tokens | multiply       | scatter tokens
 
-No strip needs another one, so the compiler sends one while another is multiplied, and what it
-computes between two products more often fits into a chip's fast memory. The layer's weights are
-gathered over fsdp once for all strips, and as many bytes are sent. The strips' gradients of a
-weight are added up in the dtype of the computation. docs/measurements.md has what it brings by the
-compiler's estimates: 8.6% of a step of 1.2B on 4 x 4 chips of v5e, 1.2% on 8 x 2; without tensor it
-may cost more than it brings.
+No strip needs another, so the compiler sends one while it multiplies another. The values between
+two products also fit into a chip's fast memory more often. The layer gathers its weights over fsdp
+once for all strips, and sends as many bytes as without strips. It adds up the strips' gradients of
+a weight in the dtype of the computation. docs/measurements.md has the gain by the compiler's
+estimates: 8.6% of a step of 1.2B on 4 x 4 chips of v5e, 1.2% on 8 x 2. Without tensor, strips may
+cost more than they save.
 
-Strips are for our own networks, and not for layers of experts, whose products would get small. A
-custom loss may compare rows within a layer. (Where an edited model.py is compared with one device,
-it is computed in strips of any size, so one that compares rows is found.)
+Strips are for our own networks, because a custom loss may compare rows within a layer. Layers of
+experts do without, because their products would get small. The comparison of an edited model.py
+with one device uses strips of any size, so it finds a model that compares rows.
 """
 
 from typing import Any, Callable
@@ -24,20 +24,20 @@ from jax import Array
 from zigzag.core.mesh import ambient, around, axis_size, is_split, platform
 
 PLATFORMS = ("tpu",)
-LEAST = 4096    # tokens of a strip (2,048 on v5e: products get too small)
-MOST = 8        # strips: each is a copy of the layer in the program
+LEAST = 4096    # the fewest tokens of a strip (at 2,048 on v5e, products get too small)
+MOST = 8        # the most strips: each is a copy of the layer in the program
 
 
 def least(config: Any) -> int:
-    """The least tokens of a strip in a run of one of our networks; 0: no strips. (--overlap has its
-    own way to send while it multiplies.)"""
+    """The fewest tokens of a strip in a run of one of our networks; 0: no strips. --overlap has its
+    own way to send while it multiplies."""
     c = config.network
     return 0 if c.overlap or config.step == "jit" or getattr(c, "experts", 0) else LEAST
 
 
 def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
-    """The number of strips for these rows of so much time, on a mesh with these sizes of axes and
-    on this platform, if a strip has at least so many tokens. (With seq it was not measured.)"""
+    """The number of strips for `rows` of `time` tokens, on a mesh with these axis `sizes` and this
+    platform; a strip has at least `tokens` tokens. Strips with seq were never measured."""
     if not tokens or where not in PLATFORMS or sizes.get("tensor", 1) == 1 or max(
             sizes.get("seq", 1), sizes.get("expert", 1)) > 1:
         return 1
@@ -46,7 +46,7 @@ def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
 
 
 def in_strips(layers: Callable, block: Callable, x: Array, batch: Any) -> tuple[Array, Any]:
-    """layers(block, x), which calls block(w, x, i, batch) for each layer, in strips of rows."""
+    """Call layers(block, x), and block(w, x, i, batch) for each layer, in strips of rows."""
     time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
     n = count(len(x), time, ambient()[0], platform(), around().strip)
     if n == 1:

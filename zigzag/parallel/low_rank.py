@@ -1,18 +1,18 @@
-"""Low-rank adapters (LoRA): --lora_rank r trains two small matrices beside each matrix of a layer.
+"""Low-rank adapters (LoRA): --lora_rank r trains two small matrices next to each layer matrix.
 
-    x [B, T, D] --> w [D, F] -------------> + --> y [B, T, F]     w   as it was, never trained
+    x [B, T, D] --> w [D, F] -------------> + --> y [B, T, F]     w   unchanged, never trained
           |                                 |                     a   [D, r], random
           +-------> a [D, r] --> b [r, F] --+                     b   [r, F], zeros at first
 
-The model computes with w + a b, which is w at first. Adapters are leaves beside the weights that
-they belong to (wq, wq_a, wq_b), and are split as it is. All other weights are frozen: they are
-stored in the dtype of the computation, have no gradient and no optimizer state, and are not in
-checkpoints, which hold only the adapters. To read such a checkpoint, the frozen weights are loaded
-from where the run got them, and a fingerprint is compared.
+The model computes with w + a b, which is w at first. Adapters are leaves next to their weight (wq,
+wq_a, wq_b), and are split like it. All other weights are frozen: they are stored in the dtype of
+the computation, and have no gradient and no optimizer state. Checkpoints hold only the adapters. To
+read such a checkpoint, `read_run_weights` (saved.py) loads the frozen weights from where the run
+got them, and compares a fingerprint.
 
-There is no alpha, the usual factor on a b: the first values of a, with standard deviation
-1 / sqrt(D), are about those of the usual alpha = 2 r (times a, uniform between -1 / sqrt(D) and
-1 / sqrt(D)).
+There is no alpha, the usual factor on a b. The first values of a have standard deviation
+1 / sqrt(D). That is close to the usual alpha = 2 r, with an a that is uniform between -1 / sqrt(D)
+and 1 / sqrt(D).
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from zigzag.parallel.table import Weight
 
 
 def with_adapters(table: Any, rank: int) -> Any:
-    """The table of weights with adapters of this rank (0: none) beside each matrix of a layer that
-    leads into a block or out of it: each one that tensor may split and that is not only looked up.
+    """Add adapters of this rank (0: none) to the table of weights, next to each layer matrix that
+    leads into a block or out of it: each that tensor may split and that is not only a lookup table.
 
-    A column matrix contracts its first dimension after those of layers and experts. A row matrix,
-    of which tensor may split that dimension, contracts all but its last."""
+    A column matrix contracts its first dimension after those of layers and experts. A row matrix is
+    one with tensor on that dimension; it contracts all but its last."""
     if not rank:
         return table
     made = {}
@@ -60,8 +60,8 @@ def _adapters(name, w, rank):
 
 
 def _over_fsdp(w):
-    """The adapter with fsdp at its longest free dimension, if it is the other one that has the
-    dimension at which fsdp splits their weight."""
+    """Put fsdp on the adapter's longest free dimension, unless the adapter already has the
+    dimension on which fsdp splits its weight."""
     if "fsdp" in w.mesh_axes:
         return w
     free = [d for d, axis in enumerate(w.mesh_axes) if not axis]
@@ -71,14 +71,14 @@ def _over_fsdp(w):
 
 
 def adapted(w: dict[str, Any]) -> dict[str, Any]:
-    """A layer's weights, with each weight that has adapters, and its adapters, as one Adapted."""
+    """A layer's weights, where each weight with adapters is one Adapted together with them."""
     pairs = {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
              for name in w if f"{name}_a" in w and f"{name}_b" in w}
     return {name: x for name, x in w.items() if not _is_adapter(name, w)} | pairs
 
 
 def merged(params: dict[str, Any]) -> dict[str, Any]:
-    """The float32 weights of the model without adapters: w + a b for each weight that has some."""
+    """The float32 weights of the model without adapters: w + a b for each weight that has them."""
     def merge(w, a, b):
         if a.ndim + b.ndim - w.ndim > 2:        # over layers, then over experts
             return jax.vmap(merge)(w, a, b)
@@ -103,7 +103,7 @@ def _is_adapter(name, beside):
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """A tree like the weights as two trees: the entries of adapters, and all others."""
+    """Split a tree like the weights into two: the entries of adapters, and all others."""
     adapters, others = {}, {}
     for name, x in tree.items() if isinstance(tree, dict) else ():
         if isinstance(x, dict):
@@ -117,14 +117,14 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def join(adapters: Any, others: Any) -> Any:
-    """The tree that `split` has split into these two."""
+    """Undo `split`: the tree that it has split into these two."""
     if not isinstance(others, dict) or not others:
         return adapters
     return {**others, **{name: join(x, others.get(name)) for name, x in adapters.items()}}
 
 
 def as_stored(params: Any, dtype: str) -> Any:
-    """The weights with the frozen ones in this dtype."""
+    """The weights, with the frozen ones cast to this dtype."""
     adapters, frozen = split(params)
     if not adapters:
         raise ConfigError("--lora_rank is for the networks of this codebase: these weights have no "
@@ -140,6 +140,6 @@ def mark_frozen(decisions: Any) -> Any:
 
 
 def fingerprint(frozen: Any) -> str:
-    """16 hex digits that identify the frozen weights with which adapters were trained."""
+    """16 hex digits that identify the frozen weights under a run's adapters."""
     sums = sorted(checkpoint.checksums(frozen).items())
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]

@@ -1,14 +1,14 @@
 """`Network`: a kind of model as the machinery sees it. It has a class of configurations, a table of
 weights, a loss, and functions that answer questions about a configuration. model.py has the plain
-decoder, published/ has the others.
+decoder; published/ has all other networks.
 
-First values, counts and the sharding of the weights follow from the table and the loss.
+The table and the loss determine first values, counts and the sharding of the weights.
 
     network_of          the network of a configuration
     network_of_record   the network of a run, from its config.json
     config_of_run       the configuration of a run's network
     describe            which network a configuration has, and why, as text
-    own_loss            the network whose own loss a function is
+    own_loss            the network whose built-in loss a function is
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ from zigzag.parallel.table import (
 
 Params = dict[str, Any]
 
-# {name for --model: fields of model.Config}: the block of model.py, in the sizes of GPT-2 small and
-# of a model of 1.2 billion parameters.
+# {name for --model: fields of model.Config}: the block of model.py, small, in the size of GPT-2
+# small, and with 1.2 billion parameters.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
@@ -55,7 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a preset, except those that depend on a given width."""
+    """The fields of a preset, without those that depend on a width among the `given` fields."""
     dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
     dropped |= {"d_ff"} if "d_model" in given else set()
     return {name: value for name, value in fields.items() if name not in dropped}
@@ -63,18 +63,18 @@ def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """How a network is computed: options that change no result, except for rounding and for which
+    """How to compute a network: options that change no result, except for rounding and for which
     weights are trained. The base class of every network's configuration."""
     # training
     dtype: str = flag("", one_of=("", "float32", "bfloat16"), same=True)
-                                  # float32 or bfloat16 to compute in; empty: float32 on CPU only
+                                  # compute in float32 or bfloat16; empty: float32 on CPU only
     # mesh
     remat: str = flag("none", check=remat_of)
                                   # what to recompute in the backward pass: none, selective, full,
                                   # full:0.5 (of half of the layers), attention, mlp, attention,mlp;
                                   # or offload: keep each layer's input in the host's memory
     microbatches: int = flag(1, least=1)
-                                  # parts into which a device's rows are cut for the pipeline
+                                  # cut a device's rows into this many parts for the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
                                   # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
     # model
@@ -82,27 +82,27 @@ class Computed:
     # mesh (rare)
     kernel: bool = True           # use the device's own kernel for attention, where it has one
     chunks: int = flag(1, least=1, beside="schedule")
-                                  # pieces of consecutive layers on each stage of the pipeline
+                                  # groups of consecutive layers on each stage of the pipeline
     overlap: bool = False         # send over tensor in parts, and multiply each part while the next
                                   # one travels
     sum_dtype: str = flag("", one_of=("", "float32"))
-                                  # float32: fsdp sums gradients in it, not in dtype; sends more
+                                  # float32: fsdp sums gradients in float32, not dtype; sends more
     # training (rare)
-    accuracy: bool = False        # also log the share of targets that are the likeliest id or class
+    accuracy: bool = False        # also log the share of targets that the model ranks first
     # model (rare)
     published: str = flag("", same=True, part="published")
-                                  # config.json of the published model that this came from
+                                  # config.json of the published model behind this one
 
 
 def with_hits(total: Any, count: Any, hits: Any, c: Any) -> tuple:
-    """What a network's loss returns: (sum, count), and with --accuracy the weights of the targets
-    that it predicted."""
+    """The results of a network's loss: (sum, count), and with --accuracy the total weight of the
+    targets that it predicted."""
     return (total, count, {"accuracy": hits}) if c.accuracy else (total, count)
 
 
 def model_type(published: str) -> Any:
-    """The model_type in the config.json of a published model; "" if there is no model; None if the
-    text is no config.json."""
+    """The model_type in the config.json of a published model; "" if the text is empty; None if it
+    is not a config.json."""
     try:
         return json.loads(published or '{"model_type": ""}')["model_type"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -110,15 +110,15 @@ def model_type(published: str) -> Any:
 
 
 def check_published(c: Any) -> None:
-    """Refuse a `published` that is not a config.json, in a run written by another program."""
+    """Refuse a `published` that is not a config.json, in a run that another program wrote."""
     if not isinstance(model_type(c.published), str):
         raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
                           f"model, with its model_type")
 
 
 def facts_of_network(config: type) -> list[str]:
-    """The options of a network's configuration that must be the same when a run continues: all but
-    those of Computed that change no result."""
+    """The options of a network's configuration that must stay the same when a run continues: all
+    but those of Computed that change no result."""
     return [name for name, option in options(config).items()
             if option.same or name not in options(Computed)]
 
@@ -128,26 +128,26 @@ COMPUTED = tuple(name for name, option in options(Computed).items() if not optio
 
 
 def check_heads(c: Any) -> None:
-    """Refuse a d_model that does not divide by the heads, if head_dim has to follow from it."""
+    """Refuse a d_model that the heads do not divide, if head_dim has to follow from it."""
     if not c.head_dim and c.d_model % c.heads:
         near = nearest_divisor(c.d_model, c.heads)
         raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
                           f"nearest that does is --heads {near}, or give --head_dim")
 
 
-# Rows (option, whether its value is wrong, why) of what is refused.
+# Rows (option, whether its value is wrong, why) for refuse_rows.
 Rows = list[tuple[str, Any, str]]
 
 
 def refuse_rows(c: Any, rows: Rows) -> None:
-    """Refuse the first option of these that is wrong."""
+    """Refuse the first of these options that is wrong."""
     for name, is_wrong, why in rows:
         if is_wrong:
             raise ConfigError(f"--{name} {getattr(c, name)}: {why}")
 
 
 def of_decoders(c: Any) -> Rows:
-    """What no network's options may be."""
+    """The option values that every network refuses."""
     return [
         ("heads", c.heads % (c.kv_heads or c.heads), f"does not divide by --kv_heads {c.kv_heads}"),
         ("rope_theta", not c.rope_theta > 1, "must be above 1"),
@@ -173,9 +173,9 @@ def check_decoder(c: Any) -> None:
 
 def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: bool = False
                 ) -> None:
-    """Refuse a stack of layers that the mesh cannot split. (Tensor never stops a run: a weight that
-    it does not divide is not split.) `time_of_stages` says that the stages share the time of the
-    head; `time_is_padded`, that the network pads sequences, so any length will do."""
+    """Refuse a stack of layers that the mesh cannot split. Tensor never stops a run: a weight that
+    it does not divide stays whole. `time_of_stages` means that the stages share the head's tokens;
+    `time_is_padded` means that the network pads sequences, so any length will do."""
     sizes = mesh.shape
     if c.experts % sizes["expert"]:
         raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
@@ -195,8 +195,8 @@ def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: 
 
 
 def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
-    """Refuse an axis tensor that splits no weight of the model: each of its devices would do what
-    one device does. `specs` are those of its weights."""
+    """Refuse a tensor axis that splits no weight of the model, because each of its devices would do
+    all of the work. `specs` are the specs of the weights."""
     size = mesh.shape["tensor"]
     if size > 1 and not any("tensor" in spec_axes(spec)
                             for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
@@ -208,18 +208,18 @@ def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
 
 class Layer(NamedTuple):
     """The shape of one layer's cache."""
-    widths: dict[str, int]  # {array: the width of a head in it}
+    widths: dict[str, int]  # {array: the width of its heads}
     heads: int              # the number of heads in each array
     window: int = 0         # the most keys that a query sees; 0: all before it
-    source: tuple[str, ...] = ()    # what it also holds, of the source: encode_source makes it, and
-                            # its names begin with cross
+    source: tuple[str, ...] = ()    # arrays of the source that it also holds: encode_source makes
+                            # them, and their names begin with cross
     weights: tuple[str, ...] = ("wq", "wk", "wv")   # the weights that make the heads
 
 
 class Traffic(NamedTuple):
     """What a decoder's blocks send over tensor, for forecast/traffic.py."""
-    pairs: int = 2          # pairs of a gather into a block and a reduction out of it, in a layer
-    beside: bool = False    # whether a block of experts has another branch beside them
+    pairs: int = 2          # in a layer, pairs of a gather into a block and a reduction out of it
+    beside: bool = False    # whether a block of experts has another branch next to them
     head_norms: bool = False    # whether queries and keys have norms over all heads
 
 
@@ -233,14 +233,14 @@ def _none(config):
     return None
 
 
-# {name: network}, of those that were imported: model.py's, and those of published/.
+# {name: network} for every network imported so far, from model.py and published/.
 NETWORKS: dict[str, "Network"] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A kind of model: its name, configurations, weights and functions. A comment a, b -> c says
-    that a function of (a, b) returns c."""
+    """A kind of model: its name, configurations, weights and functions. A comment a, b -> c stands
+    for a function of (a, b) that returns c."""
     name: str                           # the name in a run's config.json
     config: type                        # the class of its configurations, based on Computed
     weights: Callable                   # config -> a tree of table.Weight
@@ -249,22 +249,22 @@ class Network:
     apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
     families: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     #                                     {model_type: how published models are read and written}
-    check: Callable = check_stack       # config, mesh: refuses what a mesh cannot split
+    check: Callable = check_stack       # config, mesh: refuses a config that a mesh cannot split
 
-    # Generation: None if the network writes no text.
+    # Generation: None if the network generates no text.
     extend: Callable | None = None      # a step of decoding with a cache; model.extend explains it
     head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
     cache_layer: Callable | None = None     # config, i -> Layer, of layer i
-    encode_source: Callable | None = None   # params, source, config, specs -> for the caches
+    encode_source: Callable | None = None   # params, source, config, specs -> arrays for the caches
     gives: Callable = lambda config: "text"     # config -> its output; only "text" can generate
     max_positions: Callable = lambda config: sys.maxsize    # config -> the number of positions
-    decoding_length: Callable = lambda config, tokens, slots: 0     # -> the length on which the
-    #                                     scaling of rotary positions may depend
+    decoding_length: Callable = lambda config, tokens, slots: 0     # -> the length that may decide
+    #                                     the scaling of rotary positions
     source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) is a text
     source_ids: Callable = lambda config: ()    # config -> ids that stand for the source, at the
     #                                     beginning of each row
-    decoder_of: Callable | None = None  # a tree of weights -> the same with those of the decoder at
-    #                                     the top; None: they are there
+    decoder_of: Callable | None = None  # a tree of weights -> the same tree with the decoder's
+    #                                     weights at the top; None: they are already there
 
     # Training
     limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
@@ -272,16 +272,16 @@ class Network:
     trained: tuple[str, ...] = ("seq_len", "dropout", "balance", "router_z")
     #                                     options that may change when its weights are fine-tuned
     block_traffic: Callable = _none     # config -> Traffic, or None if there are no formulas for it
-    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: the
+    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: use the
     #                                     formula of a decoder
     couples_rows: bool = False          # whether its loss compares the rows of a batch
     why: Callable = lambda config: ""   # config -> text: why this network and not the plain decoder
 
     def __post_init__(self) -> None:
-        NETWORKS.setdefault(self.name, self)    # (so importing a network makes it known)
+        NETWORKS.setdefault(self.name, self)    # importing a network registers it
 
     def table(self, config: Any) -> Params:
-        """The table of all weights, with adapters if config.lora_rank."""
+        """The table of all weights, with adapters if config.lora_rank is above 0."""
         return low_rank.with_adapters(self.weights(config), config.lora_rank)
 
     def init(self, config: Any, key: Array) -> Params:
@@ -295,8 +295,8 @@ class Network:
         return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
 
     def forward(self, params: Params, tokens: Array | None, config: Any, **more: Any) -> Array:
-        """The logits [B, T, V] of tokens [B, T], or [T, V] of one row [T]. `more` are other arrays
-        that the network reads (source, mask, positions ...) or None."""
+        """The logits [B, T, V] of tokens [B, T], or [T, V] of one row [T]. `more` are the network's
+        other input arrays (source, mask, positions ...) or None."""
         more = {name: x for name, x in more.items() if x is not None}
         if tokens is not None and (tokens := jnp.asarray(tokens)).ndim == 1:
             more = {name: jnp.asarray(x)[None] for name, x in more.items()}
@@ -306,11 +306,11 @@ class Network:
         return self.apply(params, tokens, config, **more)
 
     def mesh_axes(self, config: Any) -> Params:
-        """The mesh axis that each weight's row names behind each dimension, or ''."""
+        """The mesh axis that each weight's row names after each dimension, or ''."""
         return jax.tree.map(lambda w: w.mesh_axes, self.table(config))
 
     def parameters(self, config: Any) -> tuple[int, int]:
-        """(the number of parameters, how many of them one token visits)."""
+        """Return (the number of parameters, how many of them one token visits)."""
         return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size,
                           expert_share(config))
 
@@ -348,8 +348,8 @@ class Network:
 
 
 def network_of(config: Any) -> Network:
-    """The network of a configuration, a network's own or a run's. Where several have one class of
-    configurations, the family of the published model decides, or else the first is meant."""
+    """The network of a configuration (a network's own or a run's). Where several networks share one
+    class of configurations, the family of the published model decides, else the first one wins."""
     config = getattr(config, "network", config)
     known = [network for network in NETWORKS.values() if network.config is type(config)]
     if not known:
@@ -361,7 +361,7 @@ def network_of(config: Any) -> Network:
 def network_of_record(record: dict[str, Any]) -> Network:
     """The network of a run, from its config.json."""
     name = record.get("network")
-    if name not in NETWORKS:        # (importing the part makes its networks known)
+    if name not in NETWORKS:        # importing the part registers its networks
         part("published", f"config.json: the network {name!r:.80}, which nothing here defines")
     if name not in NETWORKS:
         raise ConfigError(f"config.json: the network {name!r:.80} is not known; expected one of "
@@ -375,16 +375,16 @@ def config_of_run(folder: str, flag: str = "--run") -> Any:
 
 
 def describe(config: Any) -> str:
-    """Text that says which network a configuration has, and why."""
+    """Describe which network a configuration has, and why, as text."""
     network, config = network_of(config), getattr(config, "network", config)
     place = f"{network.name} ({network.loss.__module__.replace('.', '/')}.py)"
     return f"{place}: {why}" if (why := network.why(config)) else place
 
 
 def own_loss(config: Any, loss: Callable) -> Network | None:
-    """The network of a configuration, if `loss` is its own, as run/task.py gives it: the tests
-    compare that one with one device. None for any other, even one that only wraps it: a custom
-    loss, which is compared before its run begins."""
+    """The network of a configuration, if `loss` is its own, as run/task.py makes it. The tests
+    compare that loss with one device. None for any other loss, even one that only wraps it: that is
+    a custom loss, and the run compares it with one device before it begins."""
     network = network_of(config)
     return network if isinstance(loss, functools.partial) and loss.func is network.loss else None
 

@@ -1,20 +1,20 @@
-"""--overlap, a collective matmul: a part of the time is multiplied while another one is sent.
+"""--overlap, a collective matmul: a device multiplies one part of a row while it sends another.
 
     all_gather(x) @ w           A device multiplies its own part of x, and sends it to both
-                                neighbours. It multiplies the two parts that come, and sends each
+                                neighbors. It multiplies the two parts that arrive, and sends each
                                 on. After half a turn it has seen all parts.
     reduce_scatter(h @ w)       The same backwards: a device multiplies the parts of h that belong
                                 to the farthest devices on both sides, and sends each product their
-                                way. It adds its own to the two that come, and so on. The last two
-                                that come are of its own part of the time.
+                                way. It adds its own to the two that arrive, and so on. The last two
+                                that arrive belong to its own part of the sequence.
 
-(If n is even, the farthest device is the same on both sides, and one way is a step shorter.) Each
-of the two is the other's transpose, and they send as many bytes as the plain collectives do. A
-device multiplies the parts in another order than they have in the row, so the products must be put
-in order afterwards (`_in_order`), which costs a copy.
+If n is even, the farthest device is the same on both sides, and one way is a step shorter. Each of
+the two is the other's transpose, and they send as many bytes as the plain collectives do. A device
+multiplies the parts in a different order than they have in the row. `_in_order` puts the products
+in order afterwards, which costs a copy.
 
-`product(weights, x)` is any function of activations x, of any part of the time, that treats each
-token by itself and is linear in x, but for a bias.
+`product(weights, x)` is any function of activations x, of any part of the sequence, that treats
+each token by itself and, except for a bias, is linear in x.
 """
 
 from typing import Any, Callable
@@ -27,13 +27,13 @@ from zigzag.core.mesh import add_to, around, axis_size, float32_zeros, mark_vary
 
 
 def asked(x: Array, parts: int = 1) -> bool:
-    """Whether products with x [B, T, ...] are computed in parts: if --overlap asks for it, and
-    tensor divides the time. (`parts` is 1 if each device has its own part of it already.)"""
+    """Whether products with x [B, T, ...] run in parts: if --overlap asks for it, and `parts`
+    divides T. `parts` is 1 if each device already has its own part of the sequence."""
     return around().overlap and axis_size("tensor") > 1 and x.shape[1] % parts == 0
 
 
 def gathered(product: Callable, weights: Any, x: Array) -> Any:
-    """product(weights, all of the time of x), whose time is split over tensor."""
+    """Return product(weights, the whole sequence of x), where tensor splits the sequence of x."""
     @jax.custom_vjp
     def run(weights, x):
         return forward(weights, x)[0]
@@ -54,7 +54,7 @@ def gathered(product: Callable, weights: Any, x: Array) -> Any:
 
 
 def scattered(product: Callable, weights: Any, h: Any) -> Array:
-    """product(weights, h) summed over tensor, and this device's part of its time."""
+    """Sum product(weights, h) over tensor, and return this device's part of the sequence."""
     @jax.custom_vjp
     def run(weights, h):
         return _sum_at_home(lambda k: product(weights, _part(h, k)))
@@ -71,12 +71,12 @@ def scattered(product: Callable, weights: Any, h: Any) -> Array:
 
 
 def _transpose(product, weights, x):
-    """A function from the cotangent of a part's products to the cotangent of the part."""
+    """Return a function from the cotangent of a part's products to the cotangent of the part."""
     return lambda cotangent: jax.vjp(lambda x: product(weights, x), x)[1](cotangent)[0]
 
 
 def _gradient(product, weights, parts, cotangents):
-    """The gradient of the weights, from all parts, added up in float32."""
+    """The gradient of the weights from all parts, added up in float32."""
     total = float32_zeros(weights)
     for k, part in parts.items():
         _, of_weights = jax.vjp(lambda weights, part=part: product(weights, part), weights)
@@ -84,10 +84,10 @@ def _gradient(product, weights, parts, cotangents):
     return jax.tree.map(lambda g, w: g.astype(w.dtype), total, weights)
 
 
-# Parts by their distance: {0: that of this device, -1: of the one below, 1: of the one above ...}.
+# Parts by distance: {0: this device's part, -1: that of the device below, 1: of the one above ...}.
 
 def _pass_around(x):
-    """The parts of all devices, from this device's part x."""
+    """Pass each device's part x around, and return the parts of all devices."""
     n = axis_size("tensor")
     parts = {0: x}
     for k in range(1, n // 2 + 1):
@@ -98,7 +98,7 @@ def _pass_around(x):
 
 
 def _sum_at_home(of_part):
-    """The sum over all devices of what they have, of_part(k), for this one."""
+    """Sum over all devices the of_part(k) that each computes for this one."""
     n = axis_size("tensor")
     up = down = 0
     for k in range(n // 2, 0, -1):
@@ -114,14 +114,14 @@ def _send(x, by):
 
 
 def _part(tree, distance):
-    """The part of the time that belongs to the device at this distance."""
+    """The part of the sequence that belongs to the device at this distance."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(
         x, _place(distance) * (x.shape[1] // axis_size("tensor")),
         x.shape[1] // axis_size("tensor"), 1), tree)
 
 
 def _in_order(parts):
-    """The parts of all devices as one, in the order of the devices."""
+    """Join the parts of all devices, in the order of the devices."""
     def whole(*values):
         B, T, *others = values[0].shape
         out = mark_varying(jnp.zeros((B, axis_size("tensor") * T, *others), values[0].dtype),

@@ -1,26 +1,26 @@
-"""Pipeline schedules: which stage does what when, and the two that are more than GPipe.
+"""Pipeline schedules: which stage does what in which tick, and the two schedules beyond GPipe.
 
     gpipe          all microbatches forward, then autodiff runs the same ticks in reverse; its code
                    is `gpipe` in shard.py's section pipe: read that first
-    interleaved    the same with V chunks of layers in each stage: microbatches go V times around
+    interleaved    GPipe with V chunks of layers in each stage: microbatches go V times around
                    the ring of stages, and the idle share falls by about V
     1f1b           a hand-written backward pass that starts each microbatch's backward as soon as
                    the last stage has finished it, so that the number of activations in memory
                    depends on the number of stages S and not on the number of microbatches M
 
-All stages run one program (it is inside a shard_map); `lax.axis_index("pipe")` tells a device which
-stage it is. A tick is one turn of a loop: compute, then send the result to the neighbour. With k
-layers in a chunk, chunk c of stage s begins at layer (c S + s) k. x [b, T, D] is the residual
-stream of one microbatch of b rows.
+All stages run one program inside a shard_map; `lax.axis_index("pipe")` tells a device its stage. A
+tick is one turn of a loop: compute, then send the result to the neighbor. With k layers in a chunk,
+chunk c of stage s begins at layer (c S + s) k. x [b, T, D] is the residual stream of one microbatch
+of b rows.
 
 The parts of a loss, as `pipelined_loss` makes them for one stage:
 
     embed(params, batch) -> x
     stack(weights, x, numbers, batch) -> x, aux     the layers with these numbers; aux is None, or a
-                                        pair: a term of the loss, and a dict of other sums
+                                        pair: a term of the loss, and a dict of further sums
     head(params, x, batch) -> sum, count[, dict of sums]    a collective: every stage calls it, with
-                                        x on the last stage and zeros on the others, and gets the
-                                        sums of its own part of the time
+                                        x on the last stage and zeros on all others, and gets the
+                                        sums for its own part of the sequence
 """
 
 import functools
@@ -52,17 +52,17 @@ from zigzag.parallel.remat import policy_of
 
 
 class Options(NamedTuple):
-    """How a stack of layers is computed. The functions that take it take any record that has these
+    """How to compute a stack of layers. Functions that take Options accept any record with these
     fields, such as a network's configuration."""
     remat: str = "none"         # what to recompute in the backward pass: see remat.py
-    microbatches: int = 1       # the parts into which a device's rows are cut
+    microbatches: int = 1       # the number of parts of a device's rows
     schedule: str = "gpipe"
-    chunks: int = 1             # of layers, in each stage
-    sum_dtype: str = ""         # in which fsdp sums gradients; '': that of the weights
+    chunks: int = 1             # the chunks of layers in each stage
+    sum_dtype: str = ""         # the dtype in which fsdp sums gradients; '': that of the weights
 
 
 def options_of(record: Any) -> Options:
-    """The Options in a record that has their fields."""
+    """Read the Options from a record with these fields."""
     return Options(*(getattr(record, name) for name in Options._fields))
 
 
@@ -70,8 +70,8 @@ def options_of(record: Any) -> Options:
 # The timetable
 
 def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
-    """(the number of ticks, V): the turns of the loop, which goes only forward except in 1f1b, and
-    the chunks of layers in a stage, which are 1 unless the schedule is interleaved."""
+    """Return (the number of ticks, V). Ticks are the turns of the loop, which goes only forward
+    except in 1f1b; V is the chunks of layers in a stage, 1 unless the schedule is interleaved."""
     if schedule == "1f1b":
         return microbatches + 2 * stages - 1, 1
     V = chunks if schedule == "interleaved" else 1
@@ -80,18 +80,18 @@ def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[i
 
 def passes(stages: int, microbatches: int, schedule: str, chunks: int, skips_idle: bool = True
            ) -> int:
-    """The time that a pipeline takes, counted in forward passes of one chunk over one microbatch;
-    it takes as many backward passes. In 1F1B the first S ticks have only forward passes and the
-    last S only backward passes. If idle passes are skipped, both counts are therefore S smaller
-    than the number of ticks."""
+    """The time that a pipeline takes, counted in forward passes of one chunk over one microbatch.
+    It takes as many backward passes. In 1F1B the first S ticks have only forward passes and the
+    last S only backward passes. So if stages skip idle passes, both counts are S below the number
+    of ticks."""
     count, _ = ticks(stages, microbatches, schedule, chunks)
     return count - stages if schedule == "1f1b" and skips_idle else count
 
 
 def _last_tick(microbatch, S, V):
     """The tick in which the last stage finishes a microbatch. S microbatches go V times around the
-    ring, a lap of S ticks each time, then the next S follow. Microbatch j of a group runs j ticks
-    behind the group's first one."""
+    ring, with S ticks to a lap; then the next S follow. Microbatch j of a group runs j ticks behind
+    the group's first."""
     group, j = divmod(microbatch, S)
     return (S - 1) + group * S * V + (V - 1) * S + j
 
@@ -100,15 +100,15 @@ def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
     """In 1F1B, the microbatch that a stage takes forward in tick t and the one it takes backward.
 
     Microbatch m reaches stage s in tick m + s, so the last stage finishes it in tick m + S - 1. The
-    last stage takes it backward one tick later, and each earlier stage one tick after its next
-    stage: stage s in tick m + 2 S - 1 - s."""
+    last stage takes it backward one tick later, and each earlier stage one tick after the stage
+    that follows it: stage s in tick m + 2 S - 1 - s."""
     return t - stage, t - (2 * S - 1 - stage)
 
 
 def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idle: bool = True
              ) -> str:
-    """How long a schedule of M microbatches on S stages takes, and how much of that is idle, as
-    text. `skips_idle` says that a stage without work in a tick computes nothing (`skip_idle`)."""
+    """Describe how long a schedule of M microbatches on S stages takes, and the idle share, as
+    text. `skips_idle`: a stage without work in a tick computes nothing (`skip_idle`)."""
     _, V = ticks(S, M, schedule, chunks)
     count = passes(S, M, schedule, V, skips_idle)
     idle = f"{1 - M * V / count:.0%}"
@@ -121,7 +121,7 @@ def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idl
 
 
 def check_stages(layers: int, chunks: int, specs: Any) -> None:
-    """Refuse layers that do not divide into the stages and their chunks."""
+    """Refuse layers that the stages and their chunks do not divide."""
     stages = axis_size("pipe")
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
         raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs `specs`, the specs "
@@ -135,7 +135,7 @@ def check_stages(layers: int, chunks: int, specs: Any) -> None:
 # Small tools
 
 def pick(tree: Any, index: Any) -> Any:
-    """Entry `index` of each array, clipped to the existing ones (idle ticks ask for others)."""
+    """Entry `index` of each array, clipped to the valid range (idle ticks pass indices outside)."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
@@ -145,29 +145,29 @@ def astype(tree: Any, like: Any) -> Any:
 
 
 def send(tree: Any, step: int) -> Any:
-    """Send a tree to the next stage (step 1) or to the one before (-1), in a ring."""
+    """Send a tree to the next stage (step 1) or to the previous one (-1), in a ring."""
     n = axis_size("pipe")
     return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
 def can_skip(sizes: dict[str, int], overlap: bool) -> bool:
-    """Whether a stage may skip a tick in which it has no work. It may not where a ring goes around,
-    over seq or (with --overlap) over tensor: see `skip_idle`."""
+    """Whether a stage may skip a tick in which it has no work. It may not if there is a ring over
+    seq or, with --overlap, over tensor: see `skip_idle`."""
     return sizes["seq"] == 1 and not (overlap and sizes["tensor"] > 1)
 
 
 def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None) -> Any:
-    """work(x) on stages with `busy`, idle(x) on the others (zeros of work's shapes by default).
+    """Return work(x) on `busy` stages and idle(x) on all others (default: zeros of work's shapes).
 
     A branch (lax.cond) saves the time of idle work. It is safe although `work` may contain
-    collectives, because `busy` depends only on the tick and the stage: all devices of a stage take
+    collectives, because `busy` depends only on the tick and the stage. All devices of a stage take
     the same branch, and the groups of a collective over data, fsdp, expert or tensor lie within one
     stage. So either all members of a group reach the collective, or none does. A ring is different:
-    a collective-permute is one operation of all devices of the mesh, whichever pairs it lists, and
-    would deadlock. With a ring over seq, or over tensor (--overlap), every stage therefore computes
-    both sides, and a `where` selects.
+    a collective-permute is one operation of all devices of the mesh, whichever pairs it lists, so
+    it would deadlock. With a ring over seq, or over tensor (--overlap), every stage therefore
+    computes both sides, and a `where` selects.
 
-    Both branches must have the same type, so both results are marked as varying over every axis
+    Both branches must have the same type. So both results are marked as varying over every axis
     over which either result, or `busy`, varies."""
     idle = idle or functools.partial(zeros_of, work)
     types = jax.tree.map(lambda a, b: varying(a, b, busy), jax.eval_shape(work, x),
@@ -184,7 +184,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
 
 def needs_all_time(function: str) -> None:
     """Refuse a function of shard.py in the head of a pipelined loss, where a stage has only a part
-    of the time."""
+    of the sequence."""
     if around().part_of_time:
         raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
                           f"shard.{function}, and each stage has a part of the time; give "
@@ -192,8 +192,8 @@ def needs_all_time(function: str) -> None:
 
 
 def time_of_stage(tree: Any, x: Array) -> Any:
-    """The arrays of a batch that have time, [B, T, ...], cut to this stage's part x of it, as
-    shard.share_time made it. Others (a source, a seed for each row) stay as they are."""
+    """Cut the arrays [B, T, ...] of a batch along T to the tokens of x, this stage's part from
+    shard.share_time. Arrays without T (a source, a seed for each row) stay as they are."""
     stages, n = axis_size("pipe"), axis_size("tensor") if is_split(x) else 1
 
     def part(path, a):
@@ -210,8 +210,8 @@ def time_of_stage(tree: Any, x: Array) -> Any:
 
 
 def with_aux(sums: tuple, aux: Any) -> tuple:
-    """`sums`, the head's (sum, count) or (sum, count, dict of other sums), with the layers' `aux`
-    added: aux[0] to the sum, and the entries of aux[1] to the dict."""
+    """Add the layers' `aux` to the head's `sums`, (sum, count) or (sum, count, dict of further
+    sums): aux[0] to the sum, and the entries of aux[1] to the dict."""
     if aux is None:
         return tuple(sums)
     total, count, *others = sums
@@ -228,12 +228,12 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
         stage 0 | 0a 1a 0b 1b 2a 3a 2b 3b .  |     2 stages of 2 chunks, 4 microbatches: 0b is
         stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
-    In a tick, stage 0 takes a new microbatch if it is about to enter chunk 0, and else the one that
-    the last stage has sent around. (A stage is idle if its microbatch is not one of 0 ... M - 1.)
-    While a run trains, its layers are stored in the order of the
-    stages (layer_order in storage.py): a stage's V chunks are not neighbours in the model."""
+    In a tick, stage 0 takes a new microbatch if it is about to enter chunk 0, else the microbatch
+    that the last stage has sent around. A stage is idle if its microbatch is not in 0 ... M - 1.
+    During training, layers are stored in the order of the stages (layer_order in storage.py),
+    because a stage's V chunks are not neighbors in the model."""
     M, S, V, me = options.microbatches, axis_size("pipe"), options.chunks, lax.axis_index("pipe")
-    xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)    # (as in gpipe)
+    xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)    # as in gpipe
     wide = split_rows(cast(weights, "float32"), V)
     numbers = jnp.arange(S * len(jax.tree.leaves(weights)[0])).reshape(V, S, -1)
 
@@ -243,8 +243,8 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
         busy = (microbatch >= 0) & (microbatch < M)
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
 
-        # Under a checkpoint, the backward pass picks the chunk's weights again; otherwise each tick
-        # would save a copy.
+        # Under a checkpoint, the backward pass picks the chunk's weights again. Without it, each
+        # tick would save a copy.
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
         def work(x):
             return skip_idle(busy, lambda x: stack(
@@ -264,13 +264,13 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
 # One forward, one backward
 
 class Parts(NamedTuple):
-    """The parts of a loss, and how its rows are cut."""
+    """The parts of a loss, and the options of its pipeline."""
     embed: Callable
     stack: Callable
     head: Callable
     batch: Any              # arrays [B, ...]
     options: Options
-    gpipe: Callable         # shard.gpipe, which runs where no gradient is asked for
+    gpipe: Callable         # shard.gpipe, which runs where there is no gradient
 
 
 def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
@@ -281,26 +281,26 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
 
     In tick t (`tick` in `_with_gradients`), stage s
 
-      1. takes microbatch t - s forward and saves its input (which stage 0 first makes, by embed);
+      1. takes microbatch t - s forward and saves its input (which embed first makes on stage 0);
       2. computes its share of the head for the microbatch that the last stage has just finished,
-         t - (S - 1). The head is shared by all stages and contains collectives, so every stage
-         calls it in every tick, and results of ticks without such a microbatch are replaced by
-         zeros. Its backward pass gives the head's gradients, and on the last stage `dlast`, the
-         cotangent with which that stage takes the same microbatch backward in tick t + 1;
+         t - (S - 1). All stages share the head, which contains collectives. So every stage calls it
+         in every tick, and zeros replace the results of ticks without such a microbatch. Its
+         backward pass gives the head's gradients, and on the last stage `dlast`, the cotangent
+         with which that stage takes the same microbatch backward in tick t + 1;
       3. takes microbatch t - (2 S - 1 - s) backward: it recomputes the layers from the saved input
          and applies their vjp to the cotangent (`dlast` on the last stage, else the `dx` that the
          next stage sent); stage 0 then takes the result through embed's vjp;
       4. sends its output to the next stage and its input's cotangent to the previous one.
 
-    Stage s holds an input from tick m + s to tick m + 2 S - 1 - s, which is 2 (S - s) inputs at a
-    time; as all stages run one program, all have room for stage 0's 2 S. This does not grow with
-    the number of microbatches.
+    Stage s holds the input of microbatch m from tick m + s to tick m + 2 S - 1 - s, which is
+    2 (S - s) inputs at a time. All stages run one program, so all have room for stage 0's 2 S. This
+    does not grow with the number of microbatches.
 
-    The gradient that is made along with the loss is that of its sum alone, in which the layers'
-    term of aux is included. Autodiff multiplies it by the cotangent that it is given. Count and
-    other sums have no gradient. That is right because the loss is the sum over microbatches."""
+    The forward pass makes the gradient of the sum alone, including the layers' term of aux. The
+    backward pass multiplies it by its cotangent. Count and further sums have no gradient. That is
+    right because the loss is the sum over microbatches."""
     @jax.custom_vjp
-    def total(params, weights):      # runs when no gradient is asked for
+    def total(params, weights):      # runs when there is no gradient
         embed, stack, head, batch, options, gpipe = parts
         x, aux = gpipe(stack, weights, embed(params, batch), batch, options._replace(remat="none"))
         return with_aux(head(params, x, batch), jax.tree.map(lambda a: a.sum(0), aux))
@@ -316,13 +316,13 @@ def _with_gradients(parts, params, weights):
     """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes. The loop
     carries from tick to tick, with x, dx and dlast [b, T, D],
 
-        x           the next input of this stage: the previous stage's output of last tick
+        x           the next input of this stage: the previous stage's output from the last tick
         dx          the cotangent of this stage's output, for the microbatch that it takes backward
-                    next: the next stage's input cotangent of last tick
-        dlast       what dx is on the other stages, for the last stage: the cotangent of its output
-                    of last tick, from the head's backward pass
+                    next: the next stage's input cotangent from the last tick
+        dlast       replaces dx on the last stage: the cotangent of its output from the last tick,
+                    from the head's backward pass
         inputs      [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S), saved
-                    until the stage takes m backward, 2 S - 1 ticks at most
+                    until the stage takes m backward, at most 2 S - 1 ticks
         grads       gradients of (params, weights) so far, float32
         sums, aux   the head's (sum, count, ...) and the layers' aux so far
     """
@@ -331,7 +331,7 @@ def _with_gradients(parts, params, weights):
     numbers = me * own + jnp.arange(own)
 
     def marked(tree):
-        """The tree with the varying type of the loop's carry, which must be the same every tick."""
+        """Give the tree the varying type of the loop's carry, which must stay the same."""
         return vary_like(tree, params, batch, weights, me)
 
     def embed(params, m):
@@ -359,8 +359,8 @@ def _with_gradients(parts, params, weights):
             inputs, x, forward % (2 * S), 0), inputs)
         y, aux = skip_idle(busy, lambda x: layers(weights, x, forward), x)
 
-        # The head, for the microbatch that the last stage has just finished. Never skipped: all
-        # stages take part in its collectives.
+        # The head, for the microbatch that the last stage has just finished. It is never skipped,
+        # because all stages take part in its collectives.
         valid = (finished >= 0) & (finished < M)
         sums, vjp = jax.vjp(lambda params, y: head(params, y, finished), params,
                             jnp.where(last, y, 0))
@@ -388,6 +388,6 @@ def _with_gradients(parts, params, weights):
 
 
 def _one_and_zeros(sums):
-    """Cotangents for (sum, ...): 1 for the sum, which is the loss, and 0 for all others."""
+    """Cotangents for (sum, ...): 1 for the sum, which is the loss, and 0 for everything else."""
     total, *others = sums
     return jnp.ones_like(total), *jax.tree.map(jnp.zeros_like, others)

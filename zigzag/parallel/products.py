@@ -1,4 +1,4 @@
-"""The products under `columns` and `row` of shard.py, and losses summed over chunks of the time.
+"""The products under `columns` and `row` of shard.py, and losses summed over chunks of tokens.
 
     matmul             activations times a weight, or times a weight with a LoRA adapter
     repeat_kv          key and value heads for a tensor axis that does not divide them
@@ -6,8 +6,8 @@
 
 On a CPU, `matmul` computes the gradient of the weights itself, with the activations x on the left.
 Autodiff would put the result's gradient g on the left, and XLA on a CPU would first transpose the
-left operand in memory: one copy of g for each product. Elsewhere it does so only where a product is
-wider than its operands, as float32 logits are.
+left operand in memory: one copy of g for each product. On other platforms `matmul` does so only
+where a product is wider than its operands, for example in float32 logits.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ from zigzag.core.mesh import (
 @dataclasses.dataclass(frozen=True)
 class Adapted:
     """A weight with a low-rank adapter (LoRA): it stands for w + a b, with w [F, ..., D, ...],
-    a [F, ..., r] and b [r, D, ...]. The sum is not computed: x w + (x a) b costs less, and the
-    gradients of a and b then need no gradient of w. (Weights of experts have one more dimension, E,
-    before these.)"""
+    a [F, ..., r] and b [r, D, ...]. We never compute the sum: x w + (x a) b costs less, and the
+    gradients of a and b then need no gradient of w. Weights of experts have one more dimension, E,
+    in front."""
     w: Array
     a: Array
     b: Array
@@ -58,11 +58,11 @@ def merged(w: Array | Adapted) -> Array:
 
 
 def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -> Array:
-    """x [B, T, F, ...] times w [F, ..., D] -> [B, T, D]: the last `contract` dimensions of x are
-    contracted with the first of w. The result has `dtype`, or x's if None."""
+    """Multiply x [B, T, F, ...] by w [F, ..., D] -> [B, T, D]: contract the last `contract`
+    dimensions of x with the first of w. The result has `dtype`, or x's if None."""
     if isinstance(w, Adapted):
         low_rank = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
-        # (Named, so that --remat selective saves the sum and not both products.)
+        # The name makes --remat selective save the sum and not both products.
         return checkpoint_name(matmul(x, w.w, contract, dtype) + low_rank, "product")
 
     def plain(x, w):
@@ -73,8 +73,8 @@ def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -
 
     def backward(saved, cotangent):
         x, w = saved
-        # (Rounded, or the gradients of float32 logits from a bfloat16 head would be products in
-        # float32. On an H200 with 8,192 ids they took 4% of a step.)
+        # Without this rounding, the gradients of float32 logits from a bfloat16 head would be
+        # products in float32. On an H200 with 8,192 ids they took 4% of a step.
         cotangent = cotangent.astype(jnp.result_type(x, w))
         dx, = jax.linear_transpose(lambda x: jnp.tensordot(x, w, contract), x)(cotangent)
         rows = tuple(range(x.ndim - contract))
@@ -84,24 +84,24 @@ def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -
 
     product = jax.custom_vjp(plain)
     product.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
-    # Marked outside the custom_vjp: the transpose of a mark is a sum over devices, which autodiff
-    # then inserts.
+    # The mark is outside the custom_vjp: its transpose is a sum over devices, which autodiff then
+    # inserts.
     return product(*mark_varying((x, w), x, w))
 
 
 def linear(x: Array, w: Any, dtype: Any = None) -> Array:
-    """x [B, T, D] times w [D, F, ...], plus a bias where w is a pair (weight, bias [1, F, ...])."""
+    """Multiply x [B, T, D] by w [D, F, ...]; if w is a pair (weight, bias [1, F, ...]), add it."""
     w, *bias = w if isinstance(w, tuple) else (w,)
     return sum(bias, matmul(x, w, 1, dtype))
 
 
 def lookup(table: Array, ids: Array, **how: Any) -> Array:
-    """table[ids], the vectors [..., D] of ids [...] in a table [V, D]. `how` are options of jax's
-    Array.at[ids].get, which say what an id outside the table gives.
+    """Look up table[ids], the vectors [..., D] of ids [...] in a table [V, D]. `how` are options of
+    jax's Array.at[ids].get, which decide the result for an id outside the table.
 
-    Its gradient adds up in float32. In bfloat16 a sum stops growing after some 256 equal terms:
-    with ids as frequent as words are, the gradient of an embedding was wrong by 58% of its length.
-    (On an H200 the float32 sum also took 0.1 ms of a step, and the other some 25.)"""
+    Its gradient adds up in float32. In bfloat16 a sum stops growing after about 256 equal terms:
+    with ids as frequent as words, the gradient of an embedding was wrong by 58% of its length. On
+    an H200 the float32 sum took 0.1 ms of a step, and the bfloat16 sum about 25 ms."""
     def get(table, ids):
         return jnp.asarray(table).at[ids].get(**how)
 
@@ -117,13 +117,13 @@ def lookup(table: Array, ids: Array, **how: Any) -> Array:
 
 
 def capped(logits: Array, softcap: float) -> Array:
-    """softcap * tanh(logits / softcap); the logits as they are if softcap is 0."""
+    """Return softcap * tanh(logits / softcap), or the logits themselves if softcap is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def dropped(x: Array, rate: float, seeds: Array, site: Any, slots: Array) -> Array:
-    """x [B, T, D] with a share `rate` of its numbers 0 and the others larger by as much, chosen by
-    the seed of the row [B], the number `site` and the slot [B, T]."""
+    """Dropout: set a share `rate` of x [B, T, D] to 0, and divide the rest by 1 - `rate`. The row's
+    seed [B], the number `site` and the slot [B, T] decide which numbers become 0."""
     def keep(seed, slot):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), slot)
         return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
@@ -133,8 +133,8 @@ def dropped(x: Array, rate: float, seeds: Array, site: Any, slots: Array) -> Arr
 
 
 def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[Array]]:
-    """The products of matching (h, w) pairs in two lists: partial sums, which must be summed over
-    tensor, and products that every device has whole."""
+    """The products of (h, w) pairs in two lists: partial sums, which still need a sum over tensor,
+    and products that every device has whole."""
     partial, whole = [], []
     for h, w in pairs:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
@@ -142,11 +142,11 @@ def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[
 
 
 def repeat_kv(w: Any, heads: int) -> Any:
-    """Weights [D, K, N] of keys or values (or the weight and its bias [1, K, N]), for `heads` query
-    heads. Where tensor divides the query heads but not the K kv heads, each kv head is repeated
-    until tensor divides them, and a device takes the ones that its own queries use. The gradient of
-    a kv head is the sum over its copies, on a device (the transpose of the repeat) and over devices
-    (that of the mark)."""
+    """Repeat weights [D, K, N] of keys or values (or a pair with the bias [1, K, N]) for `heads`
+    query heads. Where tensor divides the query heads but not the K kv heads, this repeats each kv
+    head until tensor divides them, and a device takes those that its own queries use. The gradient
+    of a kv head is the sum over its copies, on a device (the transpose of the repeat) and over
+    devices (the transpose of the mark)."""
     def repeated(w):
         if isinstance(w, Adapted):
             return Adapted(repeated(w.w), w.a, repeated(w.b))
@@ -156,8 +156,8 @@ def repeat_kv(w: Any, heads: int) -> Any:
         times = count // w.shape[1]
         if axis_size("tensor") > 1:
             return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-        # (For the rule, which traces the block before there is a mesh; tensor will have
-        # around().tensor devices. The rule can trace through an einsum, and not through a repeat.)
+        # For the rule, which traces the block before there is a mesh; tensor will have
+        # around().tensor devices. The rule can trace through an einsum, but not through a repeat.
         return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times,
                                                        1))
 
@@ -165,25 +165,25 @@ def repeat_kv(w: Any, heads: int) -> Any:
 
 
 # -------------------------------------------------------------------------------------------
-# A loss in chunks of the time
+# A loss in chunks of the sequence
 
-# The number of logits in memory at once. A larger batch computes its loss in chunks of the time.
+# The most logits in memory at once. A larger batch computes its loss in chunks of the sequence.
 LOGITS = 2**25
 
 
 def loss_chunks(rows: int, time: int, vocabulary: int) -> int:
-    """The number of chunks of the time in which the loss is computed: the smallest divisor of
-    `time` with which a chunk has at most LOGITS logits."""
+    """The number of chunks of the sequence for the loss: the smallest divisor of `time` with which
+    a chunk has at most LOGITS logits."""
     size = rows * time * vocabulary
     return min(n for n in range(1, time + 1)
                if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
 def chunked_sums(fn: Callable, weights: Any, chunks: Any) -> tuple[Array, ...]:
-    """The sums over the chunks (arrays [count, ...]) of what fn(weights, *chunk) returns: a tuple
-    of scalars, of which only the first has a gradient. One chunk is in memory at a time. Under
-    differentiation the forward pass also computes each chunk's gradients; the backward pass only
-    scales them, and recomputes nothing."""
+    """Sum fn(weights, *chunk) over the chunks (arrays [count, ...]). fn returns a tuple of scalars,
+    and only the first has a gradient. One chunk is in memory at a time. Under differentiation the
+    forward pass also computes each chunk's gradients. The backward pass only scales them, and
+    recomputes nothing."""
     weights, chunks = mark_varying(weights, chunks), vary_like(chunks, weights, chunks)
     zero = zeros_of(fn, weights, *[a[0] for a in chunks])
 
@@ -199,7 +199,7 @@ def chunked_sums(fn: Callable, weights: Any, chunks: Any) -> tuple[Array, ...]:
             s, grads = carry
             values, vjp = jax.vjp(fn, weights, *chunk)
             grad, *dchunk = vjp((jnp.ones_like(values[0]), *map(jnp.zeros_like, values[1:])))
-            # The gradient of an array of integers is float0, which a scan cannot stack: None.
+            # The gradient of integers is float0, which a scan cannot stack, so return None.
             dchunk = [None if d.dtype == jax.dtypes.float0 else d for d in dchunk]
             return (plus(s, values), add_to(grads, grad)), dchunk
 
@@ -217,8 +217,8 @@ def chunked_sums(fn: Callable, weights: Any, chunks: Any) -> tuple[Array, ...]:
 
 
 def time_chunks(a: Array, count: int, n: int) -> Array:
-    """a [B, T, ...] as [count, B, T / count, ...], for a stream whose time is split over n devices:
-    every chunk has an equal part of each device's time."""
+    """Cut a [B, T, ...] into [count, B, T / count, ...], for a stream whose T is split over n
+    devices: every chunk has an equal part of each device's tokens."""
     B, T = a.shape[:2]
     a = a.reshape(B, n, count, T // (n * count), *a.shape[2:])
     return jnp.moveaxis(a, 2, 0).reshape(count, B, T // count, *a.shape[4:])

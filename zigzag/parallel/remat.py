@@ -4,11 +4,11 @@
     selective       save the products with weights, and the layer's input
     full            save the layer's input
     full:0.5        save the input of half of a device's layers (at least one), and everything of
-                    the others
+                    the rest
     offload         save the layer's input in the memory of the host
-    attention       save everything except scores and what attention makes of them (the kernels for
-                    TPUs and GPUs save no scores anyway)
-    mlp             save the input of each MLP, and everything of the rest of a layer
+    attention       save everything except scores and their results in attention (the kernels for
+                    TPUs and GPUs never save scores)
+    mlp             save the input of each MLP, and everything in the rest of a layer
     attention,mlp   both
 """
 
@@ -23,12 +23,12 @@ from jax.ad_checkpoint import checkpoint_name
 from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.mesh import around, may_unroll, within
 
-# On a single CPU or GPU, up to this many layers are unrolled. Measured with 6, 12 and 16 layers on
-# a CPU: a step is 5 to 10% faster than with a loop, and compiling takes 0.5 to 2 seconds longer;
-# with 12 on an H200: 48.3 ms, and 56.4 ms for the fastest loop that was tried, which kept less.
+# On a single CPU or GPU, `scan_layers` unrolls up to this many layers. With 6, 12 and 16 layers on
+# a CPU, a step was 5 to 10% faster than with a loop, and compiling took 0.5 to 2 seconds longer.
+# With 12 on an H200 it took 48.3 ms, and the fastest loop we tried 56.4 ms, although it kept less.
 UNROLLED = 16
 
-# Cheap to recompute from the operand: never worth saving.
+# Never worth saving: cheap to recompute from the operand.
 VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "name",
          "pvary", "sharding_constraint", "copy"}
 
@@ -40,8 +40,8 @@ def _gathers_weights(name, params):
 
 
 def _all_but_weights(operation, *_, **params):
-    """A policy: whether to save an operation's result. Gathered weights are not saved, because that
-    would undo fsdp: so neither is a gather, a pick of a layer from a stack, nor a view of them."""
+    """A policy: whether to save an operation's result. It saves no gathered weights, because that
+    would undo fsdp: no gather, no pick of a layer from a stack, and no view of either."""
     return operation.name not in VIEWS and not _gathers_weights(operation.name, params)
 
 
@@ -58,18 +58,18 @@ POLICIES = {
         names_which_can_be_saved=[], names_which_can_be_offloaded=["stream"],
         offload_src="device", offload_dst="pinned_host"),
 }
-PARTS = ("attention", "mlp", "attention,mlp")       # of a layer, computed again
+PARTS = ("attention", "mlp", "attention,mlp")       # the parts of a layer to recompute
 
 
 class Remat(NamedTuple):
     """What --remat asks for."""
-    policy: str             # of POLICIES, for all layers
-    share: float = 0.0      # of the layers, of which only the input is saved
-    parts: tuple = ()       # of each layer, of which only the input is saved
+    policy: str             # a name in POLICIES, for all layers
+    share: float = 0.0      # the share of layers that save only their input
+    parts: tuple = ()       # the parts of each layer that save only their input
 
     def count(self, layers: int) -> int:
-        """How many of the layers are computed again by their share, the first ones: at least one,
-        if there is a share."""
+        """How many layers, from the first, are recomputed because of the share: at least one if
+        there is a share."""
         return max(round(self.share * layers), self.share > 0)
 
 
@@ -96,8 +96,8 @@ def policy_of(text: str) -> Callable:
 
 
 def part(name: str) -> Callable:
-    """A decorator for fn(w, h, ...), a part of a layer: --remat `name` keeps w and h alone for its
-    backward pass."""
+    """A decorator for fn(w, h, ...), a part of a layer: under --remat `name`, it keeps only w and h
+    for its backward pass."""
     def decorate(fn):
         @functools.wraps(fn)
         def call(w, h, *others, **more):
@@ -112,23 +112,23 @@ def part(name: str) -> Callable:
 
 
 def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -> tuple[Any, Any]:
-    """lax.scan(body, x, stack) over layers, of which each keeps what --remat says. `gathers` says
-    that body gathers its weights over fsdp: these are never kept."""
+    """lax.scan(body, x, stack) over layers, where each layer keeps what --remat asks for. `gathers`
+    means that body gathers its weights over fsdp; gathered weights are never kept."""
     how = remat_of(remat)
-    again = how.count(len(jax.tree.leaves(stack)[0]))       # 0, but for full:0.5 and the like
+    again = how.count(len(jax.tree.leaves(stack)[0]))       # 0 except for full:0.5 and the like
 
     def named(x):           # the name tells a pipeline to keep a layer's input
         return jax.tree.map(lambda a: checkpoint_name(a, "stream"), x)
 
     def loop(body, x, stack):
-        # (A loop copies what it keeps for the backward pass into arrays of all layers.)
+        # A loop copies what it keeps for the backward pass into arrays of all layers.
         unrolls = remat == "none" and may_unroll() and (
             len(jax.tree.leaves(stack)[0]) <= UNROLLED)
         with within(again=how.parts):
             return lax.scan(lambda x, layer: body(named(x), layer), x, stack, unroll=unrolls)
 
     kept = body
-    if how.policy == "offload":     # (an argument is kept on the device; a name inside is not)
+    if how.policy == "offload":     # jax keeps an argument on the device, but not a named value
         def kept(x, layer):
             return body(named(x), layer)
     if how.policy != "none" or gathers:
@@ -141,9 +141,9 @@ def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -
 
 
 def recomputed(fn: Callable) -> Callable:
-    """fn, with a backward pass for which its arguments are kept, and the rest is computed again:
-    jax.checkpoint, except that the policy of another one around it does not reach inside. (There
-    it would keep, by its own rule, the scores of attention that this was meant to drop.)"""
+    """Wrap fn so that it keeps only its arguments for the backward pass, and recomputes the rest.
+    This is jax.checkpoint, except that the policy of a checkpoint around it does not reach inside.
+    There, that policy would keep the scores of attention, which this is meant to drop."""
     def call(*args):
         arrays, structure = jax.tree.flatten(args)
         traced, results = jax.make_jaxpr(lambda arrays: fn(*jax.tree.unflatten(structure, arrays)),

@@ -1,14 +1,14 @@
 """Attention to the keys that pass by in a ring (section seq of shard.py), by jax's kernel for TPUs.
 
-What a device finds for some of the keys is joined with the rest by the logsumexp of its scores, so
-the logsumexp has a gradient, too. jax's kernel returns it, but without one. The two kernels of its
-backward pass can give it. For a score s with probability p they compute
+A device's result for some of the keys is joined with the rest by the logsumexp of its scores, so
+the logsumexp needs a gradient as well. jax's kernel returns the logsumexp, but without a gradient.
+The two kernels of its backward pass can compute it. For a score s with probability p they compute
 
     ds = p (dp - d)     dp = dout . v, and for each query the number d = dout . out
 
-and a gradient g of the logsumexp adds p g. So they are given d - g in place of d.
+and a gradient g of the logsumexp adds p g. So `_backward` passes d - g in place of d.
 
-(These two are not public. tests/parallel/test_attention.py compares them with the formula.)
+These two kernels are not public. tests/parallel/test_attention.py compares them with the formula.
 """
 
 import functools
@@ -29,9 +29,9 @@ from zigzag.parallel.attention import (
 
 
 def attend_to(known: Known) -> Callable:
-    """attend_to(queries, keys, own) for a ring. What it is told of each query and key is its
-    document, or None. It sees all keys, or of causal attention's `own` ones those up to the query's
-    slot: the last of `own` keys is the last query's."""
+    """Return attend_to(queries, keys, own) for a ring. The facts about each query and key are its
+    document, or None. A query sees all keys. In causal attention, it sees its `own` keys only up to
+    its slot: the last of the `own` keys belongs to the last query."""
     def attend(queries: tuple, keys: tuple, own: bool = False) -> tuple[Array, Array]:
         def run(qkv, documents):
             seen = Known(known.causal and own, softcap=known.softcap, documents=documents[0])
@@ -52,8 +52,8 @@ def attend_to(known: Known) -> Callable:
 
 def with_logsum(kernel: Any) -> Callable:
     """The kernel's values [H, T, N] and logsumexp [H, T], both with a gradient."""
-    # (The kernel is a tree, since its masks are arrays. Outside of jit, `without_types` would have
-    # the custom_vjp and its kernels traced again, with types.)
+    # The kernel is a tree, because its masks are arrays. Without this jit, `without_types` would
+    # make jax trace the custom_vjp and its kernels again, with types.
     return jax.jit(functools.partial(_with_logsum, kernel))
 
 

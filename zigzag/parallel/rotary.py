@@ -1,5 +1,5 @@
-"""Rotary positions: the rotation, and the rate of each pair with the published scalings of these
-rates, which are computed by numpy in float64, as constants of a program."""
+"""Rotary positions: the rotation, the rate of each pair, and the published scalings of these rates.
+numpy computes the rates in float64, and a program has them as constants."""
 
 import functools
 import json
@@ -16,9 +16,9 @@ from zigzag.core.parts import has_part, part
 
 def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
                  ) -> tuple[np.ndarray, float]:
-    """(rates [dim / 2], factor): the angle by which one position rotates each pair, and a factor on
-    sine and cosine. `scaling` is JSON, as in a published config.json; `length` is the length of the
-    sequence, on which some scalings depend."""
+    """Return (rates [dim / 2], factor): the angle by which one position rotates each pair, and a
+    factor on sine and cosine. `scaling` is JSON, as in a published config.json. `length` is the
+    sequence length, on which some scalings depend."""
     known = parse_scaling(scaling)
     scaling_of = SCALINGS[known["rope_type"]]
     rates = scaling_of.rates(dim, theta, known, length)
@@ -26,9 +26,9 @@ def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
 
 
 def rotate(x: Array, positions: Array, rates: Array, factor: Any = None) -> Array:
-    """Rotary positions: x [B, T, H, N] with each pair (x[i], x[i + N/2]) of a head rotated by its
-    rate times the position, so that q.k depends on their distance. If there are rates for only
-    a part of a head, its first numbers are rotated. `factor` is one on sine and cosine."""
+    """Rotate each pair (x[i], x[i + N/2]) of a head of x [B, T, H, N] by its rate times the
+    position, so that q.k depends on the distance of q and k. If the rates cover only a part of a
+    head, rotate the head's first numbers. `factor` multiplies sine and cosine."""
     half = rates.shape[-1]
     angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
@@ -41,10 +41,10 @@ def rotate(x: Array, positions: Array, rates: Array, factor: Any = None) -> Arra
 
 @functools.cache
 def parse_scaling(scaling: str) -> dict[str, Any]:
-    """A scaling as a dict."""
+    """Parse a scaling into a dict."""
     known = json.loads(scaling or '{"rope_type": "default"}')
     if known["rope_type"] not in SCALINGS and has_part("published"):
-        part("published.positions", "")         # (it has others)
+        part("published.positions", "")         # it adds more types
     if known["rope_type"] not in SCALINGS:
         raise ConfigError(f"--rope_scaling: the type {known['rope_type']!r:.80} is not known; "
                           f"expected one of {', '.join(SCALINGS)}")
@@ -56,17 +56,17 @@ def scaling_type(scaling: str) -> Any:
     try:
         return parse_scaling(scaling)["rope_type"]
     except (ValueError, TypeError, KeyError):
-        return "default"        # (check_rotary refuses it, and says why)
+        return "default"        # check_rotary refuses it, and says why
 
 
 def scaled_length(scaling: str, length: int) -> int:
-    """How many positions a sequence may have whose configuration says `length`."""
+    """The most positions of a sequence if the configuration allows `length` before scaling."""
     known = parse_scaling(scaling)
     return SCALINGS[known["rope_type"]].positions(known, length)
 
 
 def check_rotary(c: Any, dim: int = 0) -> None:
-    """Refuse an invalid scaling, for heads of which `dim` numbers are rotated (0: all)."""
+    """Refuse an invalid scaling, for heads with `dim` rotated numbers (0: all of them)."""
     try:
         with np.errstate(all="ignore"):
             for length in (1, 2**30):
@@ -87,12 +87,12 @@ def plain_rates(dim: int, theta: float, known: Any = None, length: int = 0) -> n
 
 
 def _linear(dim, theta, known, length):
-    """Every position divided by the factor."""
+    """Divide every position by the factor."""
     return plain_rates(dim, theta) / known["factor"]
 
 
 def _llama3(dim, theta, known, length):
-    """Long wavelengths stretched by the factor, short ones unchanged, and in between a mix."""
+    """Stretch long wavelengths by the factor, leave short ones unchanged, and mix in between."""
     rates = plain_rates(dim, theta)
     turns = known["original_max_position_embeddings"] * rates / (2 * math.pi)
     low, high = known["low_freq_factor"], known["high_freq_factor"]
@@ -103,12 +103,12 @@ def _llama3(dim, theta, known, length):
 
 
 class Scaling(NamedTuple):
-    """A way to scale the rates. `known` is its record, as a dict."""
+    """A way to scale the rates. `known` is the parsed scaling, a dict."""
     rates: Callable                             # dim, theta, known, length -> rates [dim / 2]
     factor: Callable = lambda known: 1.0        # known -> the factor on sine and cosine
     positions: Callable = lambda known, length: length      # known, the length of a configuration
-    #                                             -> how many positions a sequence may have
+    #                                             -> the most positions of a sequence
 
 
-# {rope_type: Scaling}. (published/positions.py adds those that the plain decoder does not have.)
+# {rope_type: Scaling}. published/positions.py adds those that the plain decoder lacks.
 SCALINGS = {"default": Scaling(plain_rates), "linear": Scaling(_linear), "llama3": Scaling(_llama3)}

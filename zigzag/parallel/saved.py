@@ -24,9 +24,9 @@ from zigzag.parallel.network import Network, Params, config_of_run, network_of_r
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
              dtype: str = "float32") -> tuple[Params, Any]:
-    """(weights in this dtype, the network's configuration) of a run's newest or given step. The
-    weights go straight into their shards on the mesh (None: onto one device). Those of a custom
-    task (train.fit) are nested dicts, as they were saved, whole on every device."""
+    """Return (weights in this dtype, the network's configuration) of a run at this step (None: the
+    newest). The weights go straight into their shards on the mesh (None: onto one device). A custom
+    task (train.fit) gets nested dicts, as it saved them, whole on every device."""
     record = checkpoint.run_record(folder)
     if is_custom(record):
         place = NamedSharding(mesh or make_mesh(jax.devices()[:1]), P())
@@ -40,15 +40,15 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
 
 
 def is_custom(record: dict[str, Any]) -> bool:
-    """Whether the weights of a run, by its record, are those of a custom task: no network's."""
+    """Whether a run's record says that its weights belong to a custom task, not to a network."""
     return record.get("own_weights") or record.get("vocab_size") == 0
 
 
 def read_run_weights(network: Network, folder: str | Path, wanted: Params,
                      step: int | None = None, flag: str = "--run") -> Params:
-    """The weights of the run that `flag` names, sharded as `wanted` (shapes with shardings).
-    Adapters are merged into the weights with which their run began. A damaged checkpoint is
-    reported and skipped."""
+    """Read the weights of the run that `flag` names, sharded as `wanted` (shapes with shardings).
+    This merges adapters into the weights with which their run began. It reports a damaged
+    checkpoint and skips it."""
     record, config = (read(folder, network.config, flag)
                       for read in (checkpoint.read_run, checkpoint.run_config))
     if not config.lora_rank:

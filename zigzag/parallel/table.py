@@ -1,4 +1,4 @@
-"""A row of a table of weights, and what follows from a table (a tree of `Weight`, in the network's
+"""A row of a table of weights, and the results of a table (a tree of `Weight`, in the network's
 file): first values, parameter and FLOP counts."""
 
 import dataclasses
@@ -18,7 +18,7 @@ class Weight:
     shape: tuple[int, ...]
     scale: float | None     # initial standard deviation; None: all ones
     mesh_axes: tuple[str, ...]      # the mesh axis that splits each dimension; '': none
-    values: Any = None      # a function of the shape that makes the first values, instead of scale
+    values: Any = None      # a function of the shape that makes the first values, in place of scale
 
     @property
     def tensor(self) -> int:
@@ -27,31 +27,31 @@ class Weight:
 
     @property
     def is_table(self) -> bool:
-        """Whether tokens look up its rows, as their letter says, so that it is in no product."""
+        """Whether its first letter means that tokens look up its rows: it is in no product."""
         return next((a for a in self.axes if a not in ("L", "1")), "") in LOOKED_UP
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether it holds a matrix for each expert. (A router, [D, E], ends with the experts.)"""
+        """Whether it holds a matrix for each expert, unlike a router [D, E], which ends with E."""
         return "E" in self.axes[:-1]
 
 
-# Letters of rows that are looked up: V ids of the vocabulary, P positions, J distances, Z token
+# Letters of rows that tokens look up: V ids of the vocabulary, P positions, J distances, Z token
 # types.
 LOOKED_UP = {"V", "P", "J", "Z"}
-# {a mesh axis that a row may name: the letter that it splits; '': any}
+# {a mesh axis that a row may name: the letter that it splits; '': any letter}
 MESH_AXES = {"tensor": "", "fsdp": "", "pipe": "L", "expert": "E"}
 
 
 class Table:
-    """Makes Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] of
-    standard deviation 0.1, fsdp splits D, and tensor splits F.
+    """Makes Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] with
+    standard deviation 0.1; fsdp splits D, and tensor splits F.
 
-    An axis splits the letter behind which it stands or nothing: nothing if its size does not divide
-    it, or (fsdp) if the weight has fewer elements than --fsdp_min. A letter without an axis is
-    whole. pipe always splits L, and expert E, if E counts experts (a router, [D, E], ends with
-    them). /tensor may stand only where the network's code accepts a part of the dimension. Letters
-    with a meaning of their own: L layers, E experts, 1 one, and LOOKED_UP."""
+    An axis splits the letter before it, or nothing: nothing if its size does not divide the letter,
+    or if the axis is fsdp and the weight has fewer elements than --fsdp_min. A letter without an
+    axis stays whole. pipe always splits L. expert always splits E, except in a router [D, E], which
+    ends with E. Use /tensor only where the network's code accepts a part of the dimension. These
+    letters have a fixed meaning: L layers, E experts, 1 one, and LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
@@ -75,21 +75,21 @@ class Table:
 
 def padded(vocab_size: int) -> int:
     """The number of rows of an embedding for this vocabulary: rounded up to a multiple of 128, a
-    TPU's lane width. It does not depend on the mesh, so that a checkpoint fits every mesh. No token
-    uses the rows from vocab_size on."""
+    TPU's lane width. It does not depend on the mesh, so a checkpoint fits every mesh. No token uses
+    the rows from vocab_size on."""
     return -(-vocab_size // 128) * 128
 
 
 def layer_counts(tree: Any) -> dict[str, int]:
-    """{name: number of layers} of the stacks of layers in a table or in weights, in the order in
-    which they run."""
+    """Return {name: number of layers} for the stacks of layers in a table or in weights, in the
+    order in which they run."""
     return {name: jax.tree.leaves(tree[name])[0].shape[0] for name in ("dense_layers", "layers")
             if name in tree}
 
 
 def first_values(table: Any, key: Array) -> Any:
-    """New float32 weights. A value depends on the key, the weight's path and the index in it, and
-    not on the mesh or on other weights: under jit with out_shardings each device makes only its own
+    """New float32 weights. A value depends on the key, the weight's path and the index in it, not
+    on the mesh or on other weights. So under jit with out_shardings each device makes only its own
     part."""
     def one(path, w):
         if w.values:
@@ -108,8 +108,8 @@ def count(weights: Any) -> int:
 
 
 def parameters(table: Any, padding: int, visits: float) -> tuple[int, int]:
-    """(the number of parameters, how many of them one token visits), without the `padding` rows of
-    the vocabulary. A token visits the share `visits` of the experts."""
+    """Return (the number of parameters, how many of them one token visits), without the `padding`
+    rows of the vocabulary. A token visits the share `visits` of the experts."""
     def sizes(w):
         size = math.prod(w.shape)
         if "V" in w.axes:
@@ -122,15 +122,15 @@ def parameters(table: Any, padding: int, visits: float) -> tuple[int, int]:
 
 def product_flops(table: Any, visits: float = 1.0, tied: bool = False) -> float:
     """Training FLOPs of the products with weights for each token: 6 for each element of a matrix,
-    4 for each element of a frozen one (beside adapters, whose dimension is r). A token visits the
-    share `visits` of the experts. tied: the vocabulary's table is the head, too."""
+    4 for each element of a frozen one (adapters, with a dimension r, freeze all others). A token
+    visits the share `visits` of the experts. `tied`: the vocabulary's table is also the head."""
     leaves = jax.tree.leaves(table)
     is_frozen = any("r" in w.axes for w in leaves)
 
     def flops(w):
         is_head = tied and "V" in w.axes
         if w.is_table and not is_head or "1" in w.axes or len(set(w.axes) - {"L"}) < 2:
-            return 0.0      # ("1": a bias)
+            return 0.0      # "1" marks a bias
         share = visits if w.is_of_experts else 1
         return (4 if is_frozen and "r" not in w.axes else 6) * math.prod(w.shape) * share
 

@@ -1,4 +1,4 @@
-"""What a computation does with the dimensions of its parameters: facts, and no policy.
+"""How a computation uses the dimensions of its parameters: facts, and no policy.
 
 `trace` walks through a function's jaxpr with a union-find over dimensions. Two dimensions that an
 operation joins (added, multiplied, copied, contracted with each other) must be split together or
@@ -7,9 +7,9 @@ not at all: they are one *group*. For
     y = x + gelu(x @ w_up) @ w_down     x [B, T, D]    w_up [D, F]    w_down [F, D]
 
 the groups are B, T, D and F. D is the long one: in a residual stream it goes through the whole
-network. F is short: it begins in w_up and ends in w_down. On the way the walk notes
+network. F is short: it begins in w_up and ends in w_down. The walk notes
 
-    roles       how each dimension of a weight is used (listed below): here
+    roles       how the function uses each dimension of a weight (listed below): here
                 w_up: D contracted, F free       w_down: F contracted, D free
     costs       what splitting a group would send: for F, which w_down sums over, a reduction of
                 the partial sums y (and one of x's gradient, if it has one); for D, which w_up sums
@@ -17,18 +17,18 @@ network. F is short: it begins in w_up and ends in w_down. On the way the walk n
     made        groups that a weight makes before a weight reads them: F, but not D
     forbidden   groups that cannot be split: the inside of an attention head, the dimension that a
                 convolution slides along
-    reshards    pairs of groups (a, b): a split of a can go on as a split of b if the value is sent
-                (slices of a fused weight's output)
+    reshards    pairs of groups (a, b): a split of a can go on as a split of b if devices send the
+                value (slices of a fused weight's output)
 
 The roles of a weight's dimension:
-    contracted  summed over in a product with an activation;
-    free        left in the result of such a product;
+    contracted  a product with an activation sums over it;
+    free        it is left in the result of such a product;
     batch       a batch dimension of such a product: experts;
     grouped     the channels of a convolution in groups;
     inner       in a product without a weight: of two activations, or of a gradient;
-    indexed     looked up by the data;    placed   looked up at the same indices each time;
-    entry       copied whole in a lookup; stacked  scanned over: it counts layers.
-Which groups are worth splitting is decided in rule.py.
+    indexed     the data look it up;      placed   the indices are the same each time;
+    entry       a lookup copies it whole; stacked  a scan runs over it: it counts layers.
+rule.py decides which groups are worth splitting.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ stop_gradient copy real imag complex conj shift_left shift_right_logical shift_r
 population_count mulhi sharding_constraint layout_constraint reshard relayout pvary psum pmax pmin
 psum_invariant reduced_vary_cast vary_unreduced_cast optimization_barrier name device_put
 with_memory_space_constraint zeros_like random_wrap random_unwrap""".split())
-# These slice, join, reverse, sort or sum along a dimension, which begins a new group in the result.
+# These slice, join, reverse, sort or sum along a dimension, which is a new group in the result.
 ALONG_DIMENSIONS = set("""slice dynamic_slice dynamic_update_slice pad rev concatenate split tile
 sort top_k approx_top_k cumsum cumprod cummax cummin cumlogsumexp fft reduce_window_sum
 reduce_window_max reduce_window_min reduce_window""".split())
@@ -63,19 +63,19 @@ MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the computation does with the dimensions of its parameters (leaves 0, 1, ...). A group
-    is a number."""
+    """How the computation uses the dimensions of its parameters (leaves 0, 1, ...). A group is an
+    integer."""
     shapes: list[tuple[int, ...]]           # the shape of each leaf
     groups: list[list[int]]                 # for each leaf, the group of each dimension
     roles: list[defaultdict[int, set[str]]]     # for each leaf, {dimension: its roles}
-    first_use: dict[int, int]               # {leaf: the number of its first use}
+    first_use: dict[int, int]               # {leaf: when it is first used, as an index of uses}
     made: set[int]                          # groups that a weight makes before a weight reads them
     reductions: Counter[int]                # {group: the collectives in a step, if it is split}
-    bytes: Counter[int]                     # {group: the bytes in all of these}
+    bytes: Counter[int]                     # {group: the bytes in all these collectives}
     forbidden: dict[int, str]               # {group: why it cannot be split}
     reshards: set[tuple[int, int]]          # (from group, to group)
-    onward: defaultdict[int, set[int]]      # {group: those of these groups without which a split of
-                                            # it does not go on}
+    onward: defaultdict[int, set[int]]      # {group: the reshards' target groups that are the only
+                                            # way on for a split of it}
     added_tables: list[frozenset]           # (leaf, dimension)s of tables whose rows are added
 
     def groups_with(self, *roles: str) -> set[int]:
@@ -84,7 +84,7 @@ class Facts:
                 for d, names in dims.items() if names & set(roles)}
 
     def dims(self, leaf: int, role: str) -> list[int]:
-        """The dimensions of the leaf with this role. (One that counts layers has no other.)"""
+        """The dimensions of the leaf with this role. One that counts layers has no second role."""
         return [d for d, names in sorted(self.roles[leaf].items())
                 if role in names and ("stacked" not in names or role == "stacked")]
 
@@ -93,16 +93,16 @@ class Facts:
 
 
 def reached(groups: set[int], steps: set[tuple[int, int]]) -> set[int]:
-    """The groups, and all to which steps (from, to) lead from them."""
+    """Return the groups, and every group that steps (from, to) reach from them."""
     while new := {b for a, b in steps if a in groups} - groups:
         groups = groups | new
     return groups
 
 
 def trace(closed: Any, count: int, shards: int) -> Facts:
-    """The facts about the first `count` arguments of a closed jaxpr, the parameters, for a split
-    into `shards`. The other arguments are data, as is everything computed from them. If there are
-    no others, the constants that the function closes over and the random numbers that it draws
+    """Collect the facts about the first `count` arguments of a closed jaxpr, the parameters, for a
+    split into `shards`. All further arguments are data, as is everything computed from them. If
+    there are none, the constants that the function closes over and the random numbers that it draws
     count as its data."""
     params, others = closed.jaxpr.invars[:count], closed.jaxpr.invars[count:]
     walk = _Walk([v.aval.shape for v in params], shards, draws_data=not others)
@@ -119,14 +119,14 @@ class _Value:
     """One value of the computation."""
     shape: tuple[int, ...]
     dtype: Any
-    groups: list[int]                   # for each dimension, its group
+    groups: list[int]                   # the group of each dimension
     origins: list[frozenset]            # for each dimension, the (leaf, dimension)s it is a view of
     from_data: bool = False
     from_params: bool = False           # computed from parameters: it has a gradient
     is_view: bool = False               # made from a single array
     is_mask: bool = False               # zeros and ones: a product with it is a lookup
     after_matmul: bool = False
-    tables: frozenset = frozenset()     # (leaf, dimension)s whose rows were looked up and added
+    tables: frozenset = frozenset()     # the looked-up and added rows, as (leaf, dimension)s
 
     @property
     def rank(self):
@@ -134,11 +134,11 @@ class _Value:
 
     @property
     def is_weight(self):
-        """Made from parameters alone."""
+        """Whether it is made from parameters alone."""
         return self.from_params and not self.from_data
 
     def dims_without(self, *gone):
-        """All dimensions except those in `gone`, a few lists of dimensions."""
+        """All dimensions except those in the lists `gone`."""
         return [d for d in range(self.rank) if not any(d in dims for dims in gone)]
 
 
@@ -151,17 +151,17 @@ class _Side(NamedTuple):
 
 
 class _Walk:
-    """A walk through a jaxpr. Each dimension of each value begins as a group of its own. There is a
-    method for each kind of operation: given the equation, its operands and its results, it unites
-    groups and notes costs and uses."""
+    """A walk through a jaxpr. Each dimension of each value begins as a separate group. Each kind of
+    operation has a method that takes the equation, its operands and its results, unites groups, and
+    notes costs and uses."""
 
     def __init__(self, shapes, shards, draws_data):
         self.shapes, self.shards, self.draws_data = shapes, shards, draws_data
-        self.parent = []                # the union-find: for each group, its parent
-        self.repeat = 1                 # the number of turns of the scans around this equation
+        self.parent = []                # the union-find: the parent of each group
+        self.repeat = 1                 # the total turns of the scans around this equation
         self.uses = []                  # (leaf, dimension, role), in the order of the computation
-        self.costs = []                 # (group, key, collectives in a step, bytes in all of them):
-                                        # costs with one key count once
+        self.costs = []                 # (group, key, collectives in a step, bytes in all of them);
+                                        # costs of a group with the same key count once
         self.forbidden = []             # (group, why)
         self.reshards = []              # (from group, to group, whether it is the only way on)
         self.heads = []                 # groups that count attention heads
@@ -192,7 +192,7 @@ class _Walk:
     # -- notes
     def cost(self, group, value, key=None):
         """Note that splitting the group costs a reduction of `value` (or a reshard), once for each
-        turn of the loops around. Costs of a group with the same key count once."""
+        turn of the loops around it. Costs of a group with the same key count once."""
         size = math.prod(value.shape) * value.dtype.itemsize
         self.costs.append((group, key or len(self.costs), self.repeat, size * self.repeat))
 
@@ -210,12 +210,12 @@ class _Walk:
         self.uses += [(leaf, d, role) for dim in dims for leaf, d in sorted(value.origins[dim])]
 
     def same(self, x, dim, out, out_dim):
-        """Dimension `dim` of x is dimension `out_dim` of the result."""
+        """Note that dimension `dim` of x is dimension `out_dim` of the result."""
         self.union(x.groups[dim], out.groups[out_dim])
         self.inherit(x, dim, out, out_dim)
 
     def keep(self, x, dims, out, first=0):
-        """The result has the dimensions `dims` of x, in this order, beginning at `first`."""
+        """Note that the result has the dimensions `dims` of x, in this order, from `first` on."""
         for o, d in enumerate(dims, first):
             self.same(x, d, out, o)
 
@@ -225,14 +225,14 @@ class _Walk:
 
     # -- the walk
     def run(self, jaxpr, args, **known):
-        """The _Values that a jaxpr returns. `known` holds for its constants (from_data ...)."""
+        """Return the _Values of a jaxpr's results. `known` (from_data ...) is for its constants."""
         def constant(v):
             return self.value(v.aval) if isinstance(v, Literal) else self.value(v.aval, **known)
 
         return interpret(jaxpr, args, constant, self.equation)
 
     def equation(self, eqn, ins):
-        """The _Values that one equation returns."""
+        """Return the _Values of one equation's results."""
         name = eqn.primitive.name
         if name in _CONTROL_FLOW:
             return _CONTROL_FLOW[name](self, eqn, ins)
@@ -245,13 +245,13 @@ class _Walk:
         outs = [self.value(v.aval, **known) for v in eqn.outvars]
         learned = [x for x in ins if x.from_params]
         if len(learned) == 1 and outs:
-            outs[0].tables = learned[0].tables      # a lookup that was cast, transposed or scaled
+            outs[0].tables = learned[0].tables      # it may be a cast, transposed or scaled lookup
         method = _METHODS.get("scatter" if name.startswith("scatter") else name)
         (method if method and outs else _Walk.unknown)(self, eqn, ins, outs)
         return outs
 
     def unknown(self, eqn, ins, outs):
-        """Forbid splits of operands made from parameters: the rule does not know the operation."""
+        """Forbid splits of operands made from parameters, because the operation is unknown."""
         why = f"it meets {eqn.primitive.name}, of which the rule knows nothing"
         for x in ins:
             for group in x.groups if x.from_params else ():
@@ -267,8 +267,8 @@ class _Walk:
         if name in ("add", "add_any", "sub"):
             out.tables = frozenset().union(*[x.tables for x in ins])
             self.added_tables.append(out.tables)
-        # A weight that is updated by its gradient (in an inner training loop) or masked is still
-        # that weight.
+        # A weight is still that weight after a mask, or after an inner training loop updates it by
+        # its gradient.
         for x in ins:
             if x.is_weight and not out.is_weight and x.rank == out.rank > 1:
                 sizes = [math.prod(self.shapes[leaf]) for origin in x.origins for leaf, _ in origin]
@@ -278,7 +278,7 @@ class _Walk:
             out.is_mask = ins[0].is_mask or ins[0].dtype == bool
 
     def drop(self, eqn, ins, outs):
-        """Reductions, squeeze and unstack, which remove dimensions."""
+        """Drop the dimensions that reductions, squeeze and unstack remove."""
         x, params = ins[0], eqn.params
         gone = params.get("axes", params.get("dimensions", [params.get("axis")]))
         for out in outs:
@@ -287,7 +287,7 @@ class _Walk:
             self.cost(x.groups[d], outs[0])
 
     def arrange(self, eqn, ins, outs):
-        """Transposes, broadcasts and stacks, which put dimensions into other places."""
+        """Follow the dimensions that transposes, broadcasts and stacks move."""
         out, params = outs[0], eqn.params
         places = params.get("broadcast_dimensions", out.dims_without([params.get("axis")]))
         for x in ins:
@@ -296,10 +296,10 @@ class _Walk:
                     self.same(x, d, out, o)
 
     def reshape(self, eqn, ins, outs):
-        """Unite the dimensions that bear a split before and after. A split survives a reshape if
-        each shard has whole entries of the outermost dimension (whole heads), or, where the
-        outermost is shorter than the number of shards and divides it, of the next one (2 groups of
-        4 query heads over 4 shards)."""
+        """Unite the dimensions that carry a split before and after. A split survives a reshape if
+        each shard has whole entries of the outermost dimension (whole heads). If the outermost is
+        shorter than the number of shards and divides it, whole entries of the next one also work (2
+        groups of 4 query heads over 4 shards)."""
         x, out = ins[0], outs[0]
         old, new = x.shape, out.shape
         for olds, news in _merged_or_divided(old, new):
@@ -319,8 +319,8 @@ class _Walk:
                     self.reshard(x.groups[m], out.groups[e], out, only_way=False)
 
     def carrier(self, shape, dims):
-        """The one of the dimensions `dims`, which are merged or divided, that bears a split of them
-        all into shards."""
+        """Return the dimension among `dims`, which a reshape merges or divides, that carries a
+        split of them all into shards."""
         left = self.shards
         for d in dims:
             if shape[d] % left == 0:
@@ -392,25 +392,25 @@ class _Walk:
                 self.role(x, side.free, "free")
                 continue
             self.role(x, x.dims_without(), "inner")
-            # The gradient of x sums over the free dimensions of the other side. Products that
-            # share an input (q, k and v; gate and up) share one reduction of it: one key.
+            # The gradient of x sums over the free dimensions of the other side. Products that share
+            # an input (q, k and v; gate and up) share one reduction of its gradient: one key.
             for d in other.free if x.from_params else ():
                 self.cost(other.value.groups[d], x, ("gradient", *x.groups))
         out.after_matmul = True
 
     def is_attention(self, left, right):
-        """Whether this is a product of two activations that weights have made, as in attention."""
+        """Whether this is a product of two activations made by weights, as in attention."""
         a, b = left.value, right.value
         is_changed_weight = not (a.is_weight or b.is_weight) and any(a.origins + b.origins)
         return (all(x.from_params and x.after_matmul for x in (a, b)) and not is_changed_weight
                 and (left.free or right.free) and (left.batch or a.from_data and b.from_data))
 
     def weight_of(self, sides):
-        """The side of a product that is the weight, or None: the one that is computed from
-        parameters alone, else the one that is an updated parameter (by its gradient, in an inner
-        training loop). If both are weights, the one that has been in a product before counts as the
-        activation, else the one with more dimensions, else the left one (learned queries; the
-        first factor of a low-rank product)."""
+        """Return the side of a product that is the weight, or None: the side computed from
+        parameters alone, else a parameter that an inner training loop has updated by its gradient.
+        If both are weights, the one that has already been in a product counts as the activation,
+        else the one with more dimensions, else the left one (learned queries; the first factor of
+        a low-rank product)."""
         if weights := [side for side in sides if side.value.is_weight]:
             return min(reversed(weights),
                        key=lambda side: (side.value.after_matmul, side.value.rank))
@@ -440,9 +440,9 @@ class _Walk:
                     self.inherit(x, d, out, d)
 
     def gather(self, eqn, ins, outs):
-        """A lookup. If the rows of the table are split, each device looks up those that it has (and
-        zeros for the others), and one reduction adds them. Dimensions that are copied whole, and
-        batching dimensions, keep their groups."""
+        """Note a lookup. If the rows of the table are split, each device looks up the rows that it
+        has, takes zeros for the rest, and one reduction adds them. Dimensions that the lookup
+        copies whole, and batching dimensions, keep their groups."""
         (table, index), out = ins, outs[0]
         numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
         window = table.dims_without(numbers.collapsed_slice_dims, numbers.operand_batching_dims)
@@ -452,7 +452,7 @@ class _Walk:
                 self.same(table, d, out, o)
                 self.role(table, [d], "entry")
                 if table.is_weight and sum(sizes[w] > 1 for w in window) > 1:
-                    out.origins[o] = table.origins[d]       # a matrix is looked up: still a weight
+                    out.origins[o] = table.origins[d]       # a looked-up matrix is still a weight
             elif d not in rows:
                 self.reshard(table.groups[d], out.groups[o], out)
         for o, group in zip(out.dims_without(numbers.offset_dims), index.groups):
@@ -463,15 +463,15 @@ class _Walk:
             self.row(table, d, index, out)
 
     def row(self, table, dim, index, out):
-        """Note that one entry of a dimension is taken: an index that depends on the data, or one
-        that is always the same (positions, the layers of a stack)."""
+        """Note that an operation takes one entry of a dimension, at an index that depends on the
+        data, or at one that is always the same (positions, the layers of a stack)."""
         self.role(table, [dim], "indexed" if index.from_data else "placed")
         self.cost(table.groups[dim], out)
         if index.from_data:
             out.tables |= table.origins[dim]
 
     def scatter(self, eqn, ins, outs):
-        """Rows written into x: the dimensions that are not indexed keep their groups."""
+        """Note that rows are written into x: its dimensions without an index keep their groups."""
         numbers, (x, _, update), out = eqn.params["dimension_numbers"], ins, outs[0]
         for d, (a, b) in enumerate(zip(x.groups, out.groups)):
             if d in numbers.scatter_dims_to_operand_dims:
@@ -505,8 +505,8 @@ class _Walk:
         return self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
 
     def loop(self, body, fixed, carry, scanned=()):
-        """The _Values that a loop returns: walk its body once, and unite what it carries out with
-        what it carried in. A carried value may depend on everything that the body sees."""
+        """Return the _Values of a loop's results. Walk its body once, and unite the carry out with
+        the carry in. A carried value may depend on all inputs of the body."""
         seen = [*fixed, *carry, *scanned]
         learned = any(x.from_params for x in seen)
         carried = [dataclasses.replace(x, tables=frozenset(), from_params=learned,
@@ -531,9 +531,9 @@ class _Walk:
             outs.append(out)
         return outs
 
-    # -- facts that are known only at the end
+    # -- the facts that need the whole walk
     def facts(self, leaves):
-        """The Facts, with every group named by the root of its union-find tree."""
+        """Return the Facts, where each group is the root of its union-find tree."""
         roles = [defaultdict(set) for _ in leaves]
         reductions, sent = Counter(), Counter()
         first_use, is_made = {}, {}
@@ -561,8 +561,8 @@ class _Walk:
                      reshards, onward, self.added_tables)
 
     def forbid_inside_heads(self, groups, roles):
-        """Forbid the inside of heads: if a weight makes or reads heads, the last other dimension
-        that it makes or reads with them (N in [D, H, N])."""
+        """Forbid the inside of heads: if a weight makes or reads heads, this is the last dimension
+        besides them that it makes or reads (N in [D, H, N])."""
         heads = {self.find(group) for group in self.heads}
         for shape, mine, dims in zip(self.shapes, groups, roles):
             for role in ("free", "contracted"):
@@ -572,8 +572,8 @@ class _Walk:
                     self.forbid(mine[max(beside)], INSIDE_A_HEAD)
 
     def forbid_indivisible(self):
-        """Forbid groups whose length in a product does not divide by the shards, not even
-        multiplied by the size of the merged dimensions outside of it."""
+        """Forbid groups whose length in a product the shards do not divide, not even times the size
+        of the merged dimensions outside of it."""
         outer = defaultdict(lambda: {1})
         for group, count in self.outer:
             outer[self.find(group)].add(count)
@@ -583,10 +583,10 @@ class _Walk:
 
 
 def _merged_or_divided(old, new):
-    """The parts of a reshape: pairs of runs of dimensions, (before, after), of equal size, as short
-    as possible and without dimensions of size 1. [B, T, H N] -> [B T, H, N] has two parts:
+    """Yield the parts of a reshape: pairs of runs of dimensions, (before, after), of equal size, as
+    short as possible and without dimensions of size 1. [B, T, H N] -> [B T, H, N] has two parts:
     ([0, 1], [0]) and ([2], [1, 2])."""
-    # Cumulative products of the lengths: a run ends at each product that both shapes have.
+    # `ends` are cumulative products of the lengths: a run ends at each product that both have.
     ends = [list(itertools.accumulate(shape, operator.mul)) for shape in (old, new)]
     start = 1
     for end in sorted(set(ends[0]).intersection(ends[1]) - {0, 1}):
