@@ -6,8 +6,8 @@
 
 On disk, tokens are plain arrays of uint16 (uint32 above 65,536 ids) next to a small JSON file. They
 are memory-mapped, never loaded whole. The examples in a step's batch are a pure function of (seed,
-step): there is no position to save, and any number of processes agree. This file needs numpy, not
-jax.
+step), so there is no position to save, and any number of processes agree. This file needs numpy,
+not jax.
 
     python data.py PATH ... --out DIR --vocab_size 8192     train a tokenizer and encode with it
 """
@@ -30,19 +30,19 @@ from zigzag.disk.weights import finite_weights
 # -------------------------------------------------------------------------------------------
 # Examples, and their order
 #
-# The examples are numbered from 0. An endless sequence takes each once in a shuffled order, then
-# each once in a different order, and so on (zigzag/disk/mixture.py). Update `at` of a run takes
-# places at * B ... at * B + B - 1, so its batch follows from the seed and `at` alone. With 5
-# examples, a batch of 2 and seed 0:
+# Examples are numbered from 0. An endless sequence visits each example once in a shuffled order,
+# then once again in a different order, and so on (zigzag/disk/mixture.py). Update `at` takes places
+# at * B ... at * B + B - 1, so the seed and `at` alone determine its batch. With 5 examples, a
+# batch of 2 and seed 0:
 #
 #     place      0 1 | 2 3 | 4 5 | 6 7 | 8 9
 #     example    1 3 | 0 2 | 4 3 | 2 1 | 0 4
 #     update     0     1     2     3     4
 
 class Windows:
-    """Running text, cut into examples of T + 1 tokens: T inputs, and the T targets one token later.
-    Leftover tokens are dropped; a text of T tokens or fewer is one short example. With weights, an
-    example is a Part: inputs, targets and their weights."""
+    """Running text cut into examples of T + 1 tokens: T inputs, and the T targets one token later.
+    Leftover tokens are dropped; a text of at most T tokens makes a single short example. With
+    weights, an example is a Part: inputs, targets and the targets' weights."""
 
     def __init__(self, tokens: np.ndarray, length: int, vocab_size: int = 2**31,
                  weights: np.ndarray | None = None):
@@ -66,7 +66,7 @@ class Windows:
 
 
 def rows_of(corpus: Any, split: str, length: int, pack: str, seed: int = 0) -> Sequence:
-    """The examples of a corpus, with `length` targets each: windows of running text
+    """Return a corpus's examples, each with `length` targets: windows of running text
     (pack="stream"), or rows of whole documents ("documents")."""
     if pack == "documents":
         return Packed(corpus.documents(split), length, seed, cut=not corpus.is_learned_in_part)
@@ -76,9 +76,9 @@ def rows_of(corpus: Any, split: str, length: int, pack: str, seed: int = 0) -> S
 
 def collate(examples: Sequence[np.ndarray | Part | list[Part]], length: int
             ) -> dict[str, np.ndarray]:
-    """A batch of examples of any kind: tokens, targets and weights [B, T]. Weights are 0 where
-    there is no target. Rows of documents and conversations (lists) also have segments and
-    positions, so that attention stays within a document."""
+    """Make a batch from examples of any kind: tokens, targets and weights [B, T]. A weight is 0
+    where there is no target. For rows of documents or conversations (lists), the batch also has
+    segments and positions, so that attention stays within each document."""
     is_packed = isinstance(examples[0], list)
     names = ("tokens", "targets", "segments", "positions")[:4 if is_packed else 2]
     batch = {name: np.zeros((len(examples), length), np.int32) for name in names}
@@ -101,17 +101,17 @@ def collate(examples: Sequence[np.ndarray | Part | list[Part]], length: int
 class Flags:
     """python data.py PATH ... --out DIR [--vocab_size N]: encode text for train.py --data DIR
 
-    PATH is a text file, lines of JSON (.jsonl), .parquet, any of them compressed (.gz .bz2 .xz
-    .zst), a folder of such files, a pattern such as 'texts/*.txt', or - for the standard input."""
-    out: str = "data"           # folder to make
-    vocab_size: int = 8192      # subwords of the new tokenizer; 0: bytes, without a tokenizer
-    tokenizer: str = ""         # an existing one instead of a new one: a .model of sentencepiece, a
+    PATH is a text file, JSON lines (.jsonl), .parquet, any of these compressed (.gz .bz2 .xz .zst),
+    a folder of such files, a pattern such as 'texts/*.txt', or - for standard input."""
+    out: str = "data"           # folder to create
+    vocab_size: int = 8192      # subwords in the new tokenizer; 0: bytes, without a tokenizer
+    tokenizer: str = ""         # existing tokenizer to use: a sentencepiece .model, a
                                 # tokenizer.json, a folder with one, or bytes
-    field: str = "text"         # the text in lines of JSON, or the column of .parquet
-    weight_field: str = ""      # weights in lines of JSON, or in a column of .parquet: one number
-                                # per text, or a list with one per token
-    strict: bool = False        # stop at the first text that cannot be read, instead of skipping it
-    cores: int = 0              # processes that encode; 0: one per core
+    field: str = "text"         # field or column that holds the text (JSON lines, .parquet)
+    weight_field: str = ""      # field or column that holds loss weights (JSON lines, .parquet):
+                                # one number per text, or a list with one per token
+    strict: bool = False        # stop at the first unreadable text instead of skipping it
+    cores: int = 0              # encoding processes; 0: one per core
 
 
 def main(argv: Sequence[str] | None = None) -> None:

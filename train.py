@@ -8,7 +8,7 @@
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
 `fit` trains any `Task` (zigzag/run/task.py): collate turns examples into a batch, and loss turns a
-batch into (sum, count). The step sums both over parts and devices, and then divides once.
+batch into (sum, count). The step sums both over parts and devices, then divides once.
 """
 
 if __name__ == "__main__":
@@ -56,13 +56,13 @@ OPTIMIZERS = {"adamw": optimizers.adam, "muon": optimizers.muon}
 @dataclasses.dataclass(frozen=True)
 class Config(MoreOptions):
     """python train.py [--shards N] [--data PATH ...]: train a transformer on any machine"""
-    # (zigzag/core/options.py says how an option is declared; zigzag/run/more_options.py has more.)
+    # To declare an option, see zigzag/core/options.py. zigzag/run/more_options.py has more options.
 
-    network: Any = model.Config()   # what is trained: the configuration of a network
+    network: Any = model.Config()   # the network to train, as its config
 
     # data
     data: tuple[str, ...] = flag((), same=True, change="data")
-                                    # text, lines of JSON, folders of them, token files, or a folder
+                                    # text, JSON lines, folders of these, token files, or a folder
                                     # made by data.py; empty: the source of Python's own library
     batch: int = flag(8, least=1, same=True)    # examples per update, over all devices
 
@@ -72,16 +72,16 @@ class Config(MoreOptions):
                                     # peak learning rate; default: 0.5 / d_model, or a tenth of
                                     # that to fine-tune all weights
     warmup: float | None = None     # updates until the peak, or a share of steps; default: a
-                                    # twentieth of them
+                                    # twentieth of the steps
     decay: str = flag("cosine", one_of=schedules.DECAYS, same=True, change="decay")
                                     # rate after warmup: cosine, linear, exponential, constant, wsd
     weight_decay: float = flag(0.1, same=True, change="weight_decay")
-                                    # weight decay of matrices; scales and biases have none
+                                    # weight decay for matrices; scales and biases get none
     clip: float = flag(1.0, least=1e-30, same=True, change="clip")
                                     # clip the gradient's norm to this
     optimizer: str = flag("adamw", one_of=OPTIMIZERS, same=True)
                                     # adamw, or muon for the matrices of the layers
-    accumulate: int = flag(1, least=1)  # parts of a batch that a device computes in turn
+    accumulate: int = flag(1, least=1)  # parts of its batch that each device computes in turn
     seed: int = flag(0, same=True)  # seed of the weights, the order of the data, and dropout
 
     # mesh
@@ -91,8 +91,8 @@ class Config(MoreOptions):
                                     # takes the remaining devices
 
     # saving
-    out: str = "out"                # folder of the run. If it holds a run, that run continues, with
-                                    # its own values for flags you omit
+    out: str = "out"                # the run's folder. If it already holds a run, --out continues
+                                    # that run, and flags you omit keep its values
     save_every: int | None = None   # updates between checkpoints; 0: only at the end (and, with
                                     # --best, at each new best); default: a fifth of steps
 
@@ -105,15 +105,15 @@ class Config(MoreOptions):
 # The step
 
 def learning_rate(config: Config, at: jax.Array) -> jax.Array:
-    """The learning rate of update `at` (the first is 0): linear warmup to the peak, then what
-    --decay says, by default half a cosine, which ends at --final_share of the peak."""
+    """Return the learning rate of update `at` (the first is 0): linear warmup to the peak, then the
+    shape that --decay selects, by default half a cosine, ending at --final_share of the peak."""
     return optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
                                 [schedules.at_peak(config)])(at)
 
 
 def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
-    """Clipping by the global norm, then one of OPTIMIZERS and weight decay. The step applies the
-    learning rate. `decisions` has the facts about each weight."""
+    """Clip by the global norm, then apply one of OPTIMIZERS and weight decay. The step applies the
+    learning rate. `decisions` holds the facts about each weight."""
     scaled = OPTIMIZERS[config.optimizer](config, decisions)
     matrices = jax.tree.map(lambda d: d.is_matrix, decisions)
     return optax.chain(optax.clip_by_global_norm(config.clip), scaled,
@@ -121,20 +121,20 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
-    """The weights as the loss takes them: gathered over fsdp, except in layers that gather their
-    own. `decisions` says where each weight lives. If --override stores a weight in a different
-    place, it first moves to where the loss expects it."""
+    """Return the weights in the form the loss takes: gathered over fsdp, except in layers that
+    gather their own. `decisions` says where each weight lives. If --override stores a weight
+    elsewhere, this first moves it to where the loss expects it."""
     chunks, sum_dtype = plan.config.network.chunks, plan.config.network.sum_dtype
     return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
         lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
 
 
 def make_gradients(plan: Plan) -> Callable:
-    """(params, batch[, frozen]) -> gradients and sums over the whole batch, not yet divided.
-    learn/tiny.py has the short form.
+    """Make (params, batch[, frozen]) -> gradients and sums over the whole batch, before dividing
+    by the count. learn/tiny.py has the short form.
 
-    What a device holds on data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, and how many
-    rows each gradient is summed over:
+    On data=2,fsdp=2,tensor=2 with 16 rows and --accumulate 2, each device holds these shapes, and
+    each gradient is summed over this many rows:
 
                            head [D, V]           a layer's w_up [D, F]   a norm's scale [D]
         trained            [D/2, V/2]            [D/2, F/2]              [D]
@@ -146,16 +146,16 @@ def make_gradients(plan: Plan) -> Callable:
     plan.axes, for a network's own loss on that mesh:
 
         sums = marked = {"data", "fsdp"}        same_rows = {}, pools = False, untimed = ()
-        (with pipe=2 beside them: three axes)   ({"pipe"}: its stages have the same rows)
+        (with pipe=2 as well: three axes)       ({"pipe"}: its stages have the same rows)
 
-    modes.as_one_device changes nothing there. A custom loss that calls nothing of shard.py has no
-    marks. With --step jit, on_device runs once, on whole arrays, and the compiler makes all
-    sums."""
+    modes.as_one_device changes nothing in that case. A custom loss that calls nothing from shard.py
+    has no marks. With --step jit, on_device runs once, on whole arrays, and the compiler inserts
+    every sum."""
     axes = plan.axes
 
     def on_device(trained, frozen, batch):      # weights as stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
-        # keeps their gradients from being summed in every part (shard.py, *Gradients*).
+        # keeps jax from summing their gradients in every part (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=axes.marked)
 
         # Gather over fsdp, once for all parts of the batch. The transpose, `scatter`, sums
@@ -203,13 +203,13 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
     def step(state, batch):
         params, opt = state["params"], state["opt"]
         grads, (loss_sum, count, others) = gradients(params, batch, state["frozen"])
-        # If each device divided by its own count, tokens of devices with fewer would weigh more.
+        # If each device divided by its own count, tokens on a device with few would weigh more.
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 
-        # Skip the update if the gradient is not finite (it would ruin every weight for good), if
-        # the loss is not (its gradient means nothing), or if the count is 0 (weights would only
-        # decay). `step` still goes up, like the loop's own count, which chooses the next batch.
+        # Skip the update if the gradient isn't finite (it would ruin every weight for good), if the
+        # loss isn't (its gradient means nothing), or if the count is 0 (the weights would only
+        # decay). `step` still advances, as does the loop's own count, which picks the next batch.
         schedule = plan.schedule or functools.partial(learning_rate, plan.config)
         rate, grad_norm = schedule(state["step"]), optax.tree.norm(grads)
         updates, new_opt = optimizer.update(grads, opt, params)
@@ -227,8 +227,8 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
 
 
 def make_evaluate(plan: Plan) -> Callable:
-    """(params, batch[, frozen]) -> the loss's sums over a batch. If the mesh does not divide its
-    rows, every device computes all of them."""
+    """Make (params, batch[, frozen]) -> the loss's sums over the batch. If the mesh doesn't divide
+    the batch's rows, every device computes all of them."""
     axes = plan.axes
 
     def held_out_sums(params, batch, frozen={}):
@@ -257,8 +257,8 @@ def make_evaluate(plan: Plan) -> Callable:
 
 def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | None = None,
           transform: Any = None, schedule: Callable | None = None, typed: bool = True) -> Program:
-    """The program that trains task.init's weights with task.loss on batches with these shapes (see
-    plan.py and modes.py). `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
+    """Return the program that trains task.init's weights with task.loss on batches of these shapes
+    (plan.py, modes.py). `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
     transform_of = optimizers.Chosen(transform, optimizer)
     if step:
         return part("tasks.own_step", "fit(step=...)").OwnStep(
@@ -271,8 +271,8 @@ def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | N
 
 
 def build_checked(config: Config, mesh: Any, task: Task, say: Reporter, **given: Any) -> Program:
-    """The program of a task, after comparing a custom or an edited loss with one device. If they
-    differ, each device computes the loss as one device would; if that differs too, this raises."""
+    """Return the task's program, after checking a custom or edited loss against a single device. If
+    they differ, each device computes the loss as one device would; if that differs too, raise."""
     shapes = batch_shapes(config.batch, task.first_row)
     program = build(config, mesh, task, shapes, **given)
     if not check_start(program, task, say):
@@ -280,7 +280,7 @@ def build_checked(config: Config, mesh: Any, task: Task, say: Reporter, **given:
     evaluates = make_evaluate if len(task.held_out) else None
     batch = functools.partial(training_batch, program.config, mesh, task, program.batch)
     with jax.set_mesh(mesh):
-        batch(0, 0)         # (a batch that cannot be made fails here, before anything is written)
+        batch(0, 0)         # a batch that can't be made fails here, before anything is written
         if program.own:
             return program.own.check(program, batch, evaluates, say.line)
         while not check_loss(program.plan, make_gradients, evaluates, batch, say.line):
@@ -295,15 +295,15 @@ def build_checked(config: Config, mesh: Any, task: Task, say: Reporter, **given:
 def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: Any = None,
         schedule: Callable | None = None, mesh: Any = None, log: Callable | None = None,
         say: Reporter | None = None) -> Fit:
-    """Train task.init's weights on task.examples for config.steps updates, on config.mesh, in
-    config.out ('' keeps nothing on disk).
+    """Train task.init's weights on task.examples for config.steps updates, on config.mesh, saving
+    in config.out ('' saves nothing).
 
         step            replaces make_step's step: for several networks or losses, or for state
-                        other than weights (docs/tasks.md)
-        optimizer       an optax transformation, with its learning rate, or several by the paths of
-                        weights: {"head": optax.sgd(0.1), "*": None}
+                        besides the weights (docs/tasks.md)
+        optimizer       an optax transformation that includes its learning rate, or several, keyed
+                        by weight path: {"head": optax.sgd(0.1), "*": None}
         schedule(step)  replaces learning_rate(config, step); jax traces it
-        log(step, numbers)      called at each step and evaluation, like the loggers of --log
+        log(step, numbers)      fit calls it at each step and evaluation, like the --log loggers
         say             the Reporter that prints progress"""
     if optimizer is not None:
         optimizers.check_unused(config)
@@ -315,22 +315,22 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
         program = build_checked(config, mesh, task, say, step=step, transform=optimizer,
                                 schedule=schedule)
         config = program.config
-        # (At its end, this waits for the last save, and prints how the run ended.)
+        # On exit, `running` waits for the last save and prints how the run ended.
         with running(program, task, learning_rate, say, stop, log) as loop:
             if config.eval_first and loop.at < config.steps:
                 evaluate(loop, is_new=loop.is_new)
                 save(loop)
-            # Update until the last step, or until a signal (in `stop`) asks to end after this one.
-            # While the devices work on a step, the loop writes the metrics of the previous one.
+            # Update until the last step, or until a signal (in `stop`) asks to stop after this one.
+            # While the devices work on a step, the loop writes the previous step's metrics.
             while loop.at < config.steps and not stop:
                 batch = training_batch(config, mesh, task, program.batch, loop.at)
                 loop.state, metrics = loop.step(loop.state, batch)
                 loop.at += 1
                 profile(loop)
-                flush_metrics(loop)         # of the step before
+                flush_metrics(loop)         # of the previous step
                 loop.pending = loop.at, metrics
                 is_best = is_due(loop, config.eval_every) and evaluate(loop)
-                # params, opt and step: enough to continue bit for bit. This waits for no disk.
+                # params, opt and step are enough to resume bit for bit. It doesn't wait for a disk.
                 if is_best or is_due(loop, config.save_every or config.steps):
                     save(loop)
                 hosts.share_stop(stop)
@@ -339,21 +339,21 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
-    """The batch of update `at` (the first is 0), a pure function of seed, batch size and `at`. With
-    `rows`, only its first rows. If `shapes` is given, rows must have these shapes.
+    """Return the batch of update `at` (the first is 0), a pure function of the seed, the batch size
+    and `at`. With `rows`, return only that many rows. If `shapes` is given, rows must match it.
 
-    Each array is cut along B, over data, fsdp and expert; the step cuts T over seq. For text:
+    Each array is split along B over data, fsdp and expert; the step splits T over seq. For text:
 
         tokens, targets, weights    [B, T]      no target where a weight is 0
         segments, positions         [B, T]      with rows of documents
-        source, source_mask         [B, S]      with pairs; S is not cut
+        source, source_mask         [B, S]      with pairs; S is never split
         seeds                       [B]         for dropout
-        others of your own          [B, ...]    cut over seq if `timed` says so"""
+        custom arrays               [B, ...]    split over seq if `timed` says so"""
     def make(first, last):
         places = at * config.batch + np.arange(first, last)
         indices = numbers_at(task.examples, config.seed, places)
         batch = batch_arrays(task.collate, [task.examples[int(i)] for i in indices], shapes)
-        # A seed for each row, so that dropout does not depend on where a row is computed.
+        # Give each row its own seed, so that dropout doesn't depend on where the row is computed.
         seeds = mix(places.astype(np.uint64) * np.uint64(2**32) + np.uint64(config.seed))
         return {**batch, "seeds": seeds.astype(np.uint32)}
 
@@ -361,25 +361,25 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 
 
 # -------------------------------------------------------------------------------------------
-# The command line: zigzag/commands, which stands above this file
+# The command line, in zigzag/commands, which imports this file
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """train.py's command line as a Config. It does not look at --out; `main` does. In a script,
-    --help prints the script's docstring, and its defaults from the rest of argv."""
+    """Parse train.py's command line into a Config. It ignores a run in --out; `main` doesn't. In a
+    script, --help prints the script's docstring, with the defaults that the rest of argv sets."""
     from zigzag.commands import command_line
 
     return command_line.parse(argv, sys.modules["__main__"].__doc__)
 
 
 def compile_step(config: Config) -> jax.stages.Compiled:
-    """The command line's step, compiled for this machine or --topology. It writes nothing."""
+    """Compile the config's training step for this machine or --topology. This writes nothing."""
     from zigzag.commands import programs
 
     return programs.ready_to_run(config)[1]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the flags, open --data as a task, and give both to `fit`."""
+    """Read the flags, open --data as a task, and pass both to `fit`."""
     from zigzag.commands import training
 
     training.main(argv)

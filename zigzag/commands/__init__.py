@@ -1,6 +1,6 @@
-"""The command lines of the top-level files: flags, continuing a run, running text as data.
+"""The command lines of the top-level files: flags, resuming a run, running text as data.
 
-Read it to implement a new flag, or to see what `python train.py` does before `train.fit`. It stands
-above the five files and imports them. They import it only inside functions of their command lines,
-such as `main`, so a script that calls `train.fit` needs none of it.
+Read this package to add a new flag, or to see what `python train.py` does before `train.fit`. It
+sits above the five files and imports them. They import it only inside command-line functions such
+as `main`, so a script that calls `train.fit` never loads it.
 """

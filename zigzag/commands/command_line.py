@@ -1,13 +1,13 @@
-"""train.py's command line: flags of train.Config and of every network, in one flat namespace.
+"""train.py's command line: flags of train.Config and of every network, in a single flat namespace.
 
-    parse          the configuration of a new run: train.parse
-    read_flags     the flags given, by name; --help
-    groups_of      the groups of --help: the headings above the options in the source
-    make_config    the configuration with these values for its fields and its network's
-    asked_of_run   what flags ask of a run that they continue
-    chosen         the network that --model or --init_from names, and its fields
-    check_unused   refuse flags that have no effect on a command, for example --bench
-    check_used     refuse flags that have no effect on the kind of training data
+    parse          build a new run's config: train.parse
+    read_flags     read the flags by name, and handle --help
+    groups_of      group the options for --help by the headings above them in the source
+    make_config    build a config from values for its own fields and its network's
+    asked_of_run   list the field values that flags require of the run they resume
+    chosen         find the network that --model or --init_from names, and its fields
+    check_unused   reject flags that have no effect on a command such as --bench
+    check_used     reject flags that have no effect on this kind of training data
 """
 
 import dataclasses
@@ -36,21 +36,21 @@ LAST = "python train.py --help all shows every flag" + (
 
 
 def parse(argv: Argv, script: str | None) -> Any:
-    """The configuration of a new run with the flags of a command line. `script` is the docstring of
-    the script that calls train.parse."""
+    """Return a new run's config from command-line flags. `script` is the docstring of the script
+    that calls train.parse."""
     return config_of_flags(read_flags(argv, script))
 
 
 def config_of_flags(given: Values) -> Any:
-    """The configuration of a new run. --model and --init_from choose the network and its fields;
-    the other flags change them."""
+    """Return a new run's config. --model and --init_from choose the network and its fields; the
+    other flags change them."""
     network, fields, source = chosen(given)
     return make_config(network, fields | given | source, given)
 
 
 def chosen(given: Values) -> tuple[Network, Values, Values]:
-    """(the network that the flags `given` choose, its fields from --model or --init_from, the
-    values of these two flags that a run records)."""
+    """Return (the network that the flags `given` choose, its fields from --model or --init_from,
+    the values of these two flags that a run records)."""
     name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
     if run and "model" in given:
         raise ConfigError(f"--model {name} --init_from {run}: both choose the model; give one of "
@@ -69,15 +69,15 @@ def chosen(given: Values) -> tuple[Network, Values, Values]:
     return network, fields_of_weights(given, network, config), source
 
 
-# The longest rows for fine-tuning a published model, unless --seq_len is given.
+# The row length limit for fine-tuning a published model without --seq_len.
 FINE_TUNING_LENGTH = 512
-# The flags that set the length of a run. A command may have one of them.
+# The flags that set a run's length. A command may have only one of them.
 LENGTHS = ("steps", "epochs", "tokens", "minutes")
 
 
 def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
-    """The fields of a model that already has weights, published or from a run. The flags `given`
-    may only change how to train it. `config` is the model's own configuration."""
+    """Return the fields of a model that already has weights, published or from a run. The flags
+    `given` may change only how to train it. `config` is the model's own config."""
     source, base = given.get("init_from") or given["model"], dataclasses.asdict(config)
     shape = network.source_shape(config)
     source_len = ["source_len"] if shape and len(shape) == 1 else []
@@ -85,7 +85,7 @@ def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
         base = {k: v for k, v in base.items() if k not in ("dtype", "lora_rank", *COMPUTED)}
     else:
         base |= {name: min(base[name], FINE_TUNING_LENGTH) for name in ["seq_len", *source_len]}
-    base["remat"] = "full"      # published models tend to fill the memory
+    base["remat"] = "full"      # published models tend to fill memory
     may = [*network.trained, "dtype", "lora_rank", *COMPUTED]
     may = [name for name in may if name != "source_len" or source_len]
     for name, value in given.items():
@@ -97,9 +97,9 @@ def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
 
 
 def read_flags(argv: Argv, script: str | None = None) -> Values:
-    """The flags given, by name. With --help or --plot, print the help or the plot, and exit.
-    `script` is the docstring of the script that calls train.parse. Its --help shows that docstring
-    and the flags given, which are the script's own defaults."""
+    """Return the flags given, by name. With --help or --plot, print the help or the plot, and exit.
+    `script` is the docstring of the script that calls train.parse. The script's --help shows that
+    docstring and the flags given, which are the script's own defaults."""
     words = list(sys.argv[1:] if argv is None else argv)
     asks_help = next((word for word in words if word in ("-h", "--help")), None)
     is_all = False
@@ -113,7 +113,7 @@ def read_flags(argv: Argv, script: str | None = None) -> Values:
         _show_help(given, is_all, script)
     for flag, command in commands().items():
         if given.get(flag):
-            # --out is allowed here: the question is how a training command would run.
+            # An Unused group never covers --out: the question is how a training command would run.
             check_unused(given, command.unused or [
                 name for name in given if name not in (flag, *command.beside)], f"with --{flag}")
             if command.beside:
@@ -123,8 +123,8 @@ def read_flags(argv: Argv, script: str | None = None) -> Values:
 
 
 def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
-    """The configurations whose fields are flags: the plain decoder's and a run's. If the words have
-    an unknown flag or --model, published networks' as well."""
+    """Return the config classes whose fields are flags: the plain decoder's and a run's. If the
+    words include --model or an unknown flag, add the published networks' classes."""
     names = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
     known = options(train.model.Config) | options(train.Config)
     if has_part("published") and (is_all or "model" in names or names - known.keys()):
@@ -133,7 +133,7 @@ def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
 
 
 def _show_help(given, is_all, script):
-    """Print the flags, with the values that the flags given would lead to."""
+    """Print the flags, with the values that `given` leads to."""
     network, fields, source = chosen(given)
     values = dataclasses.asdict(network.config(**fields)) | source if given else {}
     values |= {name: as_given(value) for name, value in given.items()} | {"published": ""}
@@ -147,10 +147,10 @@ def _show_help(given, is_all, script):
 
 def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: bool = False
               ) -> Groups:
-    """{group: names of options}, in the order of train.Config (`run`): its options and those of the
-    plain decoder's configuration (`plain`), then the further options of these networks. It has rare
-    options only with `everything`. --help shows a fork's new option under the heading above it in
-    the source, so the option needs no line here."""
+    """Return {group: names of options} in the order of train.Config (`run`): its options and the
+    plain decoder's (`plain`), then any extra options of `networks`. Rare options appear only with
+    `everything`. --help shows a fork's new option under the heading above it in the source, so the
+    option needs no line here."""
     groups: dict[str, list[str]] = {}
     for wanted in (False, True) if everything else (False,):
         for cls, usual in ((run, "training"), (plain, "model")):
@@ -166,7 +166,7 @@ def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: 
 
 
 def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> None:
-    """Refuse flags that have no effect somewhere: these names, or the options of an Unused."""
+    """Reject flags that have no effect `where`: the names in `unused`, or an Unused's options."""
     if isinstance(unused, Unused):
         unused = [*unused.names, *(name for name, (_, group, _) in comments(train.Config).items()
                                    if group in unused.groups and name != "out")]
@@ -176,9 +176,9 @@ def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> N
 
 
 def check_used(given: Values, config: Any, kind: str) -> None:
-    """Refuse flags that have no effect on this kind of data (text, or a file in tasks/), or in a
+    """Reject flags that have no effect on this kind of data (text, or a file in tasks/), or in a
     run without evaluations."""
-    if config.eval_every == 0:      # but --held_out still makes all of --data training data
+    if config.eval_every == 0:      # with --held_out, all of --data is still training data
         some = {name: value for name, value in given.items() if value and name != "held_out"}
         check_unused(some, Unused(("evaluation",)), "with --eval_every 0")
     check_unused(given, [name for name, option in options(train.Config).items()
@@ -187,8 +187,8 @@ def check_used(given: Values, config: Any, kind: str) -> None:
 
 
 def make_config(network: Network, values: Values, given: Values) -> Any:
-    """The configuration of a run with these values for its own fields and its network's. Refuse
-    flags that neither of them has."""
+    """Return a run's config with these values for its own fields and its network's. Reject flags
+    that neither of them has."""
     of_run, own = options(train.Config), options(network.config)
     lengths = [f"--{name} {given[name]:g}" for name in LENGTHS if name in given]
     if len(lengths) > 1:
@@ -204,9 +204,9 @@ def make_config(network: Network, values: Values, given: Values) -> Any:
 
 
 def asked_of_run(given: Values, old: Any) -> Values:
-    """The fields that flags ask of the run with the configuration `old`: the flags themselves and,
-    if the run began with a different model, all fields of the model of --model or --init_from. If
-    it began with this model, other flags may have changed the fields since."""
+    """Return the field values that flags require of the run with config `old`: the flags themselves
+    and, if the run began with a different model, all fields of the model they name. If the run
+    began with this model, leave those out: other flags may have changed them since."""
     if given.keys().isdisjoint(("model", "init_from")):
         return dict(given)
     network, fields, source = chosen(given)

@@ -1,8 +1,8 @@
-"""The configuration of a command whose --out may hold a run: omitted flags keep the run's values.
+"""The config of a command whose --out may hold a run: omitted flags keep the run's values.
 
-    continued      the configuration for these flags
-    of_run         the configuration of a run, to look at its step (learn.explain)
-    left_out       the values that a command takes from the run that it continues
+    continued      build the config for these flags
+    of_run         build a run's config, to look at its step (learn.explain)
+    left_out       list the values that a command takes from the run it resumes
 """
 
 import functools
@@ -21,9 +21,9 @@ from zigzag.run import continuing, source
 
 
 def continued(given: Values) -> Any:
-    """The configuration for these flags, where --out may hold a run. If it does, omitted flags keep
-    the run's values. A flag that affects results must match the run's value, or this refuses it.
-    The commands of parts, for example --bench, ignore the run."""
+    """Return the config for these flags when --out may hold a run. If it does, omitted flags keep
+    the run's values; reject a flag that affects results but doesn't match the run's value.
+    Commands from the parts, such as --bench, ignore the run."""
     if any(map(given.get, commands())):
         return command_line.config_of_flags(given)
     out = given.get("out", train.Config.out)
@@ -41,7 +41,7 @@ def continued(given: Values) -> Any:
                               change=given.get("change", ()))
     try:
         config = command_line.make_config(network, values, given)
-    except ConfigError:     # if a value differs from the run's, `check` refuses that first
+    except ConfigError:     # if a value differs from the run's, let `check` report that instead
         check({name: asked[name] for name in continuing.facts_of(old) if name in asked})
         raise
     check({**continuing.facts_of(config), "network": asked.pop("network", network.name)})
@@ -53,13 +53,13 @@ def continued(given: Values) -> Any:
 
 
 def check_change(given: Values, out: str, is_run: bool) -> None:
-    """Refuse a --change that changes nothing."""
+    """Reject a --change that changes nothing."""
     change, of = given.get("change", ()), changes(train.Config)
     if change and not is_run:
         raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
                           f"it out to begin one")
     for word in change:
-        # --data may be the same path with new text.
+        # --data may be the same path with different text in it.
         if word in of.values() and word != "data" and given.keys().isdisjoint(
                 (*command_line.LENGTHS, *(name for name in of if of[name] == word))):
             other = " or --steps" if word == "decay" else ""
@@ -67,8 +67,8 @@ def check_change(given: Values, out: str, is_run: bool) -> None:
 
 
 def of_run(run: str, given: Values) -> Any:
-    """The configuration of a run with these flags, to look at its step. Refuse flags that
-    contradict the run's values, where those affect its results."""
+    """Return a run's config with these flags applied, to look at its step. Reject flags that
+    contradict values that affect the run's results."""
     if is_custom(run_record(run)):
         raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
                           f"a network of train.py's; give a run of one first")
@@ -83,8 +83,8 @@ def of_run(run: str, given: Values) -> Any:
 
 
 def left_out(given: Values, old: Values, *configs: type) -> Values:
-    """The fields of the run (`old`) that the flags (`given`) do not change. `configs` are the
-    configuration classes that declare them."""
+    """Return the fields of the run (`old`) that the flags (`given`) leave unchanged. `configs` are
+    the config classes that declare them."""
     pairs = [{name, option.beside} for config in configs
              for name, option in options(config).items() if option.beside]
     dropped = {name for pair in pairs if given.keys() & pair for name in pair}

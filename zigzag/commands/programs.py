@@ -1,10 +1,10 @@
-"""The programs behind train.py's command line, without data, and the table of weights.
+"""The programs behind train.py's command line, built without data, and the table of weights.
 
-    choose_mesh    --mesh auto
-    on_machine     the configuration and the mesh of a run here
-    ready_to_run   the program and its compiled step: train.compile_step
-    program_of     the program alone
-    show_sharding  python shard.py
+    choose_mesh    resolve --mesh auto
+    on_machine     prepare the config and mesh of a run on this machine
+    ready_to_run   build the program and compile its step: train.compile_step
+    program_of     build only the program
+    show_sharding  run python shard.py
 """
 
 from typing import Any
@@ -25,21 +25,21 @@ from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.running import machine
 from zigzag.run.task import without_data
 
-# The options that python shard.py does not use.
+# The options that python shard.py doesn't use.
 NOT_USED = Unused(("saving", "evaluation"), ("check", "profile", "max_skipped"))
 
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
-    """(the configuration with the mesh that --mesh auto chooses, its program and compiled step).
-    Without --mesh auto, (the configuration, None)."""
+    """Return (the config with the mesh that --mesh auto chooses, its program and compiled step).
+    Without --mesh auto, return (the config, None)."""
     if config.mesh != "auto":
         return config, None
     return part("forecast.dry_run", "--mesh auto").choose_mesh(config)
 
 
 def on_machine(config: Any) -> tuple[Any, Any]:
-    """(the configuration of a run here, with its mesh and dtype chosen; the mesh). From here on,
-    jax keeps compiled programs on disk."""
+    """Return (the config of a run on this machine, with its mesh and dtype chosen; the mesh). Also
+    make jax cache compiled programs on disk."""
     keep_compiled()
     config, _ = choose_mesh(config)
     mesh = machine(config)
@@ -48,7 +48,7 @@ def on_machine(config: Any) -> tuple[Any, Any]:
 
 
 def ready_to_run(config: Any) -> tuple[Program, jax.stages.Compiled]:
-    """(the program of a configuration, without its data; its compiled step)."""
+    """Return (the config's program, built without its data; the compiled step)."""
     config, ready = choose_mesh(config)
     if ready:
         return ready
@@ -57,7 +57,7 @@ def ready_to_run(config: Any) -> tuple[Program, jax.stages.Compiled]:
 
 
 def program_of(config: Any) -> Program:
-    """The program of a configuration, without its data. Its mesh must be chosen."""
+    """Return the config's program, built without its data. --mesh auto must be resolved already."""
     mesh = machine(config)
     config = resolved(config, mesh)
     check_network(config, network_of(config), mesh)
@@ -65,15 +65,15 @@ def program_of(config: Any) -> Program:
 
 
 def resolved(config: Any, mesh: Any) -> Any:
-    """The configuration with the dtype for this mesh, a vocabulary and a number of steps."""
+    """Return the config with a dtype for this mesh, a vocabulary size and a step count."""
     config = resolve_dtype(config, mesh)
-    # --epochs would need the data, and the program does not depend on the number of steps.
+    # --epochs would need the data, but the program doesn't depend on the step count anyway.
     return change(config, epochs=0.0, vocab_size=config.network.vocab_size or Bytes.vocab_size)
 
 
 def show_sharding(argv: Argv = None) -> None:
-    """python shard.py --model llama-7b --shards 4: print how the mesh would split each weight, and
-    why, without making the weights."""
+    """Run python shard.py --model llama-7b --shards 4: print how the mesh would split each weight,
+    and why, without creating any weights."""
     given = command_line.read_flags(argv)
     command_line.check_unused(given, NOT_USED, "in python shard.py")
     config = command_line.config_of_flags(given)

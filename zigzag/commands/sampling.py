@@ -1,4 +1,4 @@
-"""The command line of sample.py: answers to prompts. tools/ adds conversations, scores, beams."""
+"""sample.py's command line, which answers prompts. tools/ adds chats, scoring and beam search."""
 
 import collections
 import itertools
@@ -35,15 +35,15 @@ from zigzag.generate.rows import check_writes, context_of
 from zigzag.parallel.network import Network, config_of_run, network_of
 
 INPUTS = ("prompt", "prompts", "source")
-# {flag of a part: the module that runs instead of answering prompts}
+# {a part's flag: the module that runs instead of answering prompts}
 COMMANDS = collections.ChainMap(*added("SAMPLING"))
 
 
 class Model(NamedTuple):
-    """A model and the flags of the command line."""
+    """A model and the command line's flags."""
     flags: Flags
-    params: Any             # as decoding uses them
-    c: Any                  # the network's configuration
+    params: Any             # in the form that decoding uses
+    c: Any                  # the network's config
     tokenizer: Tokenizer
 
     @property
@@ -62,19 +62,19 @@ class Model(NamedTuple):
 
     @property
     def has_template(self) -> bool:
-        folder = self.tokenizer.folder      # a tokenizer of bytes has none
+        folder = self.tokenizer.folder      # a byte tokenizer has none
         return bool(folder) and not self.has_source and has_template(folder)
 
     def sources(self, prompts: Sequence[Prompt]) -> list[Any] | None:
         return [prompt.source for prompt in prompts] if self.has_source else None
 
     def room(self, prompt: Prompt) -> int:
-        """How many new ids fit into the context after a prompt. The model never reads the last."""
+        """Return how many new ids fit after a prompt. The last needs no room: no model reads it."""
         context = context_of(self.network, self.c)
         return context - min(len(prompt.ids), context) + 1
 
     def answer(self, prompt: Prompt, tokens: int) -> Answer:
-        """An answer to a prompt, without any ids yet."""
+        """Start an answer to a prompt, with no ids yet."""
         ends = self.flags.stop_at_context or self.has_source
         return Answer(self.tokenizer.decode, prompt.ids, self.flags.stop, tokens,
                       self.room(prompt) if ends else sys.maxsize)
@@ -128,7 +128,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
-    """(weights for decoding, the network's configuration, the tokenizer) of the flags' model."""
+    """Load (weights for decoding, the network's config, the tokenizer) for the flags' model."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
     if flags.model:
         published = part("published", f"--model {flags.model}")
@@ -141,12 +141,12 @@ def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
 
 
 def is_conversation() -> bool:
-    """Whether a user types the input and reads the output: both are terminals."""
+    """Return whether input and output are both terminals, so that a user types and reads."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _join_processes(flags, has_input):
-    """Join the other processes. All of them compute, and process 0 prints."""
+    """Join the other processes. They all compute; only process 0 prints."""
     if not has_input:
         names = ", ".join(f"--{name}" for name in (*INPUTS, *COMMANDS))
         raise ConfigError(f"several processes do not share one standard input: give one of {names}")
@@ -155,9 +155,9 @@ def _join_processes(flags, has_input):
     if not flags.distributed and rest == 0:
         simulate_devices(count)
     hosts.init_distributed(flags)
-    jax.devices()       # fixes the devices: nothing can simulate others later
+    jax.devices()       # fixes the devices, so nothing can simulate others later
     hosts.watchdog.arm("")
-    # The library that connects CPUs writes to file descriptor 1: send that to stderr.
+    # The library that connects CPUs writes to file descriptor 1; redirect that to stderr.
     out = os.devnull if jax.process_index() else os.dup(1)
     sys.stdout = open(out, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
     os.dup2(2, 1)
@@ -167,7 +167,7 @@ def _join_processes(flags, has_input):
 # Answers to prompts
 
 def write(model: Model, prompts: Sequence[Prompt]) -> None:
-    """Print an answer for each of these prompts."""
+    """Print an answer to each of these prompts."""
     flags = model.flags
     seeds, size = seeds_of(prompts, flags.seed), 16 * flags.batch
     for at in range(0, len(prompts), size):
@@ -177,7 +177,7 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
 
 
 def seeds_of(prompts: Sequence[Prompt], seed: int) -> list[int]:
-    """A seed for each prompt: `seed`, plus the number of equal prompts before it."""
+    """Return a seed per prompt: `seed` plus the number of identical prompts before it."""
     seen, seeds = collections.Counter(), []
     for prompt in prompts:
         key = prompt.text, hash(np.asarray(prompt.source).tobytes())
@@ -188,7 +188,7 @@ def seeds_of(prompts: Sequence[Prompt], seed: int) -> list[int]:
 
 def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Answer],
                   seeds: Sequence[int], piece: int = 8) -> None:
-    """Generate the answers to these prompts, and print them as they grow."""
+    """Generate answers to these prompts, printing them as they grow."""
     flags = model.flags
     pieces = sample.stream(
         model.params, [prompt.ids for prompt in prompts], model.c, flags.tokens, flags.sampling,
@@ -200,8 +200,8 @@ def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Ans
 
 def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequence[Answer],
          flags: Flags) -> None:
-    """Print answers in their order, as they grow, or with --json when they have ended. Each piece
-    has the argument of Answer.add for every answer."""
+    """Print the answers in order, as they grow or, with --json, once they have ended. Each piece
+    holds an argument of Answer.add for every answer."""
     clean = printable if sys.stdout.isatty() else str
     before, after = ([nothing] * len(answers) for nothing in (None, ((), ())))
     at = sent = 0
@@ -217,11 +217,11 @@ def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequenc
             sent = len(text)
             if not has_ended:
                 break
-            at, sent = at + 1, 0        # the next answer begins when this one has ended
+            at, sent = at + 1, 0        # move on once this answer has ended
 
 
 def record(prompt: Prompt, answer: Answer, flags: Flags) -> dict[str, Any]:
-    """An answer as a JSON object."""
+    """Return an answer as a JSON object."""
     found = {"prompt": prompt.text, "text": answer.text, "tokens": len(answer.ids),
              "stopped": answer.reason}
     if flags.logprobs:

@@ -1,5 +1,5 @@
-"""Text for a decoder that learns the next token: running text, conversations, or prompts and
-completions. data.py and zigzag/disk make rows of it."""
+"""Text for a decoder that learns to predict the next token: running text, conversations, or prompts
+and completions. data.py and zigzag/disk turn it into rows."""
 
 import contextlib
 import math
@@ -45,7 +45,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 
 
 def pack_of(config: Any, sources: Sources) -> str:
-    """How to make rows: --pack, or the choice that fits the data."""
+    """Return how to make rows: --pack if given, otherwise the choice that fits the data."""
     if config.pack == "stream" and sources.is_learned_in_part:
         raise ConfigError("--pack stream: only the answers in these data are learned, which needs "
                           "--pack documents")
@@ -53,23 +53,23 @@ def pack_of(config: Any, sources: Sources) -> str:
 
 
 def training_rows(config: Any, sources: Sources) -> Sequence:
-    """The rows that a decoder learns from."""
+    """Return the rows that the decoder learns from."""
     return mixed([data.rows_of(corpus, "train", config.network.seq_len, pack_of(config, sources),
                                config.seed) for corpus in sources.corpora], config.weights)
 
 
 def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task:
-    """The task of predicting the next token in these rows (None: training_rows). Each evaluation
-    continues a held-out text."""
+    """Return the task of predicting the next token in `rows` (None: training_rows). Each evaluation
+    also continues a held-out text."""
     T, tokenizer, pack = config.network.seq_len, sources.tokenizer, pack_of(config, sources)
     room = context_of(network_of(config), config.network)
-    begin = min(32, -(-room // 4))          # a short prompt: the answer must fit in the context
-    # The same rows at each evaluation, spread over the whole held-out text.
+    begin = min(32, -(-room // 4))          # a short prompt, so that the answer fits in the context
+    # Every evaluation uses the same rows, spread over the whole held-out text.
     count = max(1, config.eval_tokens // T // len(sources.evaluated))
     held_out = {name: spread(mixed([data.rows_of(c, split, T, pack, config.seed)
                                     for c, split in parts]), count)
                 for name, parts in sources.evaluated.items()}
-    # The sum of the held-out weights, and the bytes of text in their targets, times the weights.
+    # Sum the held-out weights, and the bytes of text in each target times the target's weight.
     weight, size, lengths = 0.0, 0.0, tokenizer.lengths() * sources.bytes_per_spelled
     for part in (p for rows in held_out.values() for row in rows for p in parts_of(row)):
         weight += part.weights.sum(dtype=float)
@@ -84,7 +84,7 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
         return sample.generate_ids(params, batch, config.network, more,
                                    Sampling(config.sample_temperature), config.seed)
 
-    # An evaluation shows the first question of a held-out conversation, or a few tokens.
+    # An evaluation answers a held-out conversation's first question, or continues a few tokens.
     asked = (row for name, parts in sources.evaluated.items() for row in held_out[name]
              if pack == "documents" and parts[0][0].is_learned_in_part)
     predict, show = preview(tokenizer, write, begin,

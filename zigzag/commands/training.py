@@ -1,7 +1,7 @@
-"""python train.py: from the flags to `train.fit`.
+"""The command `python train.py`, from the flags to `train.fit`.
 
-    main        the command
-    opened      --data as a task, after every check that needs no data
+    main        run the command
+    opened      open --data as a task, after every check that needs no data
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from zigzag.run.task import Task
 
 
 def main(argv: Argv = None) -> None:
-    """Train, or run the command of a part's flag."""
+    """Train, or run the command that a part's flag selects."""
     with hosts.exit_together():
         given = command_line.read_flags(argv)
         config = continued(given)
@@ -45,15 +45,15 @@ def main(argv: Argv = None) -> None:
 
 
 def opener(kind: str) -> Callable:
-    """The context manager that opens --data of this kind: text, or a file in tasks/."""
+    """Return the context manager that opens --data of this kind: text, or a file in tasks/."""
     return text.opened if kind == "text" else part(f"tasks.{kind}", f"--data of {kind}").opened
 
 
 @contextlib.contextmanager
 def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
-    """Yield the configuration for --data, the task, and the Reporter that has printed the first
-    lines, for the run in config.out. Every check that needs no data comes before opening --data.
-    Process 0 opens it first, because the others read what it writes."""
+    """For the run in config.out, yield the config for --data, the task, and a Reporter that has
+    printed the first lines. Every check that needs no data runs before this opens --data. Process 0
+    opens it first, because the others read the files that it writes."""
     run, is_process_0 = Path(config.out), jax.process_index() == 0
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
@@ -62,7 +62,7 @@ def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
     check = functools.partial(continuing.check_folder, train.Config, config.out,
                               change=config.change)
     old = check(continuing.facts_of(config), source.needs(config)) or {}
-    fingerprint = str(old.get("fingerprint", ""))       # of the run's data, for a run to continue
+    fingerprint = str(old.get("fingerprint", ""))       # of the data of a run to resume
     if old and "data" in config.change and source.needs(config):
         tokenizer = tokenizer_of(run, old)
     if not is_process_0:
