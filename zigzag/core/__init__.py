@@ -1,19 +1,19 @@
-"""What every other wing uses: flags, messages, processes, the mesh. Read it when a message puzzles
-you.
+"""The code shared by every other wing: flags, messages, processes, the mesh. Read it when a message
+puzzles you.
 
-    errors      the exceptions that end a command, and helpers that word messages
-    flags       command lines from dataclasses, and exit statuses
-    synonyms    flags of other codebases, and our flags for them
+    errors      the exceptions that end a command, and helpers for writing messages
+    flags       builds command lines from dataclasses; exit statuses
+    synonyms    maps other codebases' flags to ours
     parts       the only way to reach the folders that a fork may delete
-    start       what a command does before it imports jax
-    options     the declaration of an option: default, help, values, whether it may change
+    start       runs before a command imports jax
+    options     declares an option: default, help, values, whether it may change
     files       whole-file writes, JSON, hashes
-    edited      which files have passed the tests, and which were edited since
-    chips       what accelerators can do; the chips of --topology
-    hosts       several processes: joining them, exchanging values, the watchdog
-    report      what a run prints while it trains
+    edited      tracks which files have passed the tests, and which were edited since
+    chips       published numbers for accelerators; the chips of --topology
+    hosts       multiple processes: joining them, exchanging values, the watchdog
+    report      prints a run's progress
     compiler    XLA options for our programs, by platform
-    mesh        the device mesh, specs, and the types that say over which axes values vary
+    mesh        the device mesh, specs, and the types that track which axes a value varies over
 
 Imports: none of our other code. Imported by: everything.
 """

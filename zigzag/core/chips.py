@@ -1,4 +1,4 @@
-"""Chips: their published numbers, their memory, and topologies of absent hardware."""
+"""Chips: published numbers, memory use, and topologies of absent hardware."""
 
 import contextlib
 import importlib.util
@@ -12,19 +12,19 @@ from jax.experimental import topologies
 from zigzag.core.errors import ConfigError
 from zigzag.core.start import LIBTPU
 
-# The usual way to count the FLOPs of an update.
+# The usual way to count an update's FLOPs.
 USUAL_COUNT = "6 per weight per token, and attention to every key"
 
 
 class Chip(NamedTuple):
-    """One device, as published."""
+    """The published numbers of a single device."""
     flops: float        # bfloat16 operations per second
     memory: float       # bytes
     bandwidth: float    # bytes per second from memory
     links: float        # bytes per second to other chips over all links, one way
 
 
-# {prefix of a device's name: its numbers}. Each of the two cores of a TPU7x chip is a device.
+# {device name prefix: its numbers}. On TPU7x, each of a chip's two cores is a device.
 CHIPS = {"TPU v4": Chip(275e12, 32 * 2**30, 1.228e12, 300e9),
          "TPU v5 lite": Chip(197e12, 16 * 2**30, 0.819e12, 200e9),
          "TPU v5": Chip(459e12, 95 * 2**30, 2.765e12, 600e9),
@@ -36,30 +36,30 @@ CHIPS = {"TPU v4": Chip(275e12, 32 * 2**30, 1.228e12, 300e9),
 
 
 def chip_of(device: Any) -> Chip | None:
-    """The published numbers of this device; None if the chip is unknown."""
+    """Return this device's published numbers, or None if the chip is unknown."""
     return next((c for name, c in CHIPS.items() if device.device_kind.startswith(name)), None)
 
 
 def mfu(flops: float | None, seconds: float, mesh: Any) -> float | None:
-    """Model FLOPs utilization (MFU): an update's share of the devices' peak; None if unknown."""
+    """Return model FLOPs utilization (MFU), as a fraction of the devices' peak; None if unknown."""
     chip = chip_of(mesh.devices.flat[0])
     return flops / seconds / (chip.flops * mesh.size) if flops and chip else None
 
 
 def peak_memory(compiled: jax.stages.Compiled) -> int:
-    """The peak memory of a compiled program on one device, in bytes."""
+    """Return a compiled program's peak memory per device, in bytes."""
     m = compiled.memory_analysis()
     at_most = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
                - m.alias_size_in_bytes)
-    # The peak is no use in two cases: with --remat offload it includes the host's memory, and on a
-    # CPU it leaves out temporaries.
+    # XLA's peak is useless in two cases: with --remat offload it includes host memory, and on a CPU
+    # it omits temporaries.
     if m.host_temp_size_in_bytes or m.peak_memory_in_bytes < m.temp_size_in_bytes:
         return at_most
     return m.peak_memory_in_bytes or at_most
 
 
 def memory_in_use(what: str = "bytes_in_use") -> int:
-    """Memory in use on the first device, in bytes; the process's peak where jax has no count."""
+    """Return the bytes in use on the first device, or the process's peak if jax has no count."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get(what) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -67,9 +67,9 @@ def memory_in_use(what: str = "bytes_in_use") -> int:
 # -------------------------------------------------------------------------------------------
 # Absent hardware
 
-# The cuDNN version to assume for an H100. By default jax asks the installed cuDNN.
+# The cuDNN version to assume for an H100. By default jax queries the installed cuDNN.
 _CUDNN_VERSION = 91000
-# The H100 as XLA's compiler sees it, as a text proto.
+# A text proto that describes the H100 to XLA's compiler.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -87,10 +87,10 @@ device_description_str: "NVIDIA H100 80GB HBM3" """
 
 
 def topology_devices(name: str) -> list[Any]:
-    """The devices of absent hardware, for example v5e:4x4 or h100:1x2x8. jax can compile programs
-    for them, but cannot run any."""
+    """Return the devices of absent hardware, for example v5e:4x4 or h100:1x2x8. jax can compile
+    programs for them, but can't run any."""
     kind, _, size = name.partition(":")
-    jax.config.update("jax_platforms", "cpu")       # neither look for an accelerator nor occupy one
+    jax.config.update("jax_platforms", "cpu")       # don't look for or occupy an accelerator
     _check_compiler(name, kind)
     for key, value in LIBTPU.items():
         os.environ.setdefault(key, value)
@@ -100,10 +100,10 @@ def topology_devices(name: str) -> list[Any]:
             fused_attention_stablehlo.check_cudnn_version = lambda: _CUDNN_VERSION
             return topologies.get_topology_desc(size, "cuda", topology=size,
                                                 target_config=_H100).devices
-        # On a real v4, both cores of a chip are one device.
+        # On a real v4, a chip's two cores form a single device.
         options = {"chip_config_name": "megacore"} if kind == "v4" else {}
         return topologies.get_topology_desc(name, "tpu", **options).devices
-    except Exception as e:      # the compilers raise their own types
+    except Exception as e:      # the compilers raise their own exception types
         raise ConfigError(
             f"--topology {name}: not known ({' '.join(str(e).split())[:150]}); expected one like "
             f"v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x2 or h100:1x2x8 "

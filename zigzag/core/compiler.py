@@ -1,8 +1,8 @@
 """XLA options for our programs, by platform.
 
-A user's own options, in XLA_FLAGS and LIBTPU_INIT_ARGS, win over ours, except for the one that
-keeps XLA from aborting. The effect of each option is measured, or estimated for devices that were
-not at hand (docs/measurements.md). zigzag/core/mesh.py sets where jax keeps compiled programs.
+Options that the user sets in XLA_FLAGS and LIBTPU_INIT_ARGS override ours, except the one that
+keeps XLA from aborting. We measured each option's effect, or estimated it for devices we didn't
+have (docs/measurements.md). zigzag/core/mesh.py sets where jax caches compiled programs.
 """
 
 import os
@@ -13,24 +13,24 @@ from jax.sharding import Mesh
 
 from zigzag.core.mesh import platform
 
-# For training, and for other programs that use its weights, by platform or kind of device.
+# Options for training, and for other programs on its weights, by platform or device kind.
 TRAINING = {
-    # Compiles in three quarters of the time; steps are as fast.
+    # Compiles in three quarters of the time; steps are just as fast.
     "cpu": {"xla_backend_optimization_level": 1},
-    # From estimates for v5e; nothing is measured for other kinds of TPUs.
+    # Estimated for v5e; we have no numbers for other kinds of TPUs.
     "TPU v5 lite": {
         # Sends gradients over fsdp, and tokens to experts, during the matmuls. For 1.2B on 16 chips
-        # (fsdp=16), a step of 379 ms waits 5.1 ms for them, not 15.7. libtpu 0.0.51 fails on more
-        # chips, so compiler_options leaves it out there.
+        # (fsdp=16), a 379 ms step waits 5.1 ms for these sends instead of 15.7. libtpu 0.0.51 fails
+        # on more chips, so compiler_options leaves the option out there.
         "xla_tpu_enable_async_all_to_all": True,
-        # All-gathers a weight even where a chip has less than some 300 kB of it, during the
-        # matmuls. An all-reduce sends twice the bytes. On 64 chips 223.6 -> 197.6 ms.
+        # All-gathers a weight during the matmuls even if a chip holds less than about 300 kB of it.
+        # An all-reduce would send twice the bytes. On 64 chips: 223.6 -> 197.6 ms.
         "xla_tpu_prefer_async_allgather_to_allreduce": True}}
 
 
 def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False
                      ) -> dict[str, Any]:
-    """The options of a training program: TRAINING, without those that the user sets.
+    """Return a training program's options: TRAINING, minus those that the user sets.
     `auto_tensor`: the compiler handles tensor inside a shard_map. `any_loss`: the loss is custom,
     not one of our networks'."""
     given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
@@ -39,9 +39,9 @@ def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = Fal
     if mesh.size > 16:
         wanted.pop("xla_tpu_enable_async_all_to_all", None)
     if platform(mesh) == "cpu" and any_loss and jax.lib.__version__ == "0.10.2":
-        # This version returns a wrong sum((x @ w)**2, -1) if x has three columns and more than
-        # 32,768 rows (https://github.com/jax-ml/jax/issues/39103): use its kernels for products
-        # only. 0.10.1, and 0.11.0 and later, are right.
+        # This version miscomputes sum((x @ w)**2, -1) if x has three columns and more than 32,768
+        # rows (https://github.com/jax-ml/jax/issues/39103), so use its kernels for matmuls only.
+        # 0.10.1 is correct, and so are 0.11.0 and later.
         wanted["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
     options = {name: value for name, value in wanted.items() if name not in given}
     if jax.config.read("jax_disable_most_optimizations"):

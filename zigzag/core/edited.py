@@ -1,21 +1,21 @@
-"""Which files have passed the tests, and which of them were edited since.
+"""Tracks which files have passed the tests, and which were edited since.
 
     pytest test_all.py, if all of it passes      writes .tested: a hash of each file (conftest.py)
-    a run on several devices, if a hash differs  first compares its loss and its gradients with one
-                                                 device's (must_compare in
+    a run on several devices, if a hash differs  first checks its loss and gradients against a
+                                                 single device's (must_compare in
                                                  zigzag/run/custom_loss.py)
 
-A run does not compare a network's own loss at its start, because the tests have compared it on
-every axis. After an edit that no longer holds, until the tests pass again.
+Normally a run doesn't check a network's own loss when it starts, because the tests have checked it
+on every axis. After an edit, that no longer holds until the tests pass again.
 
-After an edit of a network's loss, shard.py, train.py or the machinery below them (MACHINERY), the
-loss on a mesh may differ from one device's. The record includes data.py and sample.py, but an edit
-of these two triggers no comparison: no loss imports them, and the mesh and the single device get
+After an edit to a network's loss, shard.py, train.py or the machinery below them (MACHINERY), the
+loss on a mesh may differ from a single device's. The record also covers data.py and sample.py, but
+editing those two triggers no check: no loss imports them, and the mesh and the single device get
 the same batch.
 
-test_all.py trains model.py's network. The networks of published/ have their tests in
-tests/published. A run of one of them looks up the folder published/ instead of model.py, and
-test_all.py does not renew that entry. When the tests of published/ have passed:
+test_all.py trains model.py's network. The tests for the networks in published/ are in
+tests/published. A run of such a network looks up the folder published/ instead of model.py, and
+test_all.py doesn't renew that entry. Once the tests of published/ have passed, run:
 
     python -m zigzag.core.edited        records published/
 """
@@ -30,13 +30,13 @@ from zigzag.core.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = ".tested"
-# What every loss on a mesh depends on, below model.py and shard.py.
+# The code below model.py and shard.py that every loss on a mesh depends on.
 MACHINERY = ("zigzag/core/mesh.py", "zigzag/parallel", "zigzag/run/modes.py")
 FILES = ("model.py", "shard.py", "train.py", "data.py", "sample.py", *MACHINERY)
 
 
 def hash_of(path: Path) -> str:
-    """The hash of a file's text, or of all Python files in a folder; "" if it cannot be read."""
+    """Hash a file's text, or all Python files in a folder; return "" if it can't be read."""
     digest = hashlib.sha256()
     try:
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
@@ -46,13 +46,13 @@ def hash_of(path: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-# {file or folder: its hash}, computed once, at import: the code that this process runs.
+# {file or folder: its hash}, computed once at import, for the code that this process runs.
 RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")
            if name in FILES or (ROOT / name).exists()}
 
 
 def read_record() -> dict[str, str]:
-    """{file or folder: its hash when its tests passed}; {} without a record that can be read."""
+    """Return {file or folder: its hash when its tests passed}, or {} without a readable record."""
     try:
         record = json.loads((ROOT / NAME).read_text())
     except (OSError, ValueError):
@@ -61,8 +61,8 @@ def read_record() -> dict[str, str]:
 
 
 def renew_record(names: Sequence[str]) -> bool:
-    """Record that these files, as this process imported them, have passed their tests. Return
-    whether the record changed."""
+    """Record that these files have passed their tests, in the version that this process imported.
+    Return whether the record changed."""
     old = read_record()
     new = old | {name: RUNNING[name] for name in names if name in RUNNING}
     if new != old:
@@ -71,8 +71,8 @@ def renew_record(names: Sequence[str]) -> bool:
 
 
 def file_of(function: Any) -> str:
-    """The record's name for the file of a function, or "published" if it is in that folder. For a
-    function outside the recorded files, the full path of its file."""
+    """Return the record's name for a function's file, or "published" if the file is in that folder.
+    For a function outside the recorded files, return its file's full path."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     path = Path(getattr(module, "__file__", None) or "an unknown file").resolve()
     if path.parent == ROOT / "published":
@@ -81,8 +81,8 @@ def file_of(function: Any) -> str:
 
 
 def why_untested(names: Sequence[str]) -> str:
-    """A text that names the files among these that were edited since their tests passed, or whose
-    tests have no record of passing; "" if none."""
+    """Return a text naming those of these files that were edited since their tests passed, or have
+    no record of passing; "" if there are none."""
     record, tests = read_record(), "the tests" if "published" in names else "test_all.py"
     edited = [name for name in names
               if not RUNNING.get(name) or record.get(name) != RUNNING[name]]

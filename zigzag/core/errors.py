@@ -1,6 +1,6 @@
-"""The exceptions that end a command with a message, and helpers that word messages.
+"""The exceptions that end a command with a message, and helpers for writing messages.
 
-ConfigError and RunError end a command with one line, `error: ...`, and exit status 2 or 1 (see
+ConfigError and RunError end a command with a single line, `error: ...`, and exit status 2 or 1 (see
 flags.run_main). Every other exception is a bug and prints a traceback.
 """
 
@@ -11,16 +11,16 @@ import re
 import sys
 from typing import Any, Callable, Iterable, Iterator
 
-# Control characters except tab and newline: text must not move the cursor or rename the window.
+# Control characters except tab and newline. Text must not move the cursor or rename the window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class ConfigError(ValueError):
-    """A refusal. Its message names the value given and the values accepted."""
+    """A rejected value. The message names the value given and the values accepted."""
 
 
 def any_loss(*axes: str) -> str:
-    """The end of a message that refuses these axes (tensor, or tensor=2): axes that always work."""
+    """Return the end of a message that rejects these axes (tensor, tensor=2): axes that work."""
     others = [axis for axis in ("data", "fsdp", "tensor")
               if axis not in {text.partition("=")[0] for text in axes}]
     where = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]])) or "one device"
@@ -28,7 +28,7 @@ def any_loss(*axes: str) -> str:
 
 
 def count_of_other_time(seq: int) -> ConfigError:
-    """The refusal of a loss whose sum covers a device's part of the sequence, but not its count."""
+    """Return the error for a loss whose sum is per part of the sequence, but whose count isn't."""
     return ConfigError(
         f"mesh axis seq={seq}: this loss's sum is of a device's part of the time, and its count is "
         f"not: it divides by a constant or by its rows, as a pooled one does, or by a sum over all "
@@ -37,7 +37,7 @@ def count_of_other_time(seq: int) -> ConfigError:
 
 
 class RunError(RuntimeError):
-    """A failure while running, with a one-line message."""
+    """A failure at run time, with a one-line message."""
 
 
 class CorruptCheckpoint(Exception):
@@ -46,7 +46,7 @@ class CorruptCheckpoint(Exception):
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """A context that puts `what` before the message of a ConfigError."""
+    """Prefix the message of any ConfigError raised in this context with `what`."""
     try:
         yield
     except ConfigError as e:
@@ -54,8 +54,8 @@ def naming(what: str) -> Iterator[None]:
 
 
 def optional_package(name: str, what: str) -> Any:
-    """Import a package, or a module of one. If it is missing, raise a ConfigError that says that
-    `what` needs it, and how to install it."""
+    """Import a package, or a module from one. If it's missing, raise a ConfigError that says `what`
+    needs it and how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -64,14 +64,14 @@ def optional_package(name: str, what: str) -> Any:
 
 
 def fill_in(config: Any, **sizes: int | float) -> None:
-    """In a frozen configuration, set each of these sizes that is zero, which means derived."""
+    """In a frozen config, set each of these sizes that is zero, which means derived."""
     for name, value in sizes.items():
         if not getattr(config, name):
             object.__setattr__(config, name, value)
 
 
 def derive(config: Any, **values: Any) -> None:
-    """In a frozen configuration, set each of these options that is None, which means not given."""
+    """In a frozen config, set each of these options that is None, which means not given."""
     for name, value in values.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
@@ -79,29 +79,29 @@ def derive(config: Any, **values: Any) -> None:
 
 def did_you_mean(word: str, known: Iterable[str], spell: Callable = repr, near: float = 0.7
                  ) -> str:
-    """'; did you mean X?' for the known name closest to `word`; '' if none has a similarity of at
-    least `near` (1: identical)."""
+    """Return '; did you mean X?' for the known name closest to `word`, or '' if none reaches a
+    similarity of `near` (1: identical)."""
     close = difflib.get_close_matches(word, known, 1, near)
     return f"; did you mean {spell(close[0])}?" if close else ""
 
 
 def divisors(value: int) -> list[int]:
-    """All divisors of `value`, smallest first."""
+    """Return all divisors of `value`, smallest first."""
     return [n for n in range(1, value + 1) if value % n == 0]
 
 
 def nearest_divisor(value: int, near: int) -> int:
-    """The divisor of `value` that is nearest to `near`."""
+    """Return the divisor of `value` closest to `near`."""
     return min(divisors(value), key=lambda n: abs(n - near))
 
 
 def nearest_multiple(of: int, near: int) -> int:
-    """The positive multiple of `of` that is nearest to `near`."""
+    """Return the positive multiple of `of` closest to `near`."""
     return max(1, round(near / of)) * of
 
 
 def one_line(error: BaseException) -> str:
-    """The important part of an exception's text, on one line."""
+    """Return the important part of an exception's text, on a single line."""
     text = " ".join(str(error).split()) or type(error).__name__
     for part in ("No space left", "File too large", "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND"):
         if part in text:
@@ -110,17 +110,17 @@ def one_line(error: BaseException) -> str:
 
 
 def as_given(value: Any) -> str:
-    """An option's value as written on a command line."""
+    """Return an option's value as written on a command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def printable(text: str) -> str:
-    """The text with its control characters, which a terminal would obey, replaced."""
+    """Replace the text's control characters, which a terminal would obey."""
     return CONTROL.sub("\ufffd", text)
 
 
 def human_bytes(size: float) -> str:
-    """The size as text, for example 1.5 kB or 120 MB."""
+    """Format a size, for example 1.5 kB or 120 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             break
@@ -131,7 +131,7 @@ def human_bytes(size: float) -> str:
 
 
 def check_length(axis: str, name: str, value: int, parts: int, why: str = "") -> None:
-    """Refuse an option --name whose value does not divide into the `parts` that a mesh axis needs.
+    """Reject an option --name whose value doesn't divide into the `parts` that a mesh axis needs.
     `axis` is written axis=size."""
     if value % parts:
         raise ConfigError(f"mesh axis {axis}: --{name} {value} does not divide into {parts}{why}; "

@@ -1,5 +1,5 @@
-"""Files: write them whole or not at all, undo that, read JSON, lock, hash, and wait for files on
-shared disks; refuse folders that a command must not fill."""
+"""File helpers: write files whole or not at all, undo that, read JSON, lock, hash, and wait for
+files on shared disks; reject folders that a command must not fill."""
 
 import contextlib
 import hashlib
@@ -23,22 +23,22 @@ except ImportError:         # some systems lack it
     fcntl = None
 
 
-# Harmless names in a folder that a command fills: files of git, macOS, disks, notebooks and
-# launchers, the trial folders of check_can_make, and logs.
+# Harmless names in a folder that a command fills: files from git, macOS, disks, notebooks and
+# launchers, check_can_make's trial folders, and logs.
 HARMLESS = (r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"
             r"|\.(nfs|try-)\w+|lost\+found"
             r"|(logs?|stdout|stderr|nohup)([-_.\d].*)?|.*\.(log|out|err)")
 
 
 def anyway(path: Path) -> bool:
-    """The condition that holds for every path: the name alone decides."""
+    """A condition that applies to every path: only the name matters."""
     return True
 
 
 def check_others(folder: Path, flag: str, maker: str,
                  own: dict[str, Callable[[Path], Any]] = {}) -> None:
-    """Refuse to fill the folder of `flag` if it holds anything that is neither harmless nor left by
-    `maker`, the command. `own` is {regex for the names that it may leave: a condition}."""
+    """Refuse to fill the folder in `flag` if it holds anything besides harmless files and those
+    left by the command `maker`. `own` is {regex for names it may leave: condition on the path}."""
     known = {HARMLESS: anyway, **own}
     try:
         others = sorted(path.name for path in folder.iterdir() if not any(
@@ -54,7 +54,7 @@ def check_others(folder: Path, flag: str, maker: str,
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all: write a .part file next to it, then rename that."""
+    """Write a file completely or not at all: write a .part file next to it, then rename it."""
     part = path.with_name(path.name + ".part")
     with open(part, "wb") as f:
         f.write(content)
@@ -72,8 +72,8 @@ def write_json(path: Path, record: dict) -> None:
 
 
 def check_can_make(out: str) -> None:
-    """Refuse a folder that we cannot make or write to, before we spend work on its contents. Only
-    making something there shows it, even for root."""
+    """Reject a folder that we can't create or write to, before we spend work on its contents. Even
+    for root, the only reliable test is to create something there."""
     path = there = Path(out).absolute()
     try:
         there = next(p for p in (path, *path.parents) if p.exists())
@@ -82,16 +82,16 @@ def check_can_make(out: str) -> None:
         raise ConfigError(f"--out {out}: cannot be made there ({there}: {e.strerror})") from None
 
 
-# For each open `taken_back`: the paths that it has filled, each with the backup of what was there;
+# For each open `taken_back`: the paths it has filled, each with a backup of what was there before,
 # and a function that undoes all of it.
 _placed: list[tuple[list[tuple[Path, Path]], Callable[[], None]]] = []
 
 
 @contextlib.contextmanager
 def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
-    """Yield a function put(source, name), which moves a file or a folder into the folder of a run
-    and returns its new path. If the context ends before run_has_begun is called, it undoes all
-    moves: a refused run leaves its folder as it found it."""
+    """Yield a function put(source, name), which moves a file or folder into a run's folder and
+    returns the new path. If the context ends before run_has_begun is called, it undoes all moves,
+    so a rejected run leaves its folder as it was."""
     is_new, moved = not run.exists(), []
 
     def put(source, name):
@@ -111,7 +111,7 @@ def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
                 os.replace(old, target)
         if is_new:
             with contextlib.suppress(OSError):
-                run.rmdir()             # does so only if it is empty
+                run.rmdir()             # works only if it's empty
 
     _placed.append((moved, take_back))
     try:
@@ -122,14 +122,14 @@ def taken_back(run: Path) -> Iterator[Callable[[Path, str], Path]]:
 
 
 def run_has_begun() -> None:
-    """Keep what `put` has moved into the folder of this command's run."""
+    """Keep whatever `put` has moved into the folder of this command's run."""
     for moved, _ in _placed:
         while moved:
             _remove(moved.pop()[1])
 
 
 def take_back_all() -> None:
-    """Undo all moves of `put`, before this process ends without unwinding."""
+    """Undo all of `put`'s moves, before this process exits without unwinding."""
     for _, take_back in reversed(_placed):
         take_back()
 
@@ -142,14 +142,14 @@ def _remove(path):
 
 
 def lock(file: IO) -> None:
-    """Lock an open file until it is closed, or the process ends. Raise BlockingIOError if another
-    process has locked it."""
+    """Lock an open file until it is closed or the process ends. Raise BlockingIOError if another
+    process holds the lock."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a published folder. Raise a ConfigError that says what is wrong."""
+    """Read a JSON file from a published model's folder. A ConfigError says what's wrong with it."""
     try:
         return json.loads(path.read_text())
     except OSError as e:
@@ -160,7 +160,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> None:
-    """Refuse a folder (`name` in messages) whose record does not have the wanted format number.
+    """Reject a folder (`name` in messages) whose record doesn't have the wanted format number.
     `how` tells the user what to do."""
     if record.get("format") != wanted:
         has = f"format {record['format']!r:.20}" if "format" in record else "no format number"
@@ -168,8 +168,8 @@ def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> No
 
 
 def sha256(path: Path) -> str:
-    """The hex digest of a file of at most 256 MiB. For a larger file, the digest of its size and of
-    256 evenly spread pieces of 1 MiB."""
+    """Return the hex digest of a file of up to 256 MiB. For a larger file, return a digest of its
+    size plus 256 evenly spaced 1 MiB chunks."""
     size, digest = path.stat().st_size, hashlib.sha256()
     starts = range(0, size, 2**20)
     if size > 2**28:
@@ -183,16 +183,16 @@ def sha256(path: Path) -> str:
 
 
 def read_at_random(array: Any) -> None:
-    """Tell the system that we read a memory-mapped array at random. Otherwise it reads far ahead
-    each time: 64 windows of a 20 GB file take 100 times as long."""
+    """Tell the operating system that we read a memory-mapped array at random. Otherwise it reads
+    far ahead every time, and reading 64 windows of a 20 GB file takes 100 times as long."""
     mapping = getattr(array, "_mmap", None)
     if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
         mapping.madvise(mmap.MADV_RANDOM)
 
 
 def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:
-    """Whether is_there() becomes true within this many seconds. On a shared disk, a file that
-    another machine wrote may take a while to appear; listing the folder helps."""
+    """Return whether is_there() becomes true within this many seconds. On a shared disk, a file
+    written by another machine may take a while to appear; listing the folder helps."""
     until = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError):
@@ -207,8 +207,8 @@ def appears(is_there: Callable[[], bool], folder: Path, seconds: float) -> bool:
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers in a line of metrics.jsonl, without its step. A list, such as the load of each
-    expert, becomes two: its smallest and its largest number."""
+    """Return the numbers in a line of metrics.jsonl, except its step. A list, such as the load per
+    expert, becomes two numbers: its smallest and its largest."""
     found = {}
     for name, x in row.items():
         if isinstance(x, list) and np.size(x):

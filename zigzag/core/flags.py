@@ -1,8 +1,8 @@
-"""Command lines from dataclasses, and exit statuses.
+"""Builds command lines from dataclasses; exit statuses.
 
     --key value   --key=value   --some-key or --some_key   --data one two   --tied
 
-The fields of a dataclass are the flags; zigzag/core/options.py says how to declare them.
+The dataclass's fields are the flags; zigzag/core/options.py explains how to declare them.
 
     exit status   0 done   1 something failed while running   2 refused   130 interrupted
 """
@@ -20,14 +20,14 @@ from zigzag.core.options import PARTS, Groups, Values, comments, has_part, optio
 from zigzag.core.start import has_begun
 from zigzag.core.synonyms import meaning
 
-# The words of a command line; None: the command line of this process.
+# The words of a command line; None: this process's command line.
 Argv = Sequence[str] | None
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def change(config: Any, **fields: Any) -> Any:
-    """The configuration with these fields replaced, its own or those of its `network`."""
+    """Return the config with these fields replaced, whether its own or its `network`'s."""
     own = {f.name for f in dataclasses.fields(config)}
     if inner := {name: fields.pop(name) for name in fields.keys() - own}:
         fields["network"] = dataclasses.replace(fields.get("network", config.network), **inner)
@@ -35,14 +35,14 @@ def change(config: Any, **fields: Any) -> Any:
 
 
 def flat(config: Any) -> Values:
-    """{name: value} for all options of a configuration: those of its `network`, then its own."""
+    """Return {name: value} for all of a config's options: its `network`'s, then its own."""
     network = getattr(config, "network", None)
     return {name: getattr(one, name) for one in (network, config) if one is not None
             for name in options(type(one))}
 
 
 def is_derived(config: Any, name: str) -> bool:
-    """Whether a field has the value that it would have without being set: its default, or a value
+    """Return whether a field has the value it would have if left unset: its default, or a value
     derived from other fields."""
     owner = config if name in options(type(config)) else config.network
     default = getattr(type(owner), name)
@@ -56,21 +56,21 @@ def is_derived(config: Any, name: str) -> bool:
 
 
 def recorded(values: Values, config: Any) -> Values:
-    """The values of a configuration, without those that hold for one command or process only."""
+    """Return a config's values, except those that apply only to a single command or process."""
     known = options(type(config))
     return {name: x for name, x in values.items() if name not in known or known[name].recorded}
 
 
 def check_shards(given: Values) -> None:
-    """Refuse --shards 0 on a command line. In the configuration, 0 means not given."""
+    """Reject --shards 0 on a command line. In the config, 0 means not given."""
     if given.get("shards") == 0:
         raise ConfigError("--shards 0: must be at least 1; without it, the tensor axis has the "
                           "size that --mesh gives, or 1")
 
 
 def from_flags(defaults: Any, argv: Argv, positional: str = "") -> Any:
-    """The dataclass `defaults` with the fields that the command line sets. If the command takes
-    words without a flag (`positional` names them in messages), (those words, the dataclass)."""
+    """Return the dataclass `defaults` with the fields that the command line sets. If the command
+    takes positional words (`positional` names them in messages), return (words, dataclass)."""
     given, words = parse_flags(type(defaults), argv, positional)
     result = dataclasses.replace(defaults, **given)
     return (words, result) if positional else result
@@ -78,9 +78,9 @@ def from_flags(defaults: Any, argv: Argv, positional: str = "") -> Any:
 
 def parse_flags(cls: Any, argv: Argv, positional: str = "",
                 groups: Groups | None = None) -> tuple[Values, list[str]]:
-    """({field: value} for the flags of a command line, its words without a flag). `cls` is a
-    dataclass, or a tuple of dataclasses; their fields are the flags. The last value of a repeated
-    flag counts; a flag that takes several values keeps all. --help prints the flags in `groups`
+    """Return ({field: value} for a command line's flags, its positional words). `cls` is a
+    dataclass or a tuple of dataclasses, whose fields are the flags. If a flag is repeated, the last
+    value wins; a flag that takes several values keeps them all. --help prints the flags in `groups`
     ({heading: names})."""
     argv = list(sys.argv[1:] if argv is None else argv)
     types = {name: option.kind for one in _classes(cls) for name, option in options(one).items()}
@@ -116,7 +116,7 @@ def _of_parts_that_are_gone():
 
 
 def _value(name, kind, values, given):
-    """The value of a field of type `kind`, from the words after --name."""
+    """Parse the words after --name into a value of type `kind`."""
     if kind is tuple:
         if not values:
             raise ConfigError(f"--{name} needs at least one value")
@@ -137,7 +137,7 @@ def _value(name, kind, values, given):
 
 
 def _integer(text):
-    """The integer of a text such as 1000, 1_000 or 1e3."""
+    """Parse an integer written as 1000, 1_000 or 1e3."""
     try:
         return int(text)
     except ValueError:
@@ -147,7 +147,7 @@ def _integer(text):
 
 
 def flag_rows(cls: Any) -> list[tuple[str, str, str]]:
-    """(name, default, help) for every option, those of base classes last."""
+    """Return (name, default, help) for every option, with base classes' options last."""
     return [(name, "" if option.default in ("", (), None) else str(option.default),
              comments(one)[name].help) for one in _classes(cls)
             for name, option in options(one).items() if not option.part or has_part(option.part)]
@@ -159,8 +159,8 @@ def _classes(cls):
 
 def help_text(cls: Any, groups: Groups | None = None, last: str = "",
               values: Values = {}, about: str | None = None) -> str:
-    """The text of --help: the flags in these groups (by default all, without a heading), and a
-    last line. `values` replace defaults; `about` replaces the docstring of the last class."""
+    """Return the text of --help: the flags in these groups (by default all, without a heading) and
+    a last line. `values` replace defaults; `about` replaces the last class's docstring."""
     rows = {name: _help_line(name, str(values.get(name, default)), text)    # the first class wins
             for name, default, text in reversed(flag_rows(cls))}
     lines = [about.strip() if about else inspect.cleandoc(_classes(cls)[-1].__doc__)]
@@ -171,7 +171,7 @@ def help_text(cls: Any, groups: Groups | None = None, last: str = "",
 
 
 def show_help(text: str) -> None:
-    """Print the text and exit with status 0, even if `| head` closes the pipe before the end."""
+    """Print the text and exit with status 0, even if `| head` closes the pipe early."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -180,7 +180,7 @@ def show_help(text: str) -> None:
 
 
 def _drop_output():
-    """Discard all further output, and what is still in Python's buffer."""
+    """Discard all further output, including anything still in Python's buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -195,8 +195,8 @@ IN_TRAINING = ("a larger --mesh, --remat full or more --accumulate need less (py
 
 
 def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[int, str]:
-    """The exit status of a command that ended with this exception, and the line that says why. For
-    a bug, which needs its traceback, the line is ''."""
+    """Return the exit status of a command that ended with this exception, and a line that says why.
+    For a bug, which needs its traceback, the line is ''."""
     if isinstance(error, ConfigError):
         return 2, "error: " + " ".join(str(error).split())
     if isinstance(error, RunError):
@@ -204,15 +204,15 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
     if isinstance(error, KeyboardInterrupt):
         return 130, ("interrupted: the same command continues from the last checkpoint, if there "
                      "is one")
-    # By name, because data.py runs without jax.
+    # Match by name, because data.py runs without jax.
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"error: out of memory: {str(error).splitlines()[0]}; {saves_memory}"
     return 1, ""
 
 
 def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
-    """Run a command. If it fails, exit with its status: a refusal or a failure prints one line, a
-    bug its traceback. Python escapes characters that the output's encoding lacks."""
+    """Run a command. If it fails, exit with the right status: a rejected value or a failure prints
+    a single line, a bug prints its traceback. Escape characters that the output can't encode."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     has_begun()
@@ -223,14 +223,14 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
         if not line:
             raise
         print(line, file=sys.stderr, flush=True)
-        if isinstance(e, RunError):     # otherwise a failed save prints pages as Python exits
+        if isinstance(e, RunError):     # a normal exit after a failed save would print pages
             sys.stdout.flush()
             os._exit(status)
         sys.exit(status)
 
 
 def _run_to_the_end(main):
-    """Run a command and flush its output. Fail if the reader (for example head) closes the pipe
+    """Run a command and flush its output. Fail if the reader, for example head, closes the pipe
     before the command is done."""
     try:
         main()

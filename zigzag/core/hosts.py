@@ -1,15 +1,15 @@
-"""Several processes, one on each host, that run the same program in step.
+"""Multiple processes, one per host, running the same program in lockstep.
 
-    Processes                the options that name the processes of a run
+    Processes                the options that name a run's processes
     init_distributed         join the other processes
-    process_allgather        exchange values, through process 0
-    assert_same_everywhere   refuse to train if the processes' configurations differ
+    process_allgather        exchange values through process 0
+    assert_same_everywhere   refuse to train if the processes' configs differ
     watchdog                 end a process that waits too long, with a message
-    end_at_sigterm           exit with one line at SIGTERM
-    stop_on_signals          let the loop finish its step and save after Ctrl-C or SIGTERM
+    end_at_sigterm           exit with a single line on SIGTERM
+    stop_on_signals          on Ctrl-C or SIGTERM, let the loop finish its step and save
     exit_together            end a failed process immediately, so that the others notice
 
-With one process, all but end_at_sigterm and stop_on_signals do nothing, or return at once.
+With a single process, all but end_at_sigterm and stop_on_signals do nothing or return at once.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ CONTINUES = "when all have ended, the same command in each continues from the la
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Options of a command that may run in several processes."""
+    """Options for a command that may run in several processes."""
     # many hosts (rare)
     coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
     processes: int = flag(0, recorded=False)        # number of processes
@@ -61,7 +61,7 @@ class Processes:
 
 
 def check_processes(c: Processes) -> None:
-    """Refuse flags that do not say everything needed to join the processes."""
+    """Reject flags that leave out something needed to join the processes."""
     given = bool(c.coordinator), c.processes > 0, c.process_id >= 0, not c.distributed
     if any(given[:3]) and not all(given):
         raise ConfigError("several processes need all of --coordinator HOST:PORT, --processes N "
@@ -89,7 +89,7 @@ def init_distributed(config: Any) -> None:
     watchdog.start(config.patience)
     watchdog.arm(f"waiting for {others}", config.patience)
     try:
-        # jax itself would wait longer, and then abort without saying what to do.
+        # By default jax would wait longer, then abort without saying what to do.
         jax.distributed.initialize(**given, initialization_timeout=config.patience + 60,
                                    heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
     except ValueError as e:
@@ -100,7 +100,7 @@ def init_distributed(config: Any) -> None:
 
 
 def _check_port(coordinator):
-    """Refuse a port in use: jax would crash on it, with exit status 139 and no message."""
+    """Reject a port in use: jax would crash on it with exit status 139 and no message."""
     port = coordinator.rsplit(":", 1)[1]
     try:
         socket.create_server(("", int(port))).close()
@@ -116,20 +116,20 @@ _messages, _stop_questions = itertools.count(), itertools.count(1)      # jax co
 
 
 def process_allgather(value: Any) -> list[Any]:
-    """Return the list of the values that all processes pass, on every process. JSON must be able to
-    hold a value. The exchange runs through process 0, not through the devices: their collectives do
-    not wait long for a late process."""
+    """Return, on every process, the list of the values that all processes pass. Values must be
+    JSON-serializable. They travel through process 0 rather than the devices, whose collectives
+    don't wait long for a late process."""
     count, number = jax.process_count(), next(_messages)
     if count == 1:
         return [value]
     client = distributed.global_state.client
     client.key_value_set(f"zigzag/{number}/{jax.process_index()}", json.dumps(value))
     return [json.loads(client.blocking_key_value_get(
-        f"zigzag/{number}/{i}", 10**9)) for i in range(count)]     # ms; the watchdog ends it before
+        f"zigzag/{number}/{i}", 10**9)) for i in range(count)]     # ms; the watchdog ends it sooner
 
 
 def assert_same_everywhere(facts: Values) -> None:
-    """Refuse to train if a fact differs between processes; nothing else would detect that."""
+    """Refuse to train if a fact differs between processes. No other check would notice."""
     first, *others = process_allgather(facts)
     for i, other in enumerate(others, 1):
         for name in first | other:
@@ -142,21 +142,21 @@ def assert_same_everywhere(facts: Values) -> None:
 # Stopping
 
 class Watchdog:
-    """Ends this process, if it is one of several, when a wait takes too long: `patience` seconds
-    plus ten times the longest wait of its kind so far."""
+    """Ends this process, if it's one of several, when a wait takes too long: over `patience`
+    seconds plus ten times the longest wait of its kind so far."""
 
     def __init__(self):
         self.patience, self.longest = 0, {}
-        self.doing = ""         # what this process waits for, even if it is the only one
+        self.doing = ""         # what this process waits for, even if it's the only process
         self.what, self.since, self.limit = "", 0.0, math.inf
 
     def start(self, patience: int) -> None:
         self.patience = patience
         threading.Thread(target=self._watch, daemon=True).start()
-        # jax aborts a process when it loses another. This handler prints why, and exits with
-        # status 1. Nothing simpler works (jax 0.10.2): Python's own handlers do not run in an
-        # abort, a missed_heartbeat_callback ends in std::bad_cast, and with
-        # jax_enable_recoverability the loss of process 0 still aborts the others.
+        # jax aborts a process when it loses another. This handler prints the reason and exits with
+        # status 1. Nothing simpler works (jax 0.10.2): Python's own handlers don't run during an
+        # abort, a missed_heartbeat_callback ends in std::bad_cast, and even with
+        # jax_enable_recoverability, losing process 0 aborts the others.
         line = f"error: another process has ended, or cannot be reached: {CONTINUES}\n".encode()
 
         @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -164,18 +164,18 @@ class Watchdog:
             os.write(2, line)
             os._exit(1)
 
-        self.on_abort = on_abort        # ctypes keeps no reference to it
+        self.on_abort = on_abort        # keep a reference, because ctypes doesn't
         ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
 
     def arm(self, what: str, limit: float | None = None) -> None:
-        """Start a wait for `what` ('': no wait). The previous wait is over."""
+        """End the previous wait, and start a wait for `what` ('': no wait)."""
         self.doing = what
         if not self.patience:
             return
         now = time.monotonic()
         if self.what != "a save":       # most of a save happens in the background
             self.longest[self.what] = max(self.longest.get(self.what, 0.0), now - self.since)
-        if limit is None:       # with no wait of its kind so far, count 6 minutes
+        if limit is None:       # for the first wait of its kind, assume 6 minutes
             limit = self.patience + 10 * self.longest.get(what, 360.0) if what else math.inf
         self.what, self.since, self.limit = what, now, limit
         faulthandler.cancel_dump_traceback_later()
@@ -198,9 +198,9 @@ watchdog = Watchdog()
 
 
 def end_at_sigterm() -> None:
-    """Let SIGTERM end this process with one line and status 1, even while jax compiles, unless the
-    signal already has a handler. Call it after jax has found the devices: before that, libtpu would
-    print a page of addresses."""
+    """Make SIGTERM end this process with a single line and status 1, even while jax compiles,
+    unless the signal already has a handler. Call this after jax has found the devices; before that,
+    libtpu would print a page of addresses."""
     if (threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
             or jax.distributed.is_initialized()):
@@ -208,7 +208,7 @@ def end_at_sigterm() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)      # a thread acts on it: see stop_on_signals
+    signal.signal(signal.SIGTERM, lambda *_: None)      # `listen` acts on it: see stop_on_signals
 
     def listen():
         while signal.SIGTERM not in os.read(reader, 512):
@@ -220,10 +220,10 @@ def end_at_sigterm() -> None:
     threading.Thread(target=listen, daemon=True).start()
 
 
-# Signals within this many seconds count as one: the terminal signals both a launcher (timeout, uv)
-# and this process, and the launcher passes its signal on.
+# Signals within this many seconds count as one: the terminal signals both the launcher (timeout,
+# uv) and this process, and the launcher forwards its signal.
 TOGETHER = 0.5
-# Marks the end of the pipe of signal numbers.
+# Marks the end of the signal numbers in the pipe.
 END = 0
 # The watchdog's waits before the first update, during which exiting at once loses nothing.
 BEFORE_UPDATES = ("planning", "reading the checkpoint", "making the first weights", "compiling")
@@ -232,9 +232,9 @@ BEFORE_UPDATES = ("planning", "reading the checkpoint", "making the first weight
 @contextlib.contextmanager
 def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
     """Append the first Ctrl-C or SIGTERM to `stop`, so that the loop can finish its step and save
-    in `out`. The run prints at once what it is waiting for. A second signal only counts down; a
-    third ends the process. Before the first update, the second does. With several processes, jax
-    handles SIGTERM, and share_stop tells the other processes.
+    in `out`. The run immediately prints what it's waiting for. A second signal only counts down; a
+    third ends the process. Before the first update, the second signal does. With several processes,
+    jax handles SIGTERM, and share_stop tells the other processes.
     """
     watchdog.arm("planning")
     if threading.current_thread() is not threading.main_thread():
@@ -254,8 +254,8 @@ def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
             else:
                 stop.append(number)
 
-    # Python calls on_signal only after jax returns from a step or a compilation. It writes each
-    # signal's number to the pipe at once.
+    # Python calls on_signal only after jax returns from a step or a compilation, but it writes each
+    # signal's number to the pipe immediately.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -276,15 +276,15 @@ def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
 
 
 def _listen(reader, numbers, out, gives_up):
-    """Print the effect of each signal in the pipe, until END comes. After the last signal, end the
-    process; in a notebook or an interactive shell, interrupt it instead."""
+    """Print the effect of each signal in the pipe, until END arrives. After the last signal, end
+    the process; in a notebook or an interactive shell, interrupt it instead."""
     count, last = 0, -math.inf
     while END not in (found := os.read(reader, 512)):
         if not {*found} & {*numbers} or time.monotonic() - last < TOGETHER:
             continue
         count, last = count + 1, time.monotonic()
         is_before = watchdog.doing in BEFORE_UPDATES
-        left = (2 if is_before else 3) - count      # further signals until this ends at once
+        left = (2 if is_before else 3) - count      # signals left until the process ends
         if left > 0:
             _say(f"stopping: {watchdog.doing}" + (f", then saving in {out}" if out else "")
                  + f"; {left} more Ctrl-C or SIGTERM end{'s' * (left == 1)} this at once and "
@@ -301,19 +301,19 @@ def _listen(reader, numbers, out, gives_up):
 
 
 def _say(line):
-    """Print a line to stderr, over the live line of a terminal."""
+    """Print a line to stderr, replacing a terminal's live line."""
     with contextlib.suppress(OSError, ValueError):
         print(("\r\x1b[K" if sys.stderr.isatty() else "") + line, file=sys.stderr, flush=True)
 
 
 def share_stop(stop: list[int]) -> None:
-    """Append SIGTERM to `stop` if any process has received it, so that all stop after the same
-    step. Call it after every step."""
+    """Append SIGTERM to `stop` if any process has received it, so that all processes stop after the
+    same step. Call this after every step."""
     if multihost_utils.reached_preemption_sync_point(next(_stop_questions)):
         stop.append(signal.SIGTERM)
 
 
-# Words in jax's errors after the loss of another process.
+# Words in jax's errors after it loses another process.
 LOST = re.compile("gloo|connection (reset|closed|refused|aborted)|broken pipe|nccl|heartbeat|"
                   "coordination service|unavailable|deadline.exceeded|barrier", re.I)
 
@@ -323,9 +323,9 @@ _depth = 0      # how many contexts of exit_together are open
 
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
-    """A context around a whole command. If one of several processes fails, it prints the message of
-    flags.run_main and exits at once, without waiting for the others. In nested contexts, only the
-    outermost does so."""
+    """A context for a whole command. If one of several processes fails, it prints the message from
+    flags.run_main and exits immediately, without waiting for the others. When contexts are nested,
+    only the outermost does so."""
     global _depth
     _depth += 1
     try:

@@ -1,7 +1,7 @@
-"""The mesh, PartitionSpecs, and the types that say where values differ.
+"""The mesh, PartitionSpecs, and the types that track which axes a value varies over.
 
-Every mesh has all six axes, most of them of size 1, so there is no second code path for "no
-mesh". The last axis has the closest neighbours: tensor communicates most.
+Every mesh has all six axes, most of them of size 1, so "no mesh" needs no second code path. The
+last axis has the closest neighbors, because tensor communicates the most.
 
     data=2, tensor=4 on 8 devices:   (data 2, fsdp 1, pipe 1, seq 1, expert 1, tensor 4)
 """
@@ -26,39 +26,39 @@ from zigzag.core.hosts import end_at_sigterm
 
 AXES = ("data", "fsdp", "pipe", "seq", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")     # the axes that split the rows of a batch
-WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if `tensor` is left to the compiler
-# Whether the second dimension of an array of a batch is the time that seq and pipe split, by its
-# name. Other arrays [B, T, ...] are refused there, unless a task's `timed` says it.
+WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if the compiler handles `tensor`
+# {batch array: whether its second dimension is the sequence that seq and pipe split}. For other
+# arrays [B, T, ...], a task's `timed` must say; otherwise check_time rejects them on those axes.
 TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
                           "document", "token_types"), True),
-         "encoded": False}      # (an encoder's output; and all that begin with "source")
+         "encoded": False}      # an encoder's output; has_time adds all names in "source..."
 
 
 class Around(NamedTuple):
-    """Settings that change what functions of shard.py do while jax traces a loss."""
+    """Settings that change what shard.py's functions do while jax traces a loss."""
     tensor: int = 1             # the future size of the tensor axis: the rule traces a function
                                 # before there is a mesh, and `repeat_kv` must know the size
-    overlap: bool = False       # --overlap: `columns` and `row` send parts while they multiply
+    overlap: bool = False       # --overlap: `columns` and `row` send parts while multiplying
     strip: int = 0              # `layers`, on a TPU: the fewest tokens in a strip; 0: no strips
     again: tuple[str, ...] = ()     # --remat attention,mlp: the `part`s of a layer to recompute in
                                 # the backward pass
     timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline splits by T
     part_of_time: bool = False  # true in the head of a pipelined loss that sees one stage's part of
-                                # the sequence: functions that need all of it refuse
+                                # the sequence; functions that need all of it then raise
     calls: Any = None           # a function that `attend` calls with each request (a Call)
 
 
-# A user context of jax, not a plain global: jax's tracing cache has it in its keys.
+# A jax user context, not a plain global, because jax's tracing cache includes it in its keys.
 _AROUND = jax.make_user_context(Around())
 
 
 def around() -> Around:
-    """The settings for the code that jax traces now."""
+    """Return the settings for the code that jax is tracing now."""
     return _AROUND.value
 
 
 def within(**changes: Any) -> Any:
-    """A context with some fields of `around()` changed."""
+    """Enter a context in which some fields of `around()` change."""
     return _AROUND(around()._replace(**changes))
 
 
@@ -66,8 +66,8 @@ def within(**changes: Any) -> Any:
 # Meshes
 
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
-    """{axis: size} for the axes in --mesh ('data=2,tensor=4') and in --shards, the size of the
-    tensor axis."""
+    """Return {axis: size} for the axes in --mesh ('data=2,tensor=4') and in --shards, which sizes
+    the tensor axis."""
     sizes = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
@@ -91,7 +91,7 @@ def _check_axis(name):
 
 
 def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
-    """The mesh over all devices. An axis without a size has size 1, except data, which takes the
+    """Make the mesh over all devices. Axes default to size 1, except data, which takes the
     remaining devices."""
     for name in sizes:
         _check_axis(name)
@@ -104,7 +104,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
         raise ConfigError("these TPUs are several slices with only a slow network between them: "
                           "give one slice")
-    # Not jax.make_mesh: on most chips it refuses an axis that is part of one side of the torus.
+    # jax.make_mesh won't do: on most chips it rejects an axis that is part of a side of the torus.
     mesh = abstract_mesh(sizes)
     placed = mesh_utils.create_device_mesh(mesh.axis_sizes, devices, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=mesh.axis_types)
@@ -125,7 +125,7 @@ def _wrong_size(sizes, needed, devices):
 
 
 def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
-    """The axis sizes of every mesh of `count` devices."""
+    """Return the axis sizes of every mesh with `count` devices."""
     first, *others = axes
     if not others:
         return [{first: count}]
@@ -133,24 +133,24 @@ def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
 
 
 def abstract_mesh(sizes: dict[str, int]) -> Any:
-    """A mesh with these axis sizes and no devices."""
-    # Auto, because shard_map cannot leave an Explicit axis to the compiler.
+    """Make a mesh with these axis sizes and no devices."""
+    # Use Auto, because shard_map can't leave an Explicit axis to the compiler.
     return jax.sharding.AbstractMesh(tuple(sizes.get(a, 1) for a in AXES), AXES,
                                      axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def simulate_devices(count: int) -> None:
-    """Let the CPU pretend to be `count` devices, unless XLA_FLAGS already sets the number.
+    """Make the CPU pretend to be `count` devices, unless XLA_FLAGS already sets the number.
 
-    Call it before anything touches a device. Only the CPU backend reads this setting, so it has no
-    effect on a machine with an accelerator."""
+    Call this before anything touches a device. Only the CPU backend reads this setting, so it has
+    no effect on a machine with an accelerator."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):     # if devices exist, make_mesh checks their count
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
-    """The mesh of --mesh and --shards, with simulated CPU devices if there is no accelerator."""
+    """Make the mesh of --mesh and --shards, on simulated CPU devices without an accelerator."""
     sizes = mesh_sizes(text, shards)
     simulate_devices(math.prod(sizes.values()))
     mesh = make_mesh(**sizes)
@@ -159,8 +159,8 @@ def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
 
 
 def keep_compiled(least: float = 1.0) -> None:
-    """Keep compiled programs in the user's cache folder for later runs, if they took at least
-    `least` seconds to compile."""
+    """Cache programs that take at least `least` seconds to compile in the user's cache folder, for
+    later runs."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag/compiled"
     jax.config.update("jax_compilation_cache_dir",
                       os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
@@ -168,35 +168,35 @@ def keep_compiled(least: float = 1.0) -> None:
 
 
 def row_groups(mesh: Any) -> int:
-    """The number of parts into which the mesh splits the rows of a batch (1 without axes)."""
+    """Return how many parts the mesh splits a batch's rows into (1 without axes)."""
     return math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh of a tree's arrays or shardings; None if they have none."""
+    """Return the mesh of a tree's arrays or shardings, or None if they have none."""
     found = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]
     return next((s.mesh for s in found if isinstance(s, NamedSharding)), None)
 
 
 def platform(mesh: Any = None) -> str:
-    """The platform of this mesh, or of the ambient one: cpu, tpu or gpu; '' if it has no
+    """Return the platform of this mesh or the ambient one: cpu, tpu or gpu; '' if it has no
     devices."""
     device = (mesh or get_abstract_mesh()).abstract_mesh.abstract_device
     return getattr(device, "platform", "")      # device may be None
 
 
 def best_dtype(mesh: Mesh) -> str:
-    """The compute precision for the mesh's devices: float32 on CPUs, else bfloat16."""
+    """Return the best compute precision for the mesh's devices: float32 on CPUs, else bfloat16."""
     return "float32" if platform(mesh) == "cpu" else "bfloat16"
 
 
 def time_parts() -> int:
-    """The number of parts into which the ambient mesh's manual axes may split the sequence."""
+    """Return how many parts the ambient mesh's manual axes may split the sequence into."""
     return math.prod(map(axis_size, ("seq", "tensor", "pipe")))
 
 
 def may_unroll() -> bool:
-    """Whether the ambient mesh allows unrolled layers: it does if it is a single CPU or GPU.
+    """Return whether the ambient mesh allows unrolled layers, as a single CPU or GPU does.
     zigzag/parallel/remat.py decides when to unroll them."""
     return platform() in ("cpu", "gpu") and get_abstract_mesh().size == 1
 
@@ -209,22 +209,22 @@ def is_spec(x: Any) -> bool:
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axes in one entry of a spec."""
+    """Return the axes in a single entry of a spec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def spec_axes(spec: P) -> set[str]:
-    """All axes in a spec."""
+    """Return all axes in a spec."""
     return {axis for entry in spec for axis in entry_axes(entry)}
 
 
 def full_spec(spec: P, rank: int) -> list[Any]:
-    """The entries of a spec for an array of this rank, one for each dimension."""
+    """Return a spec's entries for an array of this rank, one per dimension."""
     return [*spec, *[None] * (rank - len(spec))]
 
 
 def trimmed(entries: Iterable[Any]) -> P:
-    """The spec with these entries, without trailing entries that have no axis."""
+    """Make the spec with these entries, dropping trailing entries without an axis."""
     entries = list(entries)
     while entries and not entries[-1]:
         entries.pop()
@@ -232,30 +232,30 @@ def trimmed(entries: Iterable[Any]) -> P:
 
 
 def drop_trivial_axes(spec: P, mesh: Any) -> P:
-    """The spec without axes of size 1. Only this function drops them. With them, the compiler
-    fails, or emits collectives of whole gradients within groups of one device."""
+    """Drop axes of size 1 from the spec. Only this function drops them. If they stayed, the
+    compiler would fail or emit collectives of whole gradients within single-device groups."""
     sizes = {**dict.fromkeys(AXES, 1), **mesh.shape}
     return trimmed(tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec)
 
 
 def without_axis(specs: Any, axis: str) -> Any:
-    """The specs without this axis, for arrays that it does not split, or for a shard_map that
+    """Drop this axis from the specs, for arrays that it doesn't split, or for a shard_map that
     leaves the axis to the compiler."""
     return jax.tree.map(lambda s: P(*[None if e == axis else e for e in s]), specs)
 
 
 def batch_spec(mesh: Any) -> P:
-    """The spec of a batch [B, ...]: its rows are split over BATCH_AXES."""
+    """Return the spec of a batch [B, ...], which splits its rows over BATCH_AXES."""
     return drop_trivial_axes(P(BATCH_AXES), mesh)
 
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
-    """The tree of specs as a tree of shardings on this mesh."""
+    """Turn a tree of specs into a tree of shardings on this mesh."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """The paths of a tree's leaves, as a.b.c, the leaves, and its structure."""
+    """Return the paths of a tree's leaves, as a.b.c, the leaves, and the tree's structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     return ([jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs],
             [leaf for _, leaf in pairs], structure)
@@ -266,8 +266,8 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def cast(tree: Any, dtype: str) -> Any:
-    """The tree with its float leaves in this dtype, or unchanged if dtype is ''. A leaf called
-    router_bias keeps its dtype: it affects the choice of experts, which happens in float32."""
+    """Cast the tree's float leaves to this dtype, or do nothing if dtype is ''. A leaf called
+    router_bias keeps its dtype, because experts are chosen in float32."""
     def one(path, w):
         is_exact = path and getattr(path[-1], "key", "") == "router_bias"
         return w if is_exact or not jnp.issubdtype(w.dtype, jnp.floating) else w.astype(dtype)
@@ -276,8 +276,8 @@ def cast(tree: Any, dtype: str) -> Any:
 
 
 def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> None:
-    """Refuse ids outside the vocabulary; a lookup would still return numbers for them. While jax
-    traces, when the ids have no values yet, do nothing."""
+    """Reject ids outside the vocabulary; a lookup would still return numbers for them. Do nothing
+    while jax traces, because the ids have no values yet."""
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
     ids = np.asarray(tokens)
@@ -288,12 +288,12 @@ def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> No
 
 
 def has_time(name: str, said: Mapping[str, bool]) -> bool | None:
-    """Whether the batch's array of this name has a sequence, [B, T, ...]; None if unknown."""
+    """Return whether the batch's array of this name is [B, T, ...]; None if unknown."""
     return said.get(name, False if name.startswith("source") else TIMED.get(name))
 
 
 def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
-    """The refusal of an array of a batch if nothing says whether it has a sequence."""
+    """Return the error for a batch array if nothing says whether it has a sequence."""
     return ConfigError(f"mesh axis {axis}={size}: the second dimension of the batch's {name!r} has "
                        f"{length} entries, as many as the time; say whether it is the time: "
                        f"timed={{{name!r}: True}} (or False) in train.Task, or an entry of TIMED "
@@ -302,12 +302,12 @@ def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
 
 def split_rows(tree: Any, count: int) -> Any:
     """Reshape each array [B, ...] to [count, B / count, ...]."""
-    # Not -1: numpy cannot infer it for an array without elements, [B, 0].
+    # Don't pass -1: numpy can't infer it for an array without elements, [B, 0].
     return jax.tree.map(lambda a: a.reshape(count, len(a) // count, *a.shape[1:]), tree)
 
 
 def add_to(total: Any, more: Any) -> Any:
-    """The sum of two trees, in the dtypes of the first."""
+    """Add two trees, in the first one's dtypes."""
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
 
 
@@ -315,48 +315,48 @@ def add_to(total: Any, more: Any) -> Any:
 # Inside a shard_map: varying types (shard.py explains them)
 
 def ambient() -> tuple[dict[str, int], set[str]]:
-    """The axis sizes of the ambient mesh, and the axes that are manual here. Our code sends over a
-    manual axis; the compiler sends over an auto one."""
+    """Return the ambient mesh's axis sizes, and the axes that are manual here. Our code
+    communicates over a manual axis, and the compiler over an auto axis."""
     mesh = get_abstract_mesh()
     return dict(mesh.shape), set(mesh.manual_axes)
 
 
 def varying(*trees: Any) -> set[str]:
-    """The manual axes over which the leaves may differ between devices."""
+    """Return the manual axes over which the leaves may differ between devices."""
     # jax.typeof fails on a ShapeDtypeStruct where tensor is auto.
     return set().union(*[(getattr(x, "manual_axis_type", None) or jax.typeof(x).mat).varying
                          for x in jax.tree.leaves(trees)])
 
 
 def axis_size(axis: str) -> int:
-    """The size of a mesh axis, or 1 where the compiler splits it (--step jit) or there is none."""
+    """Return a mesh axis's size, or 1 if the compiler splits it (--step jit) or it's missing."""
     sizes, manual = ambient()
     return sizes[axis] if axis in manual else 1
 
 
 def is_split(x: Any) -> bool:
-    """Whether the devices of tensor have different parts of x. Types do not give the dimension of
-    the split; the caller must know it."""
+    """Return whether the tensor axis's devices hold different parts of x. Types don't say which
+    dimension is split; the caller must know."""
     return "tensor" in varying(x)
 
 
 def sum_if_split(x: jax.Array) -> jax.Array:
-    """x summed over tensor, if the devices of tensor have different parts of the sum."""
+    """Sum x over tensor if the tensor axis's devices hold different parts of the sum."""
     return lax.psum(x, "tensor") if is_split(x) else x
 
 
 def own_part(x: jax.Array, dim: int) -> jax.Array:
-    """This device's part, along one dimension, of an array that every device of tensor has
-    whole."""
+    """Return this device's part, along one dimension, of an array that every device of tensor
+    holds whole."""
     size = x.shape[dim] // axis_size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
 
 def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
-    """The tree, marked as varying over every axis over which `like` varies, and over `also`. The
+    """Mark the tree as varying over every axis that `like` varies over, and over `also`. The
     transpose of a mark is a sum over its axes. If you mark weights before you differentiate, their
     gradients stay local until you sum them. If you mark an activation inside the function, jax sums
-    its gradient at that point."""
+    the gradient at that point."""
     axes = varying(*like) | set(also)
 
     return jax.tree.map(
@@ -364,27 +364,27 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
 
 
 def vary_like(tree: Any, *like: Any) -> Any:
-    """The tree, marked as varying wherever `like` varies, except over tensor. A type that varies
-    over tensor means that tensor splits the array, and that must not change here. For example, a
-    loop's carry stays split over tensor, or whole, as the caller passed it."""
+    """Mark the tree as varying wherever `like` varies, except over tensor. A type that varies over
+    tensor means that tensor splits the array, which must not change here. For example, a loop's
+    carry stays split over tensor, or whole, just as the caller passed it."""
     return mark_varying(tree, also=varying(*like) - {"tensor"})
 
 
 def zeros_of(fn: Callable, *args: Any) -> Any:
-    """Zeros with the shapes, dtypes and varying types of fn(*args)."""
+    """Make zeros with the shapes, dtypes and varying types of fn(*args)."""
     # jnp.zeros_like fails on a ShapeDtypeStruct where tensor is auto.
     return jax.tree.map(lambda s: mark_varying(jnp.zeros(s.shape, s.dtype), s),
                         jax.eval_shape(fn, *args))
 
 
 def float32_zeros(tree: Any) -> Any:
-    """float32 zeros with the shapes and varying types of a tree's arrays."""
+    """Make float32 zeros with the shapes and varying types of a tree's arrays."""
     return jax.tree.map(lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32), x), tree)
 
 
 def keep_on_first(tree: Any, axes: set[str]) -> Any:
-    """The tree, with each leaf that does not vary over an axis kept on the axis's first device and
-    0 on the others. All devices have computed it, and a sum over the axis then counts it once."""
+    """For each leaf that doesn't vary over an axis, keep it on the axis's first device and zero it
+    on the others. Every device computed it, so a sum over the axis now counts it only once."""
     def first(x):
         for axis in sorted(axes - varying(x)):
             x = jnp.where(lax.axis_index(axis) == 0, x, 0)
@@ -394,8 +394,8 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
 
 
 def pmean_over(tree: Any, *axes: str) -> Any:
-    """The tree without the marks of these axes, for leaves that are equal on all of their devices
-    but marked as varying. Each device receives an equal share of a leaf's gradient."""
+    """Remove these axes' marks from leaves that are marked as varying but equal on all devices.
+    Each device receives an equal share of a leaf's gradient."""
     def one(x):
         marked = tuple(sorted(varying(x) & {*axes}))
         return lax.pmean(x, marked) if marked else x
@@ -404,19 +404,19 @@ def pmean_over(tree: Any, *axes: str) -> Any:
 
 
 def pmean_all(tree: Any) -> Any:
-    """pmean_over all axes."""
+    """Apply pmean_over to all axes."""
     return pmean_over(tree, *AXES)
 
 
 def untyped(fn: Callable, outside: bool = True) -> Callable:
-    """fn without varying types, traced on plain shapes. If `outside`, the trace has no mesh either,
-    so no function of shard.py sends anything. Use it in a shard_map with check_vma=False, where
-    each device computes fn on its own arguments."""
+    """Wrap fn to run without varying types, traced on plain shapes. If `outside`, trace it without
+    a mesh as well, so that no function in shard.py sends anything. Use this in a shard_map with
+    check_vma=False, where each device computes fn on its own arguments."""
     def call(*args):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
         with no_mesh if outside else contextlib.nullcontext():
-            # A new lambda, because jax could return a cached trace of fn from elsewhere.
+            # Use a new lambda, because jax could return a cached trace of fn from elsewhere.
             traced, made = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*like)
         return jax.tree.unflatten(jax.tree.structure(made),
                                   jaxpr_as_fun(traced)(*jax.tree.leaves(args)))
@@ -425,9 +425,9 @@ def untyped(fn: Callable, outside: bool = True) -> Callable:
 
 
 def beside_auto_tensor(collective: Callable, spec: P) -> Callable:
-    """The collective, for an array that `tensor` may split as well. A custom loss leaves tensor to
-    the compiler, which would gather the array over tensor first: correct, at four times the bytes.
-    So this makes tensor manual around this one collective."""
+    """Wrap a collective for an array that `tensor` may split as well. A custom loss leaves tensor
+    to the compiler, which would gather the array over tensor first: correct, but at four times the
+    bytes. So this makes tensor manual around this single collective."""
     sizes, manual = ambient()
     if sizes["tensor"] == 1 or "tensor" in manual:
         return collective

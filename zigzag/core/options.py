@@ -1,13 +1,13 @@
-"""Options: the fields of a configuration, each declared in one place.
+"""Options: the fields of a config, each declared in a single place.
 
-    # data                                  a heading: the group of the fields below it in --help;
-                                            `# data (rare)`: only --help all shows them
+    # data                                  a heading: --help groups the fields below it under
+                                            this; only --help all shows `# data (rare)`
     batch: int = 8  # examples in an update
-    steps: int = flag(900, least=1)     # `flag` says more than the default (see there), and the
-                                        # help goes on in comments that are indented further
+    steps: int = flag(900, least=1)     # `flag` sets more than the default (see below), and the
+                                        # help continues in comments that are indented further
 
 `name: type = default  # help` is a complete declaration. The annotation is the type; an option of
-type `float | None` is None if it is not given.
+type `float | None` is None unless given.
 """
 
 import ast
@@ -25,30 +25,30 @@ from typing import Any, Callable, Collection, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
 
-# {name: value}: the flags given, the fields of a configuration, facts about a run, or the numbers
-# of a line in its metrics.jsonl.
+# {name: value}: the flags given, a config's fields, facts about a run, or the numbers in a line of
+# its metrics.jsonl.
 Values = dict[str, Any]
 # {heading in --help: names of options}
 Groups = dict[str, Sequence[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
-# The parts that the engine may ask for (parts.py). recipes/ and learn/ stand above everything.
+# The parts that the engine may load (parts.py). recipes/ and learn/ sit above everything.
 PARTS = "published", "forecast", "tools", "tasks"
 
 
 def has_part(name: str) -> bool:
-    """Whether this copy has a part: a folder next to zigzag/ that a fork may delete."""
+    """Return whether this copy has a part: a folder next to zigzag/ that a fork may delete."""
     return (ROOT / name / "__init__.py").exists()
 
 
 def flag(default: Any, **said: Any) -> Any:
-    """A field of a configuration with more than a default. `said` has any of Option's fields from
+    """Declare a config field with more than a default. `said` may set any of Option's fields from
     `least` on."""
     return dataclasses.field(default=default, metadata=said)
 
 
 class Option(NamedTuple):
-    """The declaration of one option."""
+    """The declaration of a single option."""
     kind: type              # int, float, str, bool or tuple
     is_optional: bool       # whether it may be None, which means not given
     default: Any
@@ -56,27 +56,27 @@ class Option(NamedTuple):
     below: float = 2.0**63  # an upper bound that a number must stay below
     one_of: Collection[Any] = ()    # the only values allowed
     check: Callable | None = None   # a function that raises a ConfigError for bad values
-    same: bool = False      # it affects a run's results, so it must stay the same when the run
-                            # continues; so must all fields of a network except those of Computed
-    change: str = ""        # the word of --change that still allows a new value
+    same: bool = False      # it affects results, so it must stay the same when the run resumes; so
+                            # must all fields of a network except Computed's
+    change: str = ""        # the word for --change that allows a new value anyway
     of: Sequence[str] = ()  # the kinds of data (files in tasks/) that use it; (): all
-    recorded: bool = True   # whether config.json has it; False: it holds for one command or one
-                            # process
-    beside: str = ""        # another option: when a run continues and one of the two is given, the
+    recorded: bool = True   # whether config.json records it; False: it applies only to a single
+                            # command or process
+    beside: str = ""        # another option: if either of the two is given when a run resumes, the
                             # run's value of the other is dropped
-    part: str = ""          # the part (see parts.py) that this copy must have to list it in --help
+    part: str = ""          # the part (parts.py) that this copy needs in order to list it in --help
 
 
 @functools.cache
 def options(cls: type) -> dict[str, Option]:
-    """{name: Option} for a dataclass: its own options first, then those of its base classes. A
-    field that is itself a configuration is not an option."""
+    """Return {name: Option} for a dataclass: its own options first, then its base classes'. A field
+    that is itself a config isn't an option."""
     kinds, found = typing.get_type_hints(cls), {}
     names = [name for owner in cls.__mro__ for name in inspect.get_annotations(owner)]
     for f in sorted(dataclasses.fields(cls), key=lambda f: names.index(f.name)):
         if not dataclasses.is_dataclass(f.default):
             # tuple[str, ...] counts as tuple, and float | None as float. Any and Literal["a", "b"]
-            # are none of KINDS, so their default decides.
+            # aren't in KINDS, so their default decides.
             said = [typing.get_origin(kind) or kind for kind in (
                 kinds[f.name], *typing.get_args(kinds[f.name]))]
             kind = next((kind for kind in said if kind in KINDS), type(f.default))
@@ -89,12 +89,12 @@ def options(cls: type) -> dict[str, Option]:
 KINDS = (int, float, str, bool, tuple)
 
 
-# A heading above options: one to three lowercase words. Help ignores other comments there.
+# A heading above options: one to three lowercase words. --help ignores other comments there.
 HEADING = re.compile(r"[a-z]+( [a-z]+){0,2}( \(rare\))?")
 
 
 class Comment(NamedTuple):
-    """An option's help and group, from the comments next to it and above it."""
+    """An option's help and group, from the comments beside and above it."""
     help: str = ""
     group: str = ""
     is_rare: bool = False
@@ -102,7 +102,7 @@ class Comment(NamedTuple):
 
 @functools.cache
 def comments(cls: type) -> dict[str, Comment]:
-    """{name: Comment} for the options of a dataclass."""
+    """Return {name: Comment} for a dataclass's options."""
     found = {}
     for owner in reversed(cls.__mro__[:-1]):        # the last is object
         found |= _comments_of(owner)
@@ -136,7 +136,7 @@ def _comments_of(cls):
 
 
 def check_values(config: Any) -> None:
-    """Refuse values that the options of a configuration do not allow."""
+    """Reject values that a config's options don't allow."""
     for name, option in options(type(config)).items():
         value = getattr(config, name)
         if value is None and option.is_optional:
@@ -154,7 +154,7 @@ def check_values(config: Any) -> None:
 
 
 def fits(option: Option, value: Any) -> bool:
-    """Whether a value from JSON has the type of an option."""
+    """Return whether a value from JSON has the option's type."""
     if value is None:
         return option.is_optional
     kinds = {float: (int, float), tuple: list}.get(option.kind, option.kind)
@@ -162,5 +162,5 @@ def fits(option: Option, value: Any) -> bool:
 
 
 def changes(cls: type) -> dict[str, str]:
-    """{option: the word of --change that allows another value}."""
+    """Return {option: the word for --change that allows a new value}."""
     return {name: option.change for name, option in options(cls).items() if option.change}

@@ -1,17 +1,17 @@
-"""The parts: folders next to zigzag/ that a fork may delete, and the only way to their modules.
+"""The parts: folders next to zigzag/ that a fork may delete, and the only way to load them.
 
-    part("published", "--model gpt2")      the module, or a one-line refusal
-    has_part("forecast")                   whether this copy has it
-    added("OfTraining")                    what the parts of this copy add under this name
+    part("published", "--model gpt2")      load the module, or fail with a one-line message
+    has_part("forecast")                   return whether this copy has the part
+    added("OfTraining")                    list what this copy's parts declare under this name
 
-Neither zigzag/ nor any of the five files imports a part. They ask for a module of one here, by its
-name. The file adds.py of a part declares what it adds to command lines:
+Neither zigzag/ nor any of the five files imports a part. They load its modules here, by name. A
+part's adds.py declares what it adds to the command lines:
 
-    OfTraining      a dataclass: flags of train.py, and of scripts that call train.parse
-    OfSampling      a dataclass: flags of sample.py
+    OfTraining      a dataclass: flags for train.py, and for scripts that call train.parse
+    OfSampling      a dataclass: flags for sample.py
     COMMANDS        {flag: Command}: what train.py does instead of training
     SAMPLING        {flag: module}: what sample.py does instead of answering prompts
-    NOT_USED        {flag of sample.py: Unused}; NEEDS, {flag of sample.py: flags that it needs}
+    NOT_USED        {sample.py flag: Unused}; NEEDS, {sample.py flag: flags that it needs}
 """
 
 import collections
@@ -29,20 +29,20 @@ from zigzag.core.options import has_part as has_part
 
 
 class Unused(NamedTuple):
-    """The groups of options, and the single options, that have no effect with a flag."""
+    """The option groups, and individual options, that have no effect with some flag."""
     groups: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
 
 class Command(NamedTuple):
-    """What a flag of a part does instead of training or answering prompts."""
-    module: str                     # the module with its function `run`
-    unused: Unused | None = None    # None: no other option has an effect on it
-    beside: tuple[str, ...] = ()    # except these; with some, it runs before jax is imported
+    """The command that a part's flag runs instead of training or answering prompts."""
+    module: str                     # the module that defines its `run`
+    unused: Unused | None = None    # None: no other option affects it
+    beside: tuple[str, ...] = ()    # except these; if any, it runs before importing jax
 
 
 def part(module: str, asked: str) -> ModuleType:
-    """A module of a part, for example `tools.beams`. The refusal says that `asked` needs it."""
+    """Load a part's module, such as `tools.beams`. If it's missing, say that `asked` needs it."""
     name = module.partition(".")[0]
     if not has_part(name):
         raise ConfigError(f"{asked}: needs {name}/, which this copy does not have")
@@ -54,20 +54,20 @@ def part(module: str, asked: str) -> ModuleType:
 
 
 def added(name: str) -> list[Any]:
-    """What the parts of this copy declare under this name in their adds.py."""
+    """List what this copy's parts declare under this name in their adds.py."""
     found = [part(f"{one}.adds", f"the flags of {one}/") for one in PARTS
              if (ROOT / one / "adds.py").exists()]
     return [getattr(module, name) for module in found if hasattr(module, name)]
 
 
 def commands() -> dict[str, Command]:
-    """{flag: Command} for all parts of this copy."""
+    """Return {flag: Command} for all of this copy's parts."""
     return {**collections.ChainMap(*added("COMMANDS"))}
 
 
 def begin() -> None:
-    """Start train.py, before it imports jax: run a part's command that does not need jax (--plot)
-    and exit, or else call start.begin."""
+    """Start train.py before it imports jax: if a part's command doesn't need jax (--plot), run it
+    and exit; otherwise call start.begin."""
     words = [word.partition("=")[0] for word in sys.argv[1:]]
     for flag, command in commands().items():
         if command.beside and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):

@@ -1,7 +1,7 @@
 """The run's output. Process 0 prints; the others are silent.
 
-    header       devices and mesh
-    collectives  what a compiled update sends, next to what we expect
+    header       the devices and the mesh
+    collectives  the bytes that a compiled update sends, next to what we expect
     step         a live line on a terminal, plain lines elsewhere
     evaluation   the held-out loss next to the training loss, and the model's predictions
     end          where the run is saved, and its held-out loss
@@ -24,7 +24,7 @@ from zigzag.core.flags import flat, is_derived, recorded
 
 
 class Reporter:
-    """Prints the progress of a run of `steps` steps, and keeps the times and losses for that."""
+    """Prints the progress of a run of `steps` steps, and keeps the times and losses it needs."""
 
     def __init__(self, steps: int, verbose: bool = False):
         self.steps, self.verbose = steps, verbose
@@ -32,32 +32,32 @@ class Reporter:
         self.is_quiet = jax.process_index() > 0
         self.clock = time.perf_counter()            # when the last step's numbers arrived
         self.times = collections.deque(maxlen=50)   # seconds of recent steps
-        self.first: Any = None                      # (the first step reported, when)
+        self.first: Any = None                      # (the first step reported, its time)
         self.saving = 0.0                           # seconds spent on saves since the last step
         self.losses: list[float] = []               # since the last evaluation
-        self.file, self.early = None, []            # the log file; the lines before it was open
+        self.file, self.early = None, []            # the log file; lines from before it was open
 
     def start_clock(self) -> None:
-        """Start to time the next step now."""
+        """Start timing the next step."""
         self.clock = time.perf_counter()
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the last step's numbers arrived, and how many of those went to saves."""
+        """Return the seconds since the last step's numbers arrived, and how many went to saves."""
         took, saving = time.perf_counter() - self.clock, self.saving
         self.clock, self.saving = self.clock + took, 0.0
         return took, saving
 
     def training_loss(self) -> float | None:
-        """The mean of the finite losses since the last evaluation; None without any."""
+        """Return the mean of the finite losses since the last evaluation, or None if none are."""
         finite = list(filter(math.isfinite, self.losses))
         return statistics.fmean(finite) if finite else None
 
     def detail(self, text: str) -> None:
-        """Write a line to the run's log, and print it with --verbose."""
+        """Write a line to the run's log, and print it too with --verbose."""
         self.line(text, is_shown=self.verbose)
 
     def line(self, text: str, live: bool = False, is_shown: bool = True) -> None:
-        """Print a line. On a terminal, the next line replaces a live one."""
+        """Print a line. On a terminal, the next line replaces a live line."""
         live = live and self.is_terminal
         if live:
             text = text[:shutil.get_terminal_size().columns - 1]
@@ -70,7 +70,7 @@ class Reporter:
                   flush=True)
 
     def log_to(self, path: Path, goes_on: bool) -> None:
-        """Write the lines so far, and all further ones, to a file as well, even in a process that
+        """Also write the lines so far, and all later lines, to a file, even in a process that
         prints nothing. goes_on: keep what earlier starts wrote there."""
         self.file = open(path, "a" if goes_on else "w", buffering=1, encoding="utf-8",
                          errors="backslashreplace")        # a path may have any bytes
@@ -80,7 +80,7 @@ class Reporter:
             text + "\n" for text in self.early))
 
     def header(self, config: Any, mesh: Any, host_names: Sequence[str]) -> None:
-        """Print the devices, and how the mesh arranges them. `host_names` lists the host of each
+        """Print the devices and how the mesh arranges them. `host_names` has the host name of each
         process."""
         device, count = mesh.devices.flat[0], mesh.size
         what = f"{count} x {device.device_kind}"
@@ -100,7 +100,7 @@ class Reporter:
 
     def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
                     ) -> None:
-        """Print what an update sends, next to what we expect. If `expected` is not complete, some
+        """Print what an update sends, next to what we expect. If `expected` isn't complete, some
         collectives have no formula. Collectives that send very little share a line, unless
         --verbose lists them."""
         missing = {(c.kind, c.axis): f"{human_bytes(c.bytes)} in {c.count}" for c in expected}
@@ -124,9 +124,9 @@ class Reporter:
 
     def step(self, row: dict, took: float, memory: int, computed: float = 0, what: str = "tokens",
              own: Mapping[str, Any] = {}) -> None:
-        """Print a step: its `row` of metrics.jsonl, the seconds it took, the bytes of memory in
-        use. `computed` is the number of `what` computed, if that is not row["tokens"]. `own` has
-        the numbers that the loss itself logs; this prints the first two by name."""
+        """Print a step: its `row` in metrics.jsonl, the seconds it took, the bytes of memory in
+        use. `computed` is the number of `what` computed, if it differs from row["tokens"]. `own`
+        has the numbers that the loss itself logs; print the first two by name."""
         total, at, now = self.steps, row["step"], time.perf_counter()
         if self.first is None:
             self.first = at, now
@@ -135,7 +135,7 @@ class Reporter:
         is_due = at % max(1, total // 20) == 0 or at in (1, total)
         if not (self.is_terminal or is_due):
             return
-        # The time so far includes evaluations and saves, at the rate that the rest will have.
+        # The time so far includes evaluations and saves, which the remaining steps will have too.
         steps, seconds = at - self.first[0], now - self.first[1]
         left = f"{(total - at) * seconds / steps:.0f} s left" if steps else "-"
         mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
@@ -151,7 +151,7 @@ class Reporter:
             self.file.write(text + "\n")
 
     def evaluation(self, row: dict, shown: str | Mapping[str, str] = {}) -> None:
-        """Print an evaluation: its `row` of metrics.jsonl, and predictions, as texts by label."""
+        """Print an evaluation: its `row` in metrics.jsonl, and predictions as {label: text}."""
         train_loss, usual = row["train_loss"], ("step", "eval_loss", "train_loss", "bits_per_byte")
         others = "".join(f"  {name} {x:.4f}" for name, x in row.items()
                          if name not in usual and isinstance(x, float))
@@ -166,7 +166,7 @@ class Reporter:
 
     def end(self, at: int, out: str, row: dict) -> None:
         """Print that a run has made all of its `at` steps and is saved in `out` ('': nowhere).
-        `row` is its last evaluation, if there was one."""
+        `row` is the last evaluation, if any."""
         parts = [f"{at} step{'s' if at > 1 else ''}", out and f"saved in {out}",
                  row and held_out_text(row)]
         self.line("done     " + ", ".join(filter(None, parts)))
@@ -179,8 +179,8 @@ def held_out_text(row: dict) -> str:
 
 
 def options_text(config: Any) -> str:
-    """The options that differ from their defaults, in lines of at most 100 columns; '' if none do.
-    It leaves out options derived from others, and those that hold for one command."""
+    """List the options that differ from their defaults, in lines of up to 100 columns; '' if none.
+    Leave out options derived from others, and those that apply only to a single command."""
     words = [f"{name}={as_given(value) or '-'}"
              for name, value in recorded(flat(config), config).items()
              if name != "published" and not is_derived(config, name)]

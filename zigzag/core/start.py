@@ -1,14 +1,14 @@
-"""What a command does before it imports jax, which takes seconds.
+"""Runs before a command imports jax, which takes seconds.
 
-    begin       exit with one line at Ctrl-C, and restart with large pages
-    has_begun   from here on, the command handles Ctrl-C itself
+    begin       make Ctrl-C exit with a single line, and restart with large pages
+    has_begun   let the command handle Ctrl-C itself from here on
 
-Importing this file also silences libtpu, even in a process that is not one of our commands.
+Importing this file also silences libtpu, even in a process that isn't one of our commands.
 
 Large memory pages, on Linux: glibc's malloc uses transparent huge pages only if GLIBC_TUNABLES
-asks for them when the process starts. A command that finds the variable unset restarts itself with
-it. It does not restart under a debugger or tracer, which would lose it, nor with
-ZIGZAG_LARGE_PAGES=0.
+requests them when the process starts. If a command finds the variable unset, it sets it and
+restarts itself. It doesn't restart under a debugger or tracer, which would lose the process, or
+with ZIGZAG_LARGE_PAGES=0.
 
 libtpu, which --topology needs, prints five lines of errors on a machine without a TPU, even if the
 process only computes on the CPU. Its settings for such a machine keep it quiet. They must be set
@@ -26,15 +26,15 @@ import threading
 from pathlib import Path
 
 TUNABLE = "glibc.malloc.hugetlb=1"
-# libtpu's settings without a TPU. They also let several processes compile at once.
+# libtpu's settings for a machine without a TPU. They also let several processes compile at once.
 LIBTPU = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",
               TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE="v5litepod-1")
 GOOGLE = "0x1ae0"       # the PCI vendor id of a TPU
 
 
 def begin() -> None:
-    """Prepare a command: let Ctrl-C end it with status 130 and one line, not a traceback through
-    the imports, and give it large pages."""
+    """Prepare a command: make Ctrl-C end it with status 130 and a single line instead of a
+    traceback through the imports, and give it large pages."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -42,7 +42,7 @@ def begin() -> None:
 
 
 def _quiet_libtpu():
-    # A device of this vendor is a TPU, or a network card in its cloud.
+    # A device from this vendor is a TPU, or a network card in the vendor's cloud.
     if importlib.util.find_spec("libtpu") and not any(
             Path(path).read_text().strip() == GOOGLE
             for path in glob.glob("/sys/bus/pci/devices/*/vendor")):
@@ -71,7 +71,7 @@ def _restart_with_large_pages():
 
 
 def is_watched() -> bool:
-    """Whether a debugger, a profiler or a tracer (strace, gdb) follows this process."""
+    """Return whether a debugger, a profiler or a tracer (strace, gdb) follows this process."""
     if sys.gettrace() or sys.getprofile() or not {"pdb", "debugpy", "pydevd", "cProfile",
                                                   "coverage"}.isdisjoint(sys.modules):
         return True
@@ -83,7 +83,7 @@ def is_watched() -> bool:
 
 
 def _glibc_version():
-    """(major, minor); (0,) with another libc."""
+    """Return (major, minor), or (0,) for a different libc."""
     try:
         name, version = os.confstr("CS_GNU_LIBC_VERSION").split()
         return tuple(map(int, version.split("."))) if name == "glibc" else (0,)

@@ -1,12 +1,12 @@
-"""Flags of other codebases, and our flag for each.
+"""Maps other codebases' flags to ours.
 
-A command knows a word only if it has the flag that the word stands for: `--dim` means --d_model in
-train.py, and nothing in sample.py.
+A command recognizes a word only if it has the flag that the word stands for: `--dim` means
+--d_model in train.py, and nothing in sample.py.
 """
 
 from collections.abc import Collection
 
-# {our flag: the words of other codebases}. If two flags list a word, `meaning` suggests the first
+# {our flag: other codebases' words}. If two flags list a word, `meaning` suggests the first one
 # that the command has.
 WORDS = {
     # train.py
@@ -63,7 +63,7 @@ WORDS = {
     "beams": "num_beams beam beam_size beam_width",
     "stop": "eos stop_token stop_words",
     "run": "ckpt checkpoint_path ckpt_path out_dir run_dir load_from",
-    # several commands
+    # shared by several commands
     "model": "model_name model_name_or_path model_path arch architecture pretrained_model",
     "out": "out_dir output output_dir save_dir save_path ckpt_dir checkpoint_dir run_dir log_dir "
            "logdir work_dir",
@@ -71,7 +71,7 @@ WORDS = {
     "vocab_size": "n_vocab vocab num_embeddings padded_vocab_size vocabulary",
 }
 
-# Words without a flag of ours: (a flag that the command must have, the sentence to print, the
+# Words that match no flag of ours: (a flag that the command must have, the sentence to print, the
 # words).
 SENTENCES = [
     ("accumulate", "--batch counts the examples of an update, over all devices",
@@ -112,8 +112,8 @@ SENTENCES = [
 
 
 def meaning(word: str, flags: Collection[str]) -> str:
-    """What to use instead of a flag of another codebase, in a command with these flags; '' for an
-    unknown word."""
+    """Return what to use instead of another codebase's flag, in a command with these flags, or ''
+    for an unknown word."""
     ours = [(flag, f"did you mean --{flag}?", words) for flag, words in WORDS.items()]
     for flag, sentence, words in ours + SENTENCES:
         if flag in flags and word in words.split():
