@@ -1,8 +1,8 @@
-"""--ema: an average of the weights over updates, which evaluations and checkpoints use.
+"""--ema: a running average of the weights, which evaluations and checkpoints use.
 
-With it, a state also has "average". A checkpoint swaps the two: its params are the average, which
-sample.py, exports and --init_from read. The weights themselves are stored next to the optimizer's
-state, which only training reads.
+With --ema, a state also has "average". A checkpoint swaps the two: its params are the average,
+which sample.py, exports and --init_from read. It stores the weights themselves next to the
+optimizer's state, which only training reads.
 """
 
 from typing import Any, Callable
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 
 def with_average(step: Callable, ema: float) -> Callable:
-    """The step, which then also updates the average: the average moves by the fraction 1 - ema
-    toward the new weights. The first updates move it by more, 9 / (10 + n) after n updates;
-    otherwise it would be mostly the first weights."""
+    """Extend the step to update the average, which moves by the fraction 1 - ema toward the new
+    weights. Early updates move it further, by 9 / (10 + n) after n updates; otherwise it would
+    consist mostly of the first weights."""
     def averaged(state, batch):
         new, metrics = step(state, batch)
         share = jnp.maximum(1 - ema, 9 / (10 + state["step"]))
@@ -26,12 +26,12 @@ def with_average(step: Callable, ema: float) -> Callable:
 
 
 def used(state: Any) -> Any:
-    """The trained weights for evaluations: the average, if there is one."""
+    """Return the trained weights for evaluations: the average, if there is one."""
     return state.get("average", state["params"])
 
 
 def to_disk(state: Any) -> Any:
-    """The state with the average, if there is one, in place of the weights."""
+    """Return the state with the average, if any, in place of the weights."""
     return _exchanged(state, "average", "weights")
 
 
@@ -41,7 +41,7 @@ def from_disk(state: Any) -> Any:
 
 
 def _exchanged(state, name, other):
-    """The state with its entry `name` (if any) as params, and its params as `other`."""
+    """Rename the state's entry `name`, if any, to params, and its params to `other`."""
     if name not in state:
         return state
     others = {key: x for key, x in state.items() if key != name}

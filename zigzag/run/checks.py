@@ -1,9 +1,9 @@
-"""Refusals before anything compiles. Messages give the numbers, and the nearest that work.
+"""Rejects bad settings before anything compiles, naming the numbers and the nearest that work.
 
-    check_config      values of the configuration, alone and in combination
-    check_network     a network that the mesh or the options cannot train
-    check_batch       a batch that does not divide over the mesh
-    check_time        arrays of a batch that may or may not have a sequence
+    check_config      config values, alone and in combination
+    check_network     a network that the mesh or the options can't train
+    check_batch       a batch that doesn't divide over the mesh
+    check_time        batch arrays that may or may not have a sequence
     check_overrides   --override
     check_corpus      data that is too short, or has ids outside the vocabulary
 """
@@ -37,12 +37,12 @@ from zigzag.disk.mixture import rounded
 from zigzag.parallel.rule import apply_overrides, parse_overrides
 from zigzag.run import schedules
 
-# Pairs (regular expression for paths, spec): how to store weights. The last match wins.
+# (regular expression for paths, spec) pairs that say how to store weights. The last match wins.
 Overrides = Sequence[tuple[str, P]]
 
 
 def check_config(c: Any) -> None:
-    """Refuse wrong values in a train.Config. The network's configuration checks its own."""
+    """Reject bad values in a train.Config. The network's config checks its own."""
     check_values(c)
     schedules.check(c)
     known = dict.fromkeys(changes(type(c)).values())
@@ -86,17 +86,17 @@ def check_config(c: Any) -> None:
 
 
 def check_network(config: Any, network: Any, mesh: Any) -> None:
-    """Refuse a network that this mesh cannot train, or that these options do not suit."""
+    """Reject a network that this mesh can't train, or that doesn't suit these options."""
     network.check(config.network, mesh)
     check_batch(config, mesh)
     check_rows(config, network)
-    # If the data will set vocab_size later, use a multiple of every axis for now.
+    # If the data sets vocab_size later, use a multiple of every axis for now.
     some = change(config, vocab_size=config.network.vocab_size or 128 * mesh.size)
     check_overrides(config.override, network.weight_shapes(some.network), mesh)
 
 
 def check_rows(config: Any, network: Any) -> None:
-    """Refuse to split a batch into parts if the network's loss compares its rows."""
+    """Refuse to split a batch into parts if the network's loss compares rows."""
     if network.couples_rows and config.accumulate > 1:
         raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
                           f"every row of a batch with all others, so a batch cannot be cut; give a "
@@ -104,7 +104,7 @@ def check_rows(config: Any, network: Any) -> None:
 
 
 def check_batch(c: Any, mesh: Any) -> None:
-    """Refuse a batch that does not divide over the mesh, whatever the loss."""
+    """Reject a batch that doesn't divide over the mesh, whatever the loss."""
     sizes, groups = mesh.shape, row_groups(mesh)
     parts = groups * c.accumulate
     if c.batch % parts:
@@ -125,8 +125,8 @@ def check_batch(c: Any, mesh: Any) -> None:
 
 
 def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
-    """Refuse arrays of a batch if seq and pipe cannot know whether to split them: their second
-    dimension is as long as the tokens', and nothing in `said` tells whether it is the sequence."""
+    """Reject batch arrays if we can't tell whether seq and pipe should split them: the second
+    dimension is as long as the tokens', and `said` doesn't say whether it's the sequence."""
     if unknown := said.keys() - batch.keys():
         raise ConfigError(f"timed={{{min(unknown)!r}: ...}}: collate makes no such array"
                           + did_you_mean(min(unknown), batch))
@@ -146,7 +146,7 @@ def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
 
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
                     others: Overrides = ()) -> list[tuple[str, P]]:
-    """The overrides of --override (`texts`) and of code (`others`), for the rule."""
+    """Return the overrides from --override (`texts`) and from code (`others`), for the rule."""
     overrides = [*parse_overrides(texts), *others]
     for pattern, spec in overrides:
         for entry in spec:
@@ -159,14 +159,14 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
 
 
 def check_vocabulary(config: Any, ids: int) -> Any:
-    """The configuration with its own vocab_size, which must be at least `ids`, or else `ids`."""
+    """Set vocab_size to `ids`, unless the config has a vocab_size. That must be at least `ids`."""
     if config.network.vocab_size and config.network.vocab_size < ids:
         raise ConfigError(f"--vocab_size {config.network.vocab_size}: the data has {ids} ids")
     return change(config, vocab_size=config.network.vocab_size or ids)
 
 
 def check_corpus(config: Any, sources: Any) -> Any:
-    """The configuration with the corpora's vocabulary. Refuse corpora without enough to learn."""
+    """Set the config's vocabulary from the corpora. Reject corpora without enough to learn."""
     config = check_vocabulary(config, sources.tokenizer.vocab_size)
     length = config.network.seq_len
     if any(corpus and corpus.record.get("form") == "preference"

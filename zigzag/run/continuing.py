@@ -1,16 +1,16 @@
-"""The config.json of a run, and what must match it when the run continues. `cls` is the class of a
-run's configuration, train.Config.
+"""A run's config.json, and what must match it when the run resumes. `cls` is the class of a run's
+config, train.Config.
 
-    record_of      a configuration as config.json has it
-    old_config     the configuration of the run in a folder, from its config.json
+    record_of      convert a config to the form that config.json has
+    old_config     read the config of the run in a folder
 
-    check_folder   refuse a folder whose run does not match these facts
-    check_steps    refuse fewer steps than the run has made
-    hold           a warmup or decay that has ended stays ended when a run gets more steps
-    rates          some learning rates of a run, for config.json
-    check_rates    refuse a schedule that was edited since
-    first_lines    the first lines to print: which run continues from which step, and its schedule
-    changes_text   the changes made by --change, as text
+    check_folder   reject a folder whose run doesn't match these facts
+    check_steps    reject fewer steps than the run has made
+    hold           keep a finished warmup or decay finished when a run gets more steps
+    rates          compute some of a run's learning rates, for config.json
+    check_rates    reject a schedule that was edited since
+    first_lines    the first lines to print: which run resumes from which step, and its schedule
+    changes_text   describe the changes made by --change
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ from zigzag.run import schedules
 
 
 def record_of(config: Any) -> Values:
-    """A configuration as config.json has it: its recorded fields, flat, and the network's name."""
+    """Convert a config to config.json's form: its recorded fields, flat, and the network's name."""
     return {"format": FORMAT, **recorded(flat(config), config), "network": network_of(config).name}
 
 
 def facts_of(config: Any) -> Values:
-    """The values that must be the same when a run continues."""
+    """Return the values that must stay the same when a run resumes."""
     record = record_of(config)
     same = [name for name, option in options(type(config)).items() if option.same]
     own = facts_of_network(type(config.network))
@@ -53,33 +53,33 @@ def facts_of(config: Any) -> Values:
 
 def check_folder(cls: type, out: str, facts: Values, needs: Sequence[str] = (),
                  change: Sequence[str] = ()) -> Values | None:
-    """checkpoint.check_run_folder for a run with configurations of this class."""
+    """Call checkpoint.check_run_folder for a run whose config has this class."""
     return check_run_folder(out, facts, functools.partial(read_old, cls), may_change(cls), needs,
                             change)
 
 
 def may_change(cls: type) -> dict[str, str]:
-    """{fact: the word of --change that allows another value}."""
+    """Return {fact: the word for --change that allows a new value}."""
     return changes(cls) | OF_DATA
 
 
 def is_run(folder: str) -> bool:
-    """Whether a folder ('': no folder) holds a run."""
+    """Return whether a folder ('': no folder) holds a run."""
     return bool(folder) and (Path(folder) / "config.json").exists()
 
 
 def old_config(cls: type, folder: str) -> Any:
-    """The configuration of the run in a folder, to continue it."""
+    """Read the config of the run in a folder, to resume it."""
     return run_config(folder, cls, "--out", network=config_of_run(folder, "--out"))
 
 
 def read_old(cls: type, folder: str) -> Values:
-    """The config.json of the run in a folder, with all recorded fields of its configuration."""
+    """Read the config.json of the run in a folder, adding all recorded fields of its config."""
     return {**run_record(folder, "--out"), **record_of(old_config(cls, folder))}
 
 
 def check_steps(given: Values, out: str) -> None:
-    """Refuse a --steps that the run has already passed: there would be nothing to train."""
+    """Reject a --steps that the run has already passed: there would be nothing to train."""
     at = newest_step(out)
     if given.get("steps", at) < at:
         raise ConfigError(f"--steps {given['steps']}: --out {out} is at step {at:,} already; give "
@@ -87,9 +87,9 @@ def check_steps(given: Values, out: str) -> None:
 
 
 def hold(config: Any) -> Any:
-    """The configuration for continuing the run in config.out. If the run has passed the end of its
-    warmup or decay and now gets more steps, that end stays, so the rate stays where it is. --change
-    decay spreads the decay over all steps instead."""
+    """Return the config for resuming the run in config.out. If the run has passed the end of its
+    warmup or decay and now gets more steps, that end doesn't move, so the rate stays where it is.
+    --change decay spreads the decay over all steps instead."""
     warmup, end = config.warmup, config.decay_steps
     if jax.process_index() == 0 and is_run(config.out):
         old, at = old_config(type(config), config.out), newest_step(config.out)
@@ -98,21 +98,21 @@ def hold(config: Any) -> Any:
             end = old.decay_steps
             if end is None and config.steps > old.steps and at >= schedules.fixed_from(old):
                 end = old.steps
-    # Process 0 tells the others, because it will change the file that they would read.
+    # Process 0 tells the others, because it will modify the file that they would read.
     warmup, end = process_allgather((warmup, end))[0]
     return dataclasses.replace(config, warmup=warmup, decay_steps=end)
 
 
 def rates(config: Any, schedule: Callable) -> dict[str, float]:
-    """{number of an update: its rate by schedule(step)} for a few updates of a run, for
+    """Return {update number: its rate, schedule(step)} for a few of a run's updates, for
     config.json."""
     at = {0, config.warmup // 2, schedules.at_peak(config), config.steps // 2, config.steps - 1}
     return {str(step): float(schedule(jnp.int32(step))) for step in sorted(at)}
 
 
 def check_rates(config: Any, schedule_of: Callable) -> None:
-    """Refuse to continue the run in config.out if its schedule was edited, unless --change lr or
-    decay allows it: compare the recorded rates with schedule_of(the run's configuration)."""
+    """Refuse to resume the run in config.out if its schedule was edited, unless --change lr or
+    decay allows it. The test compares the recorded rates with schedule_of(the run's config)."""
     if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
             newest_step(config.out)):
         return
@@ -129,9 +129,9 @@ def check_rates(config: Any, schedule_of: Callable) -> None:
 
 
 def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
-    """Yield the lines to print when `config` continues the run in config.out. Refuse more steps
-    than the run had if their rate would be 0: they would change nothing. `learning_rate` is
-    train.py's function of (config, step), or None if fit has a schedule."""
+    """Yield the lines to print when `config` resumes the run in config.out. Reject extra steps
+    whose rate would be 0, because they would change nothing. `learning_rate` is train.py's function
+    of (config, step), or None if fit has a schedule."""
     if not is_run(config.out):
         return
     old, at = old_config(type(config), config.out), newest_step(config.out)
@@ -159,7 +159,7 @@ def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:
-    """A text with the old and new value of each changed flag. It leaves out facts that are not
-    flags: those are fingerprints."""
+    """Describe each changed flag by its old and new value. Skip facts that aren't flags: those are
+    fingerprints."""
     return "; ".join(f"--{name} {old} -> {new}" for name, (old, new) in changed.items()
                      if name not in OF_DATA) or "--data"

@@ -1,20 +1,20 @@
-"""The check of a custom loss: before a run begins, compare its values on the mesh with those on one
+"""Checks a custom loss before a run begins: compares its values on the mesh with those on a single
 device.
 
-    on the mesh                    sums, gradient and the sums of a held-out batch, against one
+    on the mesh                    sums, gradient and a held-out batch's sums, against a single
                                    device's for the same rows, in float32 if the loss allows it
 
-They differ if one batch is off by more than three times what rounding explains, or two of three
-batches by more than rounding explains. The run then computes the loss as on one device, without
-types, if that helps and no axis needs more. Otherwise it refuses the loss, with what differs and by
-how much; the table in docs/tasks.md, *What is refused*, helps to find the cause.
+They differ if one batch is off by more than three times what rounding explains, or if two of three
+batches are off by more than rounding explains. The run then computes the loss as on one device,
+without types, if that helps and no axis needs more. Otherwise it rejects the loss and prints what
+differs and by how much; the table in docs/tasks.md, *What is refused*, helps to find the cause.
 
-The weights for this are new ones, moved at random, because a head of zeros would hide differences.
-The check also measures the tolerance: it moves one device's weights by rounding errors.
+The check uses new weights, moved at random, because a head of zeros would hide differences. To
+measure the tolerance, it moves the single device's weights by rounding errors.
 
-On a single device there is nothing to compare; the check only traces the loss, twice.
+On a single device there is nothing to compare, so the check only traces the loss, twice.
 
-A network's own loss is compared only with --check, or after an edit since its tests passed
+A network's own loss is checked only with --check, or if it was edited since its tests passed
 (zigzag/core/edited.py): test_all.py compares it with one device on every axis.
 """
 
@@ -40,29 +40,29 @@ from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.plan import Plan, Program, held_out, in_one
 
 # To measure the effect of rounding, move weights by this fraction of their size: the first if the
-# loss is all float32, the second if some of it is in 16 bits.
+# whole loss is float32, the second if some of it is in 16 bits.
 ROUNDING_32, ROUNDING_16 = 2.0**-20, 2.0**-8
-# Compare at new weights, moved at random by this fraction of their size.
+# Compare the losses at new weights, moved at random by this fraction of their size.
 MOVED = 0.1
 # The relative differences allowed in (sums, gradients), in these two cases.
 SHARES_32, SHARES_16 = (3e-5, 2e-4), (6e-3, 2e-2)
-# Compare all rows of a batch if it has at most this many numbers.
+# Compare all rows of a batch that has up to this many numbers.
 SMALL = 2**14
 
 
 class Value(NamedTuple):
-    """A sum, or a weight's gradient, on the mesh and on one device: the norms of three arrays."""
+    """A sum or a weight's gradient, on the mesh and on one device, as the norms of three arrays."""
     gap: Any        # the difference
-    size: Any       # one device's value
-    noise: Any      # the change in that value when its weights move by rounding errors
+    size: Any       # the single device's value
+    noise: Any      # how much that value changes when its weights move by rounding errors
 
 
 # -------------------------------------------------------------------------------------------
 # The check
 
 def must_compare(plan: Plan, say: Callable) -> bool:
-    """Whether to compare the loss with one device: a custom loss, or a network's own with --check
-    or after an edit that its tests have not seen. Print the edit."""
+    """Return whether to compare the loss with one device's. Do so for a custom loss, and for a
+    network's own with --check or after an edit that its tests haven't seen. Print the edit."""
     why = _why_untested(plan) if plan.trusted else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")
@@ -70,8 +70,8 @@ def must_compare(plan: Plan, say: Callable) -> bool:
 
 
 def _why_untested(plan):
-    """A text that says why the tests do not vouch for a network's own loss on this mesh; "" if they
-    do, or if only the compiler, or nothing, splits it. All processes get the same text."""
+    """Return a text saying why the tests don't vouch for a network's own loss on this mesh; "" if
+    they do, or if only the compiler, or nothing, splits it. All processes get the same text."""
     if plan.mesh.size == 1 or plan.parts == 1 and not plan.typed:
         return ""
     why = tested.why_untested([tested.file_of(plan.network.loss), "shard.py", "train.py",
@@ -80,9 +80,9 @@ def _why_untested(plan):
 
 
 def _small_plan(plan):
-    """The plan for the comparison: `plan` with at most two parts, and in float32 if jax can trace
-    the loss in it. A loop inside the loss may need the plan's own dtype."""
-    # Strips of any size, because the run may cut its many rows into strips.
+    """Return the plan for the comparison: `plan` with up to two parts, and in float32 if jax can
+    trace the loss that way. A loop inside the loss may need the plan's own dtype."""
+    # Allow strips of any size, because the run may cut its many rows into strips.
     small = dataclasses.replace(plan, accumulate=min(2, plan.accumulate), strip=min(1, plan.strip))
     try:
         jax.eval_shape(plan.loss, _as_computed(plan, "float32"), plan.batch)
@@ -95,12 +95,12 @@ def _small_plan(plan):
 
 def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | None,
                make_batch: Callable, say: Callable) -> bool:
-    """Refuse a loss whose values on this mesh, or in --accumulate parts, differ from one device's.
-    Return False if gathering all weights can avoid that: each device then computes the loss as a
+    """Reject a loss whose values on this mesh, or in --accumulate parts, differ from one device's.
+    Return False if gathering all weights can avoid that, so that each device computes the loss as a
     single device does. Otherwise return True.
 
-    make_gradients, make_evaluate   train.py's; None for the second if nothing is held out
-    make_batch(update, rows)        the first rows of an update's batch"""
+    make_gradients, make_evaluate   train.py's; the second is None if nothing is held out
+    make_batch(update, rows)        returns the first rows of an update's batch"""
     begin = time.perf_counter()
     if make_evaluate:
         try:
@@ -131,7 +131,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         else:
             differ, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
     else:
-        # On one device, no other check finds a loss that is not a function.
+        # On one device, no other check catches a loss that isn't a pure function.
         if (differ or not compares) and _trace(plan) != _trace(plan):
             raise ConfigError(
                 "this loss is not a function of its weights and its batch: two traces of it "
@@ -154,8 +154,8 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
 
 
 def _trace(plan):
-    """A trace of the loss as text, and the bits of its constants, such as numbers from outside jax.
-    Bits, because in numpy neither NaN nor a random key equals itself."""
+    """Return a trace of the loss as text, and the bits of its constants, such as numbers from
+    outside jax. Compare bits, because in numpy neither NaN nor a random key equals itself."""
     closed = jax.make_jaxpr(lambda p, b: plan.loss(p, b))(_as_computed(plan), plan.batch)
     constants = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
                  for x in closed.consts]
@@ -164,16 +164,16 @@ def _trace(plan):
 
 
 def _as_computed(plan, dtype=None):
-    """The shapes of the weights in this dtype, by default the step's compute dtype."""
+    """Return the weights' shapes in this dtype, by default the step's compute dtype."""
     return jax.eval_shape(lambda p: cast(p, dtype or plan.dtype), plan.params)
 
 
 def _find_difference(plan, make_batch, compute):
-    """A text that says what differs between compute(params, batch) and one device: in one batch by
-    more than three times what rounding explains, or in two of three batches by more than rounding
-    explains. "" if nothing does; None if nothing could be compared."""
-    # All rows of a small batch, so that any coupling of rows is as in an update; else a few for
-    # each device.
+    """Return a text saying what differs between compute(params, batch) and one device: in one batch
+    by more than three times what rounding explains, or in two of three batches by more than
+    rounding explains. Return "" if nothing does, or None if nothing could be compared."""
+    # Take all rows of a small batch, so that rows are coupled as in an update; otherwise take a few
+    # rows per device.
     config, cut = plan.config, plan.accumulate * plan.row_groups
     each = config.batch // cut
     if sum(x.size for x in jax.tree.leaves(plan.batch)) > SMALL:
@@ -181,15 +181,15 @@ def _find_difference(plan, make_batch, compute):
     given = [(make_batch(at, cut * each), jax.random.key(config.seed + at)) for at in range(3)]
     is_narrow = plan.dtype != "float32" or computes_in_16_bits(
         plan.loss, _as_computed(plan), given[0][0])
-    # Two programs. In a single one, a pipeline's collectives and the gathers for one device had no
-    # order: some devices started with the first, others with the second, and all waited forever.
+    # Use two programs. In a single program, a pipeline's collectives and the gathers for one device
+    # had no order: some devices began with the former, others with the latter, and all hung.
     compiled = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     on_mesh = compiled(functools.partial(_at_new_weights, plan, compute)).lower(*given[0]).compile()
     beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
                       out_shardings=jax.NamedSharding(plan.mesh, P())).lower(
         on_mesh.out_info, *given[0]).compile()
-    process_allgather("compiled")               # all compile before any device waits for another
-    apart = []                                  # for each batch, whether something differs
+    process_allgather("compiled")               # every process compiles before any device waits
+    apart = []                                  # for each batch, whether anything differs
     for args in given:
         found = jax.device_get(beside(jax.block_until_ready(on_mesh(*args)), *args))
         gradients = [value.size for name, value in found.items() if _is_gradient(name)]
@@ -211,9 +211,9 @@ def _is_gradient(name):
 
 @np.errstate(all="ignore")
 def _times_allowed(found, is_narrow):
-    """{name: difference / tolerance} for each value. The tolerance is a fraction of the value plus
-    four times its change when weights move by rounding errors. The smallest gradients are nothing
-    but rounding errors, for example those of a bias that shifts all scores equally."""
+    """Return {name: difference / tolerance} for each value. The tolerance is a fraction of the
+    value plus four times its change when weights move by rounding errors. The smallest gradients
+    are pure rounding error, such as that of a bias that shifts all scores equally."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
     least = 1e-9 * np.linalg.norm([x.size for name, x in found.items() if _is_gradient(name)])
     return {name: _ratio(np.maximum(x.gap - least, 0), of_gradients * x.size + 4 * x.noise)
@@ -223,16 +223,16 @@ def _times_allowed(found, is_narrow):
 
 @np.errstate(all="ignore")
 def _ratio(gap, allowed):
-    """gap / allowed; infinite if that is NaN."""
+    """Return gap / allowed, or infinity if that's NaN."""
     ratio = np.float64(gap) / allowed if gap != 0 else 0.0
     return float(np.nan_to_num(ratio, nan=np.inf, posinf=np.inf))
 
 
 # -------------------------------------------------------------------------------------------
-# The values to compare: sums, gradient, and the sums of the batch as a held-out one
+# The values to compare: sums, gradient, and the sums of the batch treated as held-out
 
 def _named(sums, gradient, held):
-    """{name: value} for all of them; `held` is () without an evaluation."""
+    """Return {name: value} for all of these; `held` is () without an evaluation."""
     found = {}
     for what, (total, count, others) in zip(("", "held-out "), filter(None, (sums, held))):
         found |= {f"the {what}sum": total, f"the {what}count": count}
@@ -251,8 +251,8 @@ def _on_mesh(plan, gradients, evaluate, params, batch):
 
 
 def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
-    """The loss's sums on one device, and the gradient of its sum with respect to the trained
-    weights: the reference for the step."""
+    """Compute the step's reference: the loss's sums on one device, and the gradient of its sum with
+    respect to the trained weights."""
     def with_sums(trained):
         sums = loss(in_one(trained, frozen), batch)
         return sums[0], sums
@@ -262,20 +262,20 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
 
 
 def _new_weights(plan, key):
-    """New weights, moved at random, sharded as stored."""
+    """Make new weights, moved at random, and sharded as stored."""
     params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
     return cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
 
 
 def _at_new_weights(plan, compute, batch, key):
-    """{name: value} from compute(new weights, batch)."""
+    """Return {name: value} from compute(new weights, batch)."""
     with jax.default_matmul_precision("highest"):
         return _named(*compute(_new_weights(plan, key), batch))
 
 
 def _beside_one_device(plan, is_narrow, found, batch, key):
-    """{name: Value} for the values `found` on the mesh. To measure the noise, compute one device's
-    values twice more, with its weights moved by rounding errors."""
+    """Return {name: Value} for the values `found` on the mesh. To measure the noise, compute the
+    single device's values twice more, with weights moved by rounding errors."""
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
     held = any(name.startswith("the held-out") for name in found)
 
@@ -299,7 +299,7 @@ def _beside_one_device(plan, is_narrow, found, batch, key):
 
 
 def _norm(x, other=0.0):
-    """The norm of x - other. NaN and infinity equal themselves here."""
+    """Return the norm of x - other. Here NaN and infinity equal themselves."""
     equal = (x == other) | jnp.isnan(x) & jnp.isnan(other)
     return jnp.linalg.norm(jnp.where(equal, 0, x - other).astype(jnp.float32))
 
@@ -316,7 +316,7 @@ def _moved(params, key, size):
 
 
 def _whole(tree):
-    """The tree, whole on each device if it is small, so that no compiler splits the reference."""
+    """Keep the tree whole on each device if it's small, so the compiler can't split it."""
     is_little = 4 * sum(x.size for x in jax.tree.leaves(tree)) < 2**30
     return jax.lax.with_sharding_constraint(tree, P()) if is_little else tree
 
@@ -325,8 +325,8 @@ def _whole(tree):
 # Messages
 
 def check_traceable(program: Program) -> None:
-    """Trace the step, and refuse a loss that one device can compute but that fails inside jax on
-    the mesh. jax caches the trace for the compilation."""
+    """Trace the step, and reject a loss that works on one device but fails inside jax on the mesh.
+    jax caches the trace for compilation."""
     try:
         jax.eval_shape(program.step, program.state, program.batch)
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -344,7 +344,7 @@ def _not_traceable(plan, e):
 
 
 def _differs(plan, differ):
-    """The refusal of a loss that differs on the mesh, with what differs and what to use instead."""
+    """Return the error for a loss that differs on the mesh, with advice on what to use instead."""
     config, axes = plan.config, [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
     splits = [f"--mesh {','.join(axes)}"] if axes else []
     cut = {"accumulate": config.accumulate, "microbatches": config.network.microbatches}

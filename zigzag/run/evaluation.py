@@ -1,12 +1,12 @@
 """Evaluation on held-out examples.
 
-    check_task      refuse, before training begins, flags that do not fit the task
-    evaluate        the loss on all held-out examples, predictions, and a metric
-    predict_all     predictions for a whole data set, in its order, on any mesh
-    preview         a decoder's text after the beginning of a held-out text, or after a question
+    check_task      before training starts, reject flags that don't fit the task
+    evaluate        compute the loss on all held-out examples, predictions, and a metric
+    predict_all     predict for a whole data set, in order, on any mesh
+    preview         continue a held-out text with a decoder, or answer a question
 
-Results are the same on every mesh, except for rounding. Each example counts once; the padding of
-the last batch does not count.
+Results are the same on every mesh, up to rounding. Each example counts once; the last batch's
+padding doesn't count.
 """
 
 from typing import Any, Callable
@@ -29,12 +29,12 @@ from zigzag.run.loop import SHOWN, Loop, flush_metrics, plain
 from zigzag.run.plan import LOGGED, Program, check_names, held_out
 from zigzag.run.task import Task
 
-# The number of new ids in the text that an evaluation shows.
+# The number of new ids in the text that an evaluation prints.
 NEW_IDS = 160
 
 
 def check_task(config: Any, program: Program, task: Task) -> None:
-    """Refuse flags that do not fit this task, and a --best that names none of its numbers."""
+    """Reject flags that don't fit this task, and a --best that names none of its numbers."""
     loggers.check(config)
     metric = getattr(config, "metric", "")      # an option of tasks/
     if not len(task.held_out):
@@ -51,9 +51,9 @@ def check_task(config: Any, program: Program, task: Task) -> None:
                           f"your own")
     check_names(program.plan.sums[2], "the loss gave one of its other sums",
                 {f"loss_{name}" for name in task.sources})
-    # Now, because a metric may need a missing package.
+    # Load the metric now, because it may need a package that isn't installed.
     of_metric = part("tasks.metrics", f"--metric {metric}").names(metric) if metric else []
-    # The names that a custom metric returns are known only after it has run.
+    # We learn which names a custom metric returns only after it has run.
     if config.best and (metric or not task.metric):
         plan = program.plan
         _, _, others = jax.eval_shape(plan.loss, plan.params, held_out(plan.batch))
@@ -74,14 +74,14 @@ def _check_best(several, known):
 # -------------------------------------------------------------------------------------------
 # An evaluation
 
-# The most held-out tokens in an evaluation without --eval_tokens.
+# The maximum number of held-out tokens per evaluation without --eval_tokens.
 MOST_TOKENS = 2**17
-# Generating the text to show takes about as long as a forward pass over this many tokens.
+# Generating the text to print takes about as long as a forward pass over this many tokens.
 SHOWN_TEXT = 8 * NEW_IDS
 
 
 def tokens_to_evaluate(config: Any) -> int:
-    """The number of held-out tokens per evaluation: as many as keep all evaluations of a run to a
+    """Return the held-out tokens per evaluation: as many as keep all of a run's evaluations to a
     fifth of its time, but at least a batch. A forward pass takes a third of a step."""
     c, batch = config, config.batch * config.network.seq_len
     count = -(-c.steps // (c.eval_every or c.steps)) + c.eval_first
@@ -89,8 +89,8 @@ def tokens_to_evaluate(config: Any) -> int:
 
 
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
-    """Evaluate, report it, and return whether this is the best evaluation so far, by one of --best.
-    If it is not new, because an earlier run ended at this step, do not write it to disk, and do not
+    """Evaluate, report the result, and return whether it's the best so far by any of --best. If the
+    result isn't new, because an earlier run ended at this step, don't write it to disk, and don't
     count it as the best."""
     task, program = loop.task, loop.program
     if not len(task.held_out):
@@ -123,7 +123,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
 
 
 def _is_best(loop, row):
-    """Whether this evaluation is the best so far by one of --best."""
+    """Return whether this evaluation is the best so far by any of --best."""
     at, is_best = loop.at, False
     for best in loop.program.config.best:
         found = {**loop.best.get(best, {}), at: row}
@@ -136,7 +136,7 @@ def _is_best(loop, row):
 
 
 def _held_out_means(program, task, state):
-    """(the mean held-out loss, {name: mean} for each source and for the loss's other sums)."""
+    """Return (mean held-out loss, {name: mean} for each source and for the loss's other sums)."""
     first, totals = 0, {}
     for name, count in (task.sources or {"": len(task.held_out)}).items():
         for sums in _held_out_sums(program, task, state, first, first + count):
@@ -157,9 +157,9 @@ def _held_out_sums(program, task, state, first, last):
         rows = min(rows_at_once(config), last - first)
         if config.step == "shard_map" and "all_rows" not in program.plan.names:
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
-        # Rows that a loss compares stay in one batch. With jit, any loss may compare rows.
+        # Rows that a loss compares stay in the same batch. With jit, any loss may compare rows.
         batch = _batch(program, task, first, rows)
-        # Wait for the result: un-awaited collectives deadlock the CPU backend.
+        # Wait for the result: collectives that nobody awaits deadlock the CPU backend.
         yield jax.tree.map(lambda x: np.asarray(x, float), jax.device_get(
             program.evaluate(averages.used(state), batch, state["frozen"])))
         first += rows
@@ -177,7 +177,7 @@ def _add(a, b):
 
 
 def _batch(program, task, first, rows):
-    """A batch of `rows` held-out examples from number `first` on. Past the end, it repeats the last
+    """Make a batch of `rows` held-out examples starting at `first`. Past the end, repeat the last
     example."""
     last = len(task.held_out) - 1
 
@@ -192,9 +192,9 @@ def _batch(program, task, first, rows):
 # Predictions
 
 def predict_all(program: Program, task: Task, params: Any, count: int) -> Any:
-    """The outputs of task.predict(params, batch) for the first `count` held-out examples, in order:
-    a tree of numpy arrays [count, ...], in every process. All batches have the same number of rows,
-    so jax compiles one program. The padding of the last batch is dropped."""
+    """Return the outputs of task.predict(params, batch) for the first `count` held-out examples, in
+    order: a tree of numpy arrays [count, ...], in every process. All batches have the same number
+    of rows, so jax compiles a single program. Drop the last batch's padding."""
     groups = row_groups(program.mesh)
     rows = min(max(rows_at_once(program.config) // groups, 1), -(-count // groups)) * groups
     compiled = jax.jit(task.predict, compiler_options=program.plan.compiler_options,
@@ -217,7 +217,7 @@ def _check_outputs(outputs, rows, first):
 
 
 def _apply_metric(task, outputs, count, row):
-    """The metric's numbers by name. Every process returns those of process 0."""
+    """Return the metric's numbers by name. Every process returns process 0's."""
     if not task.metric:
         return {}
     examples = task.held_out if count == len(task.held_out) else [
@@ -234,9 +234,9 @@ def _apply_metric(task, outputs, count, row):
 
 def preview(tokenizer: Any, write: Callable, begin: int, question: np.ndarray
             ) -> tuple[Callable, Callable]:
-    """A decoder's (predict, show). predict continues the first `begin` tokens of a held-out row. If
-    there is a `question` (packing.question_in), it answers that in every row instead, so that no
-    shape changes between evaluations. write(params, batch) returns new ids for `tokens`."""
+    """Make a decoder's (predict, show). predict continues the first `begin` tokens of a held-out
+    row. Given a `question` (packing.question_in), it answers that in every row instead, so shapes
+    don't change between evaluations. write(params, batch) returns new ids for `tokens`."""
     is_asked = len(question) > 0
     begin = len(question) or begin
 

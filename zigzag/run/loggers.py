@@ -1,5 +1,5 @@
-"""Where a run's numbers go besides metrics.jsonl: fit's own `log`, and the loggers of --log
-(tools/trackers.py). Only process 0 logs. If a logger fails, the run switches it off and goes on.
+"""Sends a run's numbers to fit's own `log` and to the loggers of --log (tools/trackers.py), besides
+metrics.jsonl. Only process 0 logs. If a logger fails, the run turns it off and continues.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from zigzag.core.parts import part
 
 
 def names_of(config: Any) -> Sequence[str]:
-    """The loggers of --log, an option of tools/."""
+    """Return the loggers of --log, an option from tools/."""
     return getattr(config, "log", ())
 
 
 def check(config: Any) -> None:
-    """Refuse loggers of --log that cannot open."""
+    """Reject loggers in --log that can't open."""
     if names := names_of(config):
         part("tools.trackers", f"--log {' '.join(names)}").check(names, config.out)
 
 
 class Loggers(contextlib.AbstractContextManager):
-    """The open loggers of a run, with fit's own `log` if it has one. A context manager, which
-    closes them at its end."""
+    """A run's open loggers, including fit's own `log`, if any. A context manager that closes them
+    when it exits."""
 
     def __init__(self, names: Sequence[str], out: str, began: int, config: Values,
                  log: Callable | None, say: Callable):
@@ -68,7 +68,7 @@ class Loggers(contextlib.AbstractContextManager):
 
 
 def _own_id(out):
-    """The id under which the loggers know this run, kept in its folder."""
+    """Return this run's id for the loggers, which its folder stores."""
     path = out / "log_id.json"
     if not path.exists():
         write_json(path, {"id": secrets.token_hex(4)})

@@ -1,11 +1,11 @@
-"""What the training loop carries, and what it does besides stepping.
+"""The state that the training loop carries, and the loop's work besides stepping.
 
-    prepare         restore or make the state, and compile the step
-    flush_metrics   record the numbers of the last step, while the devices work on the next
-    is_due          whether to evaluate, or to save, after this step
-    save            start to save the state
-    end_early       save, and print how to continue
-    end_run         print that the run is done, or that its last held-out loss is not finite
+    prepare         restore or create the state, and compile the step
+    flush_metrics   record the previous step's numbers while the devices work on the next
+    is_due          decide whether to evaluate or save after this step
+    save            start saving the state
+    end_early       save, and print how to resume
+    end_run         print that the run is done, or that its last held-out loss isn't finite
     profile         start or stop a trace
 """
 
@@ -41,7 +41,7 @@ from zigzag.run.optimizers import Factor
 from zigzag.run.plan import LOGGED, Program, compiled
 from zigzag.run.task import Task
 
-# The number of examples whose outputs an evaluation shows.
+# The number of examples whose outputs an evaluation prints.
 SHOWN = 4
 
 
@@ -51,8 +51,8 @@ class Fit(NamedTuple):
     step: int                       # updates made
     held_out: float | None          # the loss of the last evaluation
     outputs: Any                    # its predictions, arrays [examples, ...]
-    evaluation: Values      # all of its numbers, as in metrics.jsonl
-    best: int | None                # the step of the best evaluation, by the first of config.best
+    evaluation: Values      # all numbers of that evaluation, as in metrics.jsonl
+    best: int | None                # the step of the best evaluation by the first of config.best
 
 
 @dataclasses.dataclass
@@ -61,41 +61,41 @@ class Loop:
     program: Program
     task: Task
     folder: RunFolder | None        # None: the run keeps nothing on disk
-    reporter: Reporter              # has the state for logging only: times, recent losses
-    log: Callable | None = None     # fit's: (step, numbers)
+    reporter: Reporter              # holds state that only logging needs: times, recent losses
+    log: Callable | None = None     # fit's log: (step, numbers)
     state: Any = None               # params, opt, step; before `prepare`: the first state or None
     step: Callable | None = None    # (state, batch) -> state, metrics; None: all steps are done
-    loggers: Any = None             # of --log, and fit's own; set by `prepare`
+    loggers: Any = None             # the loggers of --log, and fit's own; set by `prepare`
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
-    pending: Any = None             # (step, metrics) that are still on the devices
-    skipped: int = 0                # updates in a row whose loss or gradient was not finite
-    evaluation: dict = dataclasses.field(default_factory=dict)      # the numbers of the last one
-    outputs: Any = None             # the predictions of the last evaluation
-    # {one of --best: {the best step by it: its evaluation}}; the inner {} has no step yet
+    pending: Any = None             # (step, metrics), while they are still on the devices
+    skipped: int = 0                # updates in a row whose loss or gradient wasn't finite
+    evaluation: dict = dataclasses.field(default_factory=dict)      # the last one's numbers
+    outputs: Any = None             # the last evaluation's predictions
+    # {one of --best: {its best step: that step's evaluation}}; the inner dict starts empty
     best: dict[str, dict[int, dict]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_new(self) -> bool:
-        """Whether this run starts from scratch: it has restored no checkpoint."""
+        """Return whether this run started from scratch, without restoring a checkpoint."""
         return not self.folder or self.folder.restored is None
 
     def result(self) -> Fit:
-        """The result of fit, after the loop has ended."""
+        """Return fit's result, once the loop has ended."""
         program = self.program
         return Fit(program.permute(program.weights(self.state), back=True), self.at,
                    self.evaluation.get("eval_loss"), self.outputs, self.evaluation,
                    next(iter(next(iter(self.best.values()), ())), None))
 
     def write(self, row: Values) -> None:
-        """Record the numbers of a step or an evaluation, in the run's folder and loggers."""
+        """Record the numbers of a step or an evaluation in the run's folder and loggers."""
         if self.folder:
             self.folder.write(row)
         self.loggers.write(row)
 
 
 def first_state(program: Program, weights: Callable | None = None) -> Any:
-    """The first state of a run. weights(shapes) returns weights to use instead of init's; the
+    """Make a run's first state. weights(shapes) returns weights to use instead of init's; the
     shapes have shardings."""
     config, given = program.config, None
     if weights:
@@ -106,7 +106,7 @@ def first_state(program: Program, weights: Callable | None = None) -> Any:
 
 
 def prepare(loop: Loop) -> Callable | None:
-    """Restore or make the state, and return the compiled step; None if all steps are done."""
+    """Restore or create the state, and return the compiled step, or None if all steps are done."""
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
     begin = time.perf_counter()
     watchdog.arm("reading the checkpoint")
@@ -123,14 +123,14 @@ def prepare(loop: Loop) -> Callable | None:
         say.log_to(folder.folder / f"log-{jax.process_index()}.txt", folder.restored is not None)
     loop.state = program.permute(state)
     loop.at = loop.began = int(state["step"])
-    if loop.at and folder.has_damaged:      # otherwise the run has printed the right step already
+    if loop.at and folder.has_damaged:      # otherwise the run has already printed the right step
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
         say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
         return None
     watchdog.arm("compiling")
     step = compiled(program)
-    process_allgather("compiled")     # before the devices first wait for each other
+    process_allgather("compiled")     # before the devices first wait for one another
     loop.loggers = Loggers(names_of(config), config.out, loop.began,
                            folder.record if folder else {}, loop.log, say.line)
     if folder:
@@ -154,7 +154,7 @@ def flush_metrics(loop: Loop) -> None:
     took, saving = say.lap()
     values = jax.tree.map(plain, jax.device_get(metrics))
     own = {name: value for name, value in values.items() if name not in LOGGED}
-    if plan.schedule == Factor(None):       # the optimizer has its own rate, which we cannot see
+    if plan.schedule == Factor(None):       # the optimizer has its own rate, which we can't see
         values["lr"] = None
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0
     learned, tokens = float(np.nan_to_num(values["tokens"])), plan.batch.get("tokens")
@@ -175,15 +175,15 @@ def flush_metrics(loop: Loop) -> None:
 
 
 def plain(x: Any) -> Any:
-    """A number as a float; an array as lists of numbers with six significant digits."""
+    """Convert a number to a float, and an array to lists of numbers with six significant digits."""
     if not np.ndim(x):
         return float(x)
     return np.vectorize(lambda value: float(f"{value:.6g}"), otypes=[float])(x).tolist()
 
 
 def _report_skipped(loop, at, row):
-    """Print that update `at` learned nothing because its loss or gradient is not finite. End the
-    run after --max_skipped such updates in a row."""
+    """Print that update `at` learned nothing because its loss or gradient isn't finite. End the run
+    after --max_skipped such updates in a row."""
     what = "loss" if math.isfinite(row["grad_norm"]) else "gradient"
     config = loop.program.config
     numbers = numbers_at(loop.task.examples, config.seed, np.arange(config.batch)[:8]
@@ -198,12 +198,12 @@ def _report_skipped(loop, at, row):
 
 
 def is_due(loop: Loop, every: int) -> bool:
-    """Whether an action that is due after every `every` updates and the last is due; 0: never."""
+    """Return whether to act now, when acting every `every` updates and at the end; 0: never."""
     return every > 0 and (loop.at == loop.program.config.steps or loop.at % every == 0)
 
 
 def save(loop: Loop) -> None:
-    """Start to save the state, if the run has a folder."""
+    """Start saving the state, if the run has a folder."""
     if not loop.folder:
         return
     flush_metrics(loop)
@@ -218,11 +218,11 @@ def save(loop: Loop) -> None:
 
 
 def end_early(loop: Loop, stop: list[int]) -> None:
-    """Save, and print how to continue."""
+    """Save, and print how to resume."""
     folder, out = loop.folder, loop.program.config.out
     save(loop)
-    # For a run of the command line, --out is enough, because config.json has all of its flags. It
-    # records no coordinator, so several processes need their full command.
+    # For a run started on the command line, --out is enough, because config.json has all its flags.
+    # It records no coordinator, so several processes need their full commands.
     by_folder = folder and "fingerprint" in folder.record and jax.process_count() == 1
     again = f"python train.py --out {out}" if by_folder else "the same command"
     loop.reporter.line(f"stopped at step {loop.at} by {signal.Signals(stop[0]).name}"
@@ -230,8 +230,8 @@ def end_early(loop: Loop, stop: list[int]) -> None:
 
 
 def end_run(loop: Loop) -> None:
-    """Print that the run is done and saved. If its last held-out loss is not finite, the run has
-    failed. Without a folder, only warn of that, because an exception would lose the weights."""
+    """Print that the run is done and saved. If its last held-out loss isn't finite, the run has
+    failed. Without a folder, only warn about that, because an exception would lose the weights."""
     out, loss = loop.program.config.out, loop.evaluation.get("eval_loss", 0.0)
     if not math.isfinite(loss):
         line = f"step {loop.at}: the held-out loss is {loss}"
@@ -242,8 +242,8 @@ def end_run(loop: Loop) -> None:
 
 
 def profile(loop: Loop) -> None:
-    """Start or stop the trace of --profile at the right step. It skips the first two steps, which
-    are slow."""
+    """Start or stop the trace of --profile at the right step. The trace skips the first two steps,
+    which are slow."""
     config, folder = loop.program.config, str(Path(loop.program.config.out or ".") / "profile")
     first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)
     if loop.at == first < last:
@@ -256,7 +256,7 @@ def profile(loop: Loop) -> None:
 
 
 def report_header(program: Program, say: Reporter) -> None:
-    """Print the first lines of a run; with --verbose, how each weight is split, and why."""
+    """Print a run's first lines and, with --verbose, how each weight is split and why."""
     plan, config, stages = program.plan, program.config, program.plan.sizes["pipe"]
     (total, visited), held = plan.counts, count(plan.params)
     weights = f"{total:,} parameters"
@@ -288,7 +288,7 @@ def report_header(program: Program, say: Reporter) -> None:
 
 
 def describe_model(plan: Any, weights: str) -> list[str]:
-    """Lines with the network, its sizes and `weights`; for a custom loss, only `weights`."""
+    """Return lines with the network, its sizes and `weights`; for a custom loss, only `weights`."""
     if plan.network is None:
         return [f"weights  {weights}"]
     known = flat(plan.config)
@@ -299,7 +299,7 @@ def describe_model(plan: Any, weights: str) -> list[str]:
 
 
 def describe_training(plan: Any) -> str:
-    """A line with the number of updates, the optimizer and the learning rate."""
+    """Return a line with the number of updates, the optimizer and the learning rate."""
     c, is_own = plan.config, isinstance(plan.schedule, Factor)
     rate = f"lr up to {c.lr:.3g} after {c.warmup:,} steps of warmup"
     if plan.schedule:
@@ -309,10 +309,10 @@ def describe_training(plan: Any) -> str:
 
 
 def describe_attention(plan: Any) -> str:
-    """Lines that say how this mesh computes a network's calls of shard.attend; '' for a custom
+    """Return lines saying how this mesh computes a network's calls to shard.attend; '' for a custom
     loss."""
     sizes, found = plan.sizes, []
-    for call in plan.attends if plan.network else ():   # call.rows: those of a group of devices
+    for call in plan.attends if plan.network else ():   # call.rows counts a device group's rows
         rows, heads = call.rows, call.heads
         if plan.mode == JIT:
             rows *= row_groups(plan.mesh)

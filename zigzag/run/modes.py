@@ -1,14 +1,14 @@
-"""The ways to run a loss on a mesh. The step is the same function in all of them: that of
-train.make_gradients, which `shard_map` and `as_one_device` wrap.
+"""The ways to run a loss on a mesh. The step is the same function in all of them, the one from
+train.make_gradients, wrapped by `shard_map` and `as_one_device`.
 
-    by hand       the loss calls columns or row: one shard_map over all six axes, with types
+    by hand       the loss calls columns or row: a single shard_map over all six axes, with types
     typed         it calls other functions of shard.py, or takes specs: a shard_map with types over
-                  all axes except tensor, over which the compiler splits it
+                  all axes except tensor; the compiler splits it over tensor
     untyped       it calls no function of shard.py, or differentiates internally. Each device
-                  computes its rows with single-device code, without types and marks; the compiler
+                  computes its rows with single-device code, without types or marks; the compiler
                   splits that code over tensor
     tensor whole  like untyped, but the compiler must not split it, or tensor has size 1: the mesh
-                  may store weights split over tensor, and the loss uses them whole
+                  may store weights split over tensor, but the loss uses them whole
     jit           --step jit: no shard_map. The step's function runs once, on whole arrays, and the
                   compiler inserts every sum over devices
 """
@@ -23,13 +23,13 @@ from zigzag.parallel.jaxprs import DIFFERENTIATED
 BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
     "by hand", "typed", "untyped", "untyped, tensor whole", "jit")
 
-# The manual axes: our code communicates over them. The compiler handles the rest.
+# The manual axes, over which our code communicates. The compiler handles the rest.
 MANUAL = {BY_HAND: AXES, TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR, TENSOR_WHOLE: AXES,
           JIT: ()}
 
 
 def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
-    """The mode of a loss that calls the functions `names` of shard.py. `why` is the reason that the
+    """Return the mode of a loss that calls the functions `names` from shard.py. `why` says why the
     compiler must not split the loss over tensor; '' if it may."""
     if step == "jit":
         return JIT
@@ -42,9 +42,9 @@ def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, 
 
 
 def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callable:
-    """fn on every device, with that device's pieces of the arguments: jax.shard_map over the axes
-    that are manual in this mode, with --overlap and the other settings of the plan. With --step
-    jit, fn itself."""
+    """Wrap fn to run on every device with that device's pieces of the arguments. This is
+    jax.shard_map over this mode's manual axes, with --overlap and the plan's other settings. With
+    --step jit, return fn itself."""
     if plan.mode == JIT:
         return fn
     if "tensor" not in plan.manual:
@@ -59,6 +59,6 @@ def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def as_one_device(fn: Callable, plan: Any) -> Callable:
-    """fn (the loss, or its value_and_grad) for a call inside the shard_map. For a loss without
-    types, jax traces it without the mesh, so that no function of shard.py sends anything."""
+    """Wrap fn (the loss, or its value_and_grad) for a call inside the shard_map. For a loss without
+    types, jax traces it without the mesh, so that no function in shard.py sends anything."""
     return untyped(fn) if plan.mode in (UNTYPED, TENSOR_WHOLE) else fn
