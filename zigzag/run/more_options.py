@@ -1,4 +1,4 @@
-"""Further options of a run. The options to know first are in train.Config."""
+"""A run's less common options. train.Config has the ones to know first."""
 
 import dataclasses
 
@@ -12,99 +12,99 @@ from zigzag.run.evaluation import tokens_to_evaluate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoreOptions(*added("OfTraining"), Processes):
-    """Options of a run that edits of train.py do not touch, and those that the parts of this copy
-    add (adds.py in each). The headings are the groups of --help; only --help all shows the rare
-    ones."""
+    """A run's options that edits to train.py don't touch, plus those that this copy's parts add
+    (adds.py in each). The headings are the groups in --help; only --help all shows the rare
+    options."""
     # training
     epochs: float = flag(0.0, recorded=False)   # instead of steps: passes over all examples
     tokens: int = flag(0, recorded=False, of=("text",))     # instead of steps: tokens to train on
 
     # model
-    model: str = "tiny"             # name of a model, for example 124m (other flags change its
+    model: str = "tiny"             # a model's name, for example 124m (other flags change its
                                     # sizes), or a folder with its weights
-    init_from: str = flag("", same=True)    # a run whose model and weights to start from
+    init_from: str = flag("", same=True)    # a run to take the model and first weights from
 
     # mesh
     zero: int = flag(0, one_of=(0, 1))      # 1: split the optimizer's state over data
 
     # saving
     change: tuple[str, ...] = flag((), recorded=False)
-                                    # what may change when a run continues: lr, decay, weight_decay,
+                                    # what may change when a run resumes: lr, decay, weight_decay,
                                     # clip, data
     keep: int = flag(3, least=1)    # number of newest checkpoints to keep
 
     # evaluation
     best: tuple[str, ...] = ()      # smallest:NAME or largest:NAME, one or more: keep the
                                     # checkpoint whose evaluation has the best value of this number;
-                                    # none: stop that
+                                    # none: stop keeping it
 
     # data (rare)
     weights: tuple[str, ...] = flag((), same=True, of=("text",))
-                                    # mixing weights for several --data, one for each (0.7 0.3)
+                                    # mixing weights for several --data, one per path (0.7 0.3)
     pack: str = flag("", one_of=("", "stream", "documents"), same=True, of=("text",))
                                     # stream: rows of running text; documents: whole documents,
-                                    # which do not see each other; '': stream, except for chats
+                                    # which can't see each other; '': stream, except for chats
     weight_field: str = flag("", same=True, change="data", of=("text",))
-                                    # field with loss weights in lines of JSON: a number for the
-                                    # line, or a list with one per token
+                                    # field with loss weights in JSON lines: one number per line,
+                                    # or a list with one per token
 
     # model (rare)
     edited: bool = flag(False, part="published")
-                                    # load a published model into an edited model.py, even though
-                                    # that computes something different
+                                    # load a published model into an edited model.py, even though it
+                                    # computes something different
 
     # training (rare)
     cooldown: float | None = flag(None, same=True, change="decay")
                                     # with --decay wsd: updates, or share of steps, over which the
-                                    # rate falls at the end; not given: a fifth
+                                    # rate falls at the end; default: a fifth of the steps
     decay_steps: int | None = flag(None, least=1, change="decay")
-                                    # updates until the decay ends, after which the rate stays; not
-                                    # given: steps
+                                    # updates until the decay ends, after which the rate stays
+                                    # constant; default: steps
     first_share: float | None = flag(None, same=True, change="decay")
-                                    # first rate, as a share of the peak; not given: 1 / warmup
+                                    # first rate, as a share of the peak; default: 1 / warmup
     final_share: float = flag(0.02, same=True, change="decay")
                                     # last rate, as a share of the peak
-    beta1: float = flag(0.9, below=1, same=True)    # AdamW's decay rate of the mean of gradients
-    beta2: float = flag(0.95, below=1, same=True)   # AdamW's decay rate of the mean of squared
-                                    # gradients
-    ema: float = flag(0.0, below=1, same=True)      # evaluate and save an average of the weights
-                                    # over updates, with this decay rate (0.999); 0: none
+    beta1: float = flag(0.9, below=1, same=True)    # AdamW's decay rate for the mean gradient
+    beta2: float = flag(0.95, below=1, same=True)   # AdamW's decay rate for the mean squared
+                                    # gradient
+    ema: float = flag(0.0, below=1, same=True)      # evaluate and save a running average of the
+                                    # weights, with this decay rate (0.999); 0: none
     max_skipped: int = flag(10, least=1)
                                     # end the run after this many updates in a row whose loss or
-                                    # gradient is not finite
+                                    # gradient isn't finite
 
     # mesh (rare)
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how to store weights; the last match wins
-    fsdp_min: int = 4096            # smallest weight, in elements, that fsdp or zero splits
+    fsdp_min: int = 4096            # fewest elements in a weight that fsdp or zero splits
     step: str = flag("shard_map", one_of=("shard_map", "jit"))
                                     # shard_map, or jit to leave all collectives to the compiler
     check: bool = flag(False, recorded=False)
-                                    # before the first step, compare the loss and its gradients on
-                                    # the mesh with one device's, on a small batch
+                                    # before the first step, check the loss and its gradients on the
+                                    # mesh against one device's, on a small batch
 
     # saving (rare)
     verify: str = flag("on", one_of=("on", "off"))
-                                    # on or off: check the checksums of a checkpoint when reading it
+                                    # on or off: verify a checkpoint's checksums when reading it
 
     # evaluation (rare)
     held_out: tuple[str, ...] = flag((), same=True)
                                     # evaluation data, given like --data; empty: a tenth of --data
-    eval_first: bool = False        # evaluate and save before the first update as well
+    eval_first: bool = False        # also evaluate and save before the first update
     eval_batch: int | None = flag(None, least=1)
-                                    # held-out examples computed at once; not given: batch /
+                                    # held-out examples to compute at once; default: batch /
                                     # accumulate
     eval_tokens: int | None = flag(None, least=1, of=("text",))
-                                    # held-out tokens of running text per evaluation; not given: as
+                                    # held-out tokens of running text per evaluation; default: as
                                     # many as keep evaluations to a fifth of the run's time
     sample_temperature: float = flag(0.8, of=("text",))
-                                    # temperature of the text that an evaluation shows; 0: greedy
+                                    # temperature of the text that an evaluation prints; 0: greedy
 
     # measuring
     verbose: bool = flag(False, recorded=False)
-                                    # print how each weight is split and why, and every collective
+                                    # print how and why each weight is split, and every collective
 
     # measuring (rare)
-    profile: int = flag(0, recorded=False)  # steps to trace, for Perfetto, into out/profile
+    profile: int = flag(0, recorded=False)  # steps to trace for Perfetto, in out/profile
 
     def __post_init__(self) -> None:
         best = self.best.split() if isinstance(self.best, str) else self.best

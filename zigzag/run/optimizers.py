@@ -1,4 +1,4 @@
-"""Optimizers that must know more about a weight than its shape, and those passed to fit."""
+"""Optimizers that need to know more about a weight than its shape, and those passed to fit."""
 
 import re
 from typing import Any, Callable, Iterable, NamedTuple
@@ -19,8 +19,8 @@ def adam(config: Any, decisions: Any) -> optax.GradientTransformation:
 
 
 def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
-    """Muon, scaled to AdamW's rates, for the matrices of the layers, and Adam with Nesterov for the
-    rest. The rule knows which dimensions of a matrix are contracted with activations."""
+    """Use Muon, scaled to AdamW's rates, for the layers' matrices, and Adam with Nesterov for the
+    rest. The rule provides the dimensions of each matrix that contract with activations."""
     dims = jax.tree.map(lambda _, dims: dims and optax.contrib.MuonDimensionNumbers(*dims),
                         decisions, matrices_of_layers(decisions))
     return optax.contrib.muon(-1.0, consistent_rms=0.2, muon_weight_dimension_numbers=dims,
@@ -31,9 +31,9 @@ def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
 # fit(optimizer=...)
 
 class Chosen:
-    """The optimizer of each weight: default(config, decisions), unless fit got one: an optax
-    transformation, or several, {regular expression for paths: transformation}. The first match
-    counts, "*" matches all, and None instead of a transformation keeps the weights unchanged."""
+    """The optimizer of each weight: default(config, decisions), unless fit got its own. That is an
+    optax transformation, or several as {regular expression for paths: transformation}. The first
+    match wins, "*" matches all paths, and None in place of a transformation freezes the weights."""
 
     def __init__(self, given: Any, default: Callable):
         self.default, self.each, self.matched = default, None, set()
@@ -47,7 +47,7 @@ class Chosen:
             self.each = {pattern: one or optax.set_to_zero() for pattern, one in each.items()}
 
     def __call__(self, config: Any, decisions: Any, name: str = "") -> optax.GradientTransformation:
-        """The optimizer of these weights, which in a custom step are the tree `name`."""
+        """Return the optimizer for these weights, which form the tree `name` in a custom step."""
         if self.each is None:
             return self.default(config, decisions)
         paths, _, tree = flatten(decisions)
@@ -58,7 +58,7 @@ class Chosen:
         return _without_rate(optax.multi_transform(self.each, jax.tree.unflatten(tree, labels)))
 
     def check(self, paths: Iterable[str]) -> None:
-        """Refuse a pattern that has matched no weight. Call it after making all optimizers."""
+        """Reject a pattern that has matched no weight. Call this after making all optimizers."""
         for pattern in self.each or ():
             if pattern not in self.matched and pattern != "*":
                 raise ConfigError(f"optimizer: {pattern!r} is the first match of no weight"
@@ -66,7 +66,7 @@ class Chosen:
 
 
 class Factor(NamedTuple):
-    """The schedule if fit got an optimizer: a factor on its updates. None: add them unchanged."""
+    """The schedule if fit got an optimizer: a factor on its updates. None: leave them unscaled."""
     schedule: Callable | None
 
     def __call__(self, step: Any) -> Any:
@@ -74,8 +74,8 @@ class Factor(NamedTuple):
 
 
 def check_unused(config: Any) -> None:
-    """Refuse options that have no effect if fit has an optimizer. Allow those that only shape the
-    rate over a run, such as --decay: a script may set them for all of its runs."""
+    """Reject options that have no effect if fit has an optimizer. Allow those that only shape the
+    rate over a run, such as --decay, because a script may set them for all of its runs."""
     replaced = ["optimizer", "beta1", "beta2", *(
         name for name, word in changes(type(config)).items() if word not in ("data", "decay"))]
     if given := [name for name in replaced if not is_derived(config, name)]:
@@ -93,13 +93,13 @@ def _label(path, each):
 
 
 def _without_rate(optimizer):
-    """The optimizer for a step that subtracts rate * updates, while optax adds its updates. It
-    keeps random keys in its state as numbers, because a checkpoint holds only numbers."""
+    """Adapt the optimizer to a step that subtracts rate * updates, whereas optax adds updates. Keep
+    random keys in its state as numbers, because a checkpoint can hold only numbers."""
     def init(params):
         return _with_numbers(optimizer.init(params))
 
     def update(grads, state, params=None):
-        # A new state shows which leaves are keys. Its values are not used.
+        # A new state shows which leaves are keys. Ignore its values.
         state = jax.tree.map(_as_key, optimizer.init(grads), state)
         try:
             updates, state = optimizer.update(grads, state, params)

@@ -1,13 +1,12 @@
-"""How a loss runs on a mesh: all that a training step must know, decided before it is compiled.
+"""How a loss runs on a mesh: everything a training step needs to know, decided before compiling it.
 
     init, loss, batch --shapes--> the rule --> where each weight lives, and how the loss runs
                                   checks   --> errors that stop the run, with the numbers
                                            --> Plan, from which train.py makes its step
     Plan, step, evaluate          -->          Program: the functions to compile, and their shapes
 
-A step takes its weights as two trees: the trained ones and the frozen ones. The second is {}
-without --lora_rank or a custom step. Checkpoints hold only the first; a loss gets both as a single
-tree.
+A step takes its weights as two trees: trained weights and frozen weights. The second is {} without
+--lora_rank or a custom step. Checkpoints hold only the first; a loss gets both as a single tree.
 """
 
 import dataclasses
@@ -52,54 +51,54 @@ from zigzag.run.checks import Overrides, check_batch, check_overrides, check_row
 from zigzag.run.modes import BY_HAND, JIT, MANUAL, TENSOR_WHOLE, TYPED, UNTYPED, mode_of
 from zigzag.run.schedules import check_given
 
-# The names in a step's line of metrics.jsonl.
+# The names in a step's line in metrics.jsonl.
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
           "save_seconds"}
-# The function of shard.py that a loss must call to be split over an axis, and what that splits.
+# {axis: (the shard.py function that a loss must call to be split over it, what that splits)}.
 SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
           "expert": ("experts", "experts")}
 
 
 class Axes(NamedTuple):
-    """What the axes of a mesh do in a step: those with more than one device over which our own code
-    communicates. train.make_gradients has an example."""
-    sums: set[str]          # its devices compute different parts of a sum over the batch
-    marked: set[str]        # the step marks weights as varying over it. Never tensor, where the
-                            # type of a weight says that it is split; and none for a loss without
-                            # types
-    same_rows: set[str]     # its devices have the same rows, and each a part of the layers (pipe)
-                            # or of the sequence (seq)
-    pools: bool             # the loss calls shard.whole_time, to pick or pool positions. Then every
-                            # device of seq computes the same sum, and the count may be a number of
-                            # rows, which does not vary over seq either; shard.local_sums counts
+    """What each mesh axis does in a step, for axes of size > 1 that our own code communicates over.
+    train.make_gradients has an example."""
+    sums: set[str]          # the axis's devices compute different parts of a sum over the batch
+    marked: set[str]        # the step marks weights as varying over the axis. This never includes
+                            # tensor, where a weight's type says that it's split; it's empty for a
+                            # loss without types
+    same_rows: set[str]     # the axis's devices share the same rows, but each has its own part of
+                            # the layers (pipe) or of the sequence (seq)
+    pools: bool             # the loss calls shard.whole_time, to pick or pool positions. Every
+                            # device of seq then computes the same sum, and the count may be a row
+                            # count, which doesn't vary over seq either; shard.local_sums counts
                             # both once
-    untimed: tuple[str, ...]    # arrays of the batch that seq does not split: their second
-                            # dimension is not the tokens' sequence
+    untimed: tuple[str, ...]    # batch arrays that seq doesn't split, because their second
+                            # dimension isn't the tokens' sequence
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The facts that a training step needs. Its only functions are the user's own. Trees have the
+    """The facts that a training step needs. The only functions in it are the user's. Trees have the
     structure of all weights unless a comment says otherwise."""
     config: Any             # with its dtype resolved
     mesh: Any
     init: Callable          # key -> weights, as stored
     loss: Callable          # (weights, batch, specs) -> (sum, count, {name: other sum}), float32
-    network: Any            # the network that this loss belongs to; None: a custom loss
+    network: Any            # the network whose loss this is; None: a custom loss
     mode: str               # how the loss runs: see zigzag/run/modes.py
     takes_specs: bool       # whether the loss's layers gather their own weights
     params: Any             # shapes
     batch: Any              # shapes of a whole batch
-    sums: Any               # shapes of what the loss returns
+    sums: Any               # shapes of the loss's results
     decisions: Any          # where each weight lives, and why
-    dtype: str              # the precision of the loss
-    accumulate: int         # the number of parts of a batch
-    names: set[str]         # the functions of shard.py that the loss calls
-    attends: tuple          # its calls of shard.attend: an attention.Call for each kind
-    schedule: Any = None    # update -> learning rate, if fit got one
-    timed: Any = ()         # ((name of an array of a batch, has a sequence?), ...): a task's timed
+    dtype: str              # the loss's precision
+    accumulate: int         # the number of parts per batch
+    names: set[str]         # the functions from shard.py that the loss calls
+    attends: tuple          # its calls to shard.attend: an attention.Call for each kind
+    schedule: Any = None    # update -> learning rate, if fit got a schedule
+    timed: Any = ()         # ((name of a batch array, has a sequence?), ...): a task's timed
     strip: int = 0          # the fewest tokens in a strip of rows (layer_strips.py); 0: no strips
-    learned: str | None = None      # in a custom step, the one tree to train, or "" to train none
+    learned: str | None = None      # in a custom step, the only tree to train, or "" to train none
                                     # (in an evaluation); None: train all weights
 
     @property
@@ -108,29 +107,29 @@ class Plan:
 
     @property
     def row_groups(self) -> int:
-        """The number of groups of devices that have different rows."""
+        """Return how many groups of devices have different rows."""
         return row_groups(self.mesh)
 
     @property
     def trusted(self) -> bool:
-        """Whether this is a network's own loss, which the tests compare with one device."""
+        """Return whether this is a network's own loss, which the tests compare with one device."""
         return self.network is not None
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of parameters, and how many of them a token visits."""
+        """Return the number of parameters, and how many of them a token visits."""
         if self.trusted:
             return self.network.parameters(self.config.network)
         return (count(self.params),) * 2
 
     @property
     def typed(self) -> bool:
-        """Whether the loss runs with varying types (check_vma)."""
+        """Return whether the loss runs with varying types (check_vma)."""
         return self.mode in (BY_HAND, TYPED)
 
     @property
     def manual(self) -> tuple[str, ...]:
-        """The mesh axes over which our code communicates. The compiler handles the rest."""
+        """Return the mesh axes that our code communicates over. The compiler handles the rest."""
         return MANUAL[self.mode]
 
     @property
@@ -139,12 +138,12 @@ class Plan:
 
     @property
     def row_axes(self) -> Any:
-        """The axes that split the rows of a batch, as an entry of a spec."""
+        """Return the axes that split a batch's rows, as an entry of a spec."""
         return full_spec(batch_spec(self.mesh), 1)[0]
 
     @property
     def axes(self) -> "Axes":
-        """What each axis does in the step."""
+        """Return what each axis does in the step."""
         in_use = {a for a in self.manual if self.sizes[a] > 1}
         sums, said = in_use & {*WITHOUT_TENSOR}, dict(self.timed)
         return Axes(sums, sums if self.typed else set(), in_use & {"pipe", "seq"},
@@ -153,12 +152,12 @@ class Plan:
 
     @property
     def skips_idle(self) -> bool:
-        """Whether a pipeline stage may skip a tick in which it has no work."""
+        """Return whether a pipeline stage may skip a tick when it has no work."""
         return can_skip(self.sizes, self.config.network.overlap and "tensor" in self.manual)
 
     @property
     def needs(self) -> list[str]:
-        """The axes, as axis=size, over which the loss must split its own work."""
+        """Return the axes, as axis=size, over which the loss must split its own work."""
         decisions = jax.tree.leaves(self.decisions)
         in_use = {"pipe", "seq"}.union(*(spec_axes(d.used) for d in decisions)) & SPLITS.keys()
         needed = {*in_use, *(["tensor"] if self.mode == BY_HAND else [])} & {*self.manual}
@@ -166,32 +165,32 @@ class Plan:
 
     @property
     def stored(self) -> Any:
-        """The specs of the weights as stored."""
+        """Return the specs of the weights as stored."""
         return jax.tree.map(lambda d: d.spec, self.decisions)
 
     @property
     def used(self) -> Any:
-        """The specs of the weights as the loss takes them, before fsdp gathers them."""
+        """Return the specs of the weights as the loss takes them, before the gather over fsdp."""
         return jax.tree.map(lambda d: d.used, self.decisions)
 
     @property
     def trained(self) -> Any:
-        """The decisions for the trained weights."""
+        """Return the decisions for the trained weights."""
         return self.in_two(self.decisions)[0]
 
     @property
     def frozen(self) -> Any:
-        """The decisions for the frozen weights: {} without --lora_rank or a custom step."""
+        """Return the decisions for the frozen weights: {} without --lora_rank or a custom step."""
         return self.in_two(self.decisions)[1]
 
     @property
     def specs(self) -> tuple[Any, Any]:
-        """The specs of the trained and of the frozen weights, as stored."""
+        """Return the specs of the trained and the frozen weights, as stored."""
         return self.in_two(self.stored)
 
     @property
     def moments(self) -> Any:
-        """The specs of the optimizer's state for trained weights; --zero 1 splits it over data."""
+        """Return the optimizer state's specs for trained weights; --zero 1 splits it over data."""
         trained, _ = self.specs
         if not self.config.zero:
             return trained
@@ -199,7 +198,7 @@ class Plan:
         return zero1_specs(shapes, trained, self.mesh, self.config.fsdp_min)
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
-        """A tree like the weights as two: the trained part and the frozen part."""
+        """Split a tree shaped like the weights in two: the trained part and the frozen part."""
         if self.learned is not None:
             own = {name: x for name, x in tree.items() if name == self.learned}
             return own, {name: x for name, x in tree.items() if name not in own}
@@ -207,17 +206,17 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """How many pieces our code (not the compiler) cuts a batch's loss into."""
+        """Return how many pieces our code, not the compiler, cuts a batch's loss into."""
         return self.accumulate * (1 if self.mode == JIT else self.row_groups)
 
 
 def in_one(trained: Any, frozen: Any) -> Any:
-    """Trained and frozen weights as one tree, for a loss. Plan.in_two undoes it."""
+    """Merge trained and frozen weights into a single tree, for a loss. Plan.in_two undoes this."""
     return low_rank.join(trained, frozen)
 
 
 def held_out(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch without seeds, like a held-out one."""
+    """Drop the seeds from a batch, which makes it like a held-out batch."""
     return {name: x for name, x in batch.items() if name != "seeds"}
 
 
@@ -225,11 +224,11 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
               overrides: Overrides = (), typed: bool = True,
               network: Any = None, schedule: Callable | None = None,
               learned: str | None = None, timed: Mapping[str, bool] = {}) -> Plan:
-    """The Plan to train init's weights with `loss` on batches of the shapes `batch` (all rows of an
-    update). typed=False runs the loss on each device as on a single one, whatever it calls.
-    `network` is the network that this loss belongs to; None: a custom loss. schedule(step) is the
-    learning rate; None: the configuration's. `learned` is the only tree of the weights to train, or
-    "" for none. `timed` is the task's: which arrays of a batch have a sequence."""
+    """Make the Plan to train init's weights with `loss` on batches of the shapes `batch` (all rows
+    of an update). typed=False runs the loss on each device as if it were the only one, whatever the
+    loss calls. `network` is the network whose loss this is; None: a custom loss. schedule(step) is
+    the learning rate; None: the config's. `learned` is the only tree of weights to train, or "" for
+    none. `timed` is the task's: which batch arrays have a sequence."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     check_time(batch, mesh, timed)
@@ -246,11 +245,11 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
                               f"trained; let init return no others")
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
-    # The rule looks at the work of one device: one part of its group's rows.
+    # The rule looks at a single device's work: one part of its group's rows.
     rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
     few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
-    calls = set()       # the different calls of shard.attend
+    calls = set()       # the distinct calls to shard.attend
     with within(calls=calls.add):
         jaxpr, sums = _traced(loss, weights, few, batch)
     if config.network.accuracy and "accuracy" not in sums[2]:
@@ -281,7 +280,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
 
 
 def _traced(loss, weights, few, batch):
-    """The loss's jaxpr for a few rows, and the shapes of its results."""
+    """Return the loss's jaxpr for a few rows, and the shapes of its results."""
     rows, of_batch = (jax.tree.leaves(b)[0].shape[0] for b in (few, batch))
     try:
         return jax.make_jaxpr(loss, return_shape=True)(weights, few)
@@ -299,7 +298,7 @@ def _with_frozen(init, dtype):
 
 
 def _whole_over_tensor(decisions, why):
-    """The same decisions on how to store weights, but the loss uses them whole over tensor."""
+    """Keep the decisions on how to store weights, but let the loss use them whole over tensor."""
     return jax.tree.map(lambda d: dataclasses.replace(
         d, used_as=without_axis(d.used, "tensor"),
         reason=d.reason + f"; gathered: this loss {why}" * ("tensor" in spec_axes(d.spec))),
@@ -307,18 +306,18 @@ def _whole_over_tensor(decisions, why):
 
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
-    """The decisions, with is_matrix from a whole batch without a mesh. It must not depend on the
-    mesh, through the rows of a device or through kv heads repeated for tensor."""
+    """Return the decisions, with is_matrix derived from a whole batch without a mesh. It must not
+    depend on the mesh through a device's rows, or through kv heads repeated for tensor."""
     seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
     return jax.tree.map(lambda d, s: dataclasses.replace(
         d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)
 
 
 # -------------------------------------------------------------------------------------------
-# What a loss returns
+# The results of a loss
 
 def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
-    """(the loss as a function (weights, batch, specs) -> loss_sums, whether it takes specs)."""
+    """Return (the loss as (weights, batch, specs) -> loss_sums, whether it takes specs)."""
     takes_specs = "specs" in inspect.signature(loss).parameters
 
     def checked(weights, batch, specs=None):
@@ -329,7 +328,7 @@ def with_checked_sums(loss: Callable) -> tuple[Callable, bool]:
 
 
 def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
-    """The result of a loss as (sum, count, {name: other sum}), in float32."""
+    """Convert a loss's result to (sum, count, {name: other sum}), in float32."""
     is_tuple = isinstance(result, tuple) and len(result) in (2, 3)
     s, c, aux = (*result, None)[:3] if is_tuple else (None, None, None)
     aux = {} if aux is None else aux
@@ -344,7 +343,7 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
 
 
 def check_names(given: Any, what: str, known: Any) -> None:
-    """Refuse names of numbers that a run logs already. `what` begins the message."""
+    """Reject names that a run already logs a number under. `what` starts the message."""
     for name in given:
         if not isinstance(name, str) or name in known:
             raise ConfigError(f"{what} the name {name!r}: expected a text other than "
@@ -352,22 +351,22 @@ def check_names(given: Any, what: str, known: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------
-# Refusals
+# Rejected configs
 
 def resolve_dtype(config: Any, mesh: Any) -> Any:
-    """The configuration with a dtype: its own, or the one that suits the mesh's devices."""
+    """Fill in the config's dtype: its own if set, otherwise the best one for the mesh's devices."""
     return change(config, dtype=config.network.dtype or best_dtype(mesh))
 
 
 def _check_axes(plan, names, why):
-    """Refuse mesh axes over which the loss must split its own work but does not."""
+    """Reject mesh axes over which the loss must split its own work but doesn't."""
     for axis, (function, what) in SPLITS.items():
         need = f"{axis}={plan.sizes[axis]}"
         if need not in plan.needs:
             continue
         missing = function not in names and (
             f"does not call shard.{function}, which is what splits {what} over it")
-        # A gradient inside the loss would be the gradient of this device's part alone.
+        # A gradient inside the loss would cover only this device's part.
         inside = DIFFERENTIATED in names and (
             f"takes a gradient inside itself (or another derivative), which over {axis} would be "
             f"the gradient of one device's part")
@@ -390,7 +389,7 @@ class Program:
     start: Any              # (key, weights instead of init's or None) -> state
     step: Any               # (state, batch) -> state, metrics
     evaluate: Any           # (params, batch, frozen) -> sum, count, other sums
-    own: Any = None         # the custom step of fit, if it got one: an own_step.OwnStep
+    own: Any = None         # fit's custom step, if any: an own_step.OwnStep
 
     @property
     def config(self) -> Any:
@@ -401,26 +400,26 @@ class Program:
         return self.plan.mesh
 
     def permute(self, tree: Any, back: bool = False) -> Any:
-        """A state, its saved part, or weights, with the layers in the order of the pipeline's
-        stages. With `back`, in their own order, which checkpoints have."""
+        """Put the layers of a state, its saved part, or weights in the order of the pipeline's
+        stages. With `back`, restore the layers' own order, which checkpoints use."""
         chunks = 1 if self.plan.mode == JIT else self.config.network.chunks
         known = (self.state, self.saved(self.state), self.state["params"], self.weights(self.state))
         like = next(x for x in known if jax.tree.structure(x) == jax.tree.structure(tree))
         return permute_layers(tree, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
     def weights(self, state: Any) -> Any:
-        """All weights of a state, trained (with --ema, their average) and frozen, as one tree."""
+        """Return all of a state's weights as a single tree: trained (or their --ema) and frozen."""
         return in_one(averages.used(state), state["frozen"])
 
     def saved(self, state: Any) -> Any:
-        """The part of a state that a checkpoint holds: all but the frozen weights, which a run
-        reads again from their source."""
+        """Return the part of a state that a checkpoint holds: all but the frozen weights, which a
+        run rereads from their source."""
         return averages.to_disk({name: x for name, x in state.items() if name != "frozen"})
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
-    """The Program of a step and an evaluation, with the shapes and shardings of their arguments and
-    results."""
+    """Make the Program of a step and an evaluation, with the shapes and shardings of their
+    arguments and results."""
     mesh, c = plan.mesh, plan.config
 
     def state(trained, frozen, opt, step):
@@ -428,7 +427,7 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
         return {"params": trained, "frozen": frozen, "opt": opt, "step": step, **average}
 
     def start(key, weights=None):
-        """The first state of a run, with these weights (except adapters) or with init's."""
+        """Make a run's first state, with these weights (except adapters) or with init's."""
         trained, frozen = plan.in_two(plan.init(key))
         if weights is not None:
             trained, frozen = ((trained, cast(weights, c.network.dtype)) if c.network.lora_rank
@@ -453,6 +452,6 @@ def compiled(program: Program) -> jax.stages.Compiled:
 
 
 def shapes_hash(params: Any) -> str:
-    """A hash of the paths, shapes and dtypes of weights, by which a run recognizes them."""
+    """Hash the weights' paths, shapes and dtypes, so that a run can recognize them."""
     text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

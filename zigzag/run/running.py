@@ -1,10 +1,10 @@
-"""How a run begins and ends: everything between its program and its first update, and after the
+"""How a run begins and ends: everything between its program and its first update, and after its
 last.
 
-    check_start     refuse a program that does not fit its task, before anything runs
-    running         open the run's folder, make or restore the state, compile the step
-    open_folder     the run's folder
-    machine         the mesh of a run, on the devices of one or many machines, or of --topology
+    check_start     before anything runs, reject a program that doesn't fit its task
+    running         open the run's folder, create or restore the state, compile the step
+    open_folder     open the run's folder
+    machine         make a run's mesh on the devices of one or many machines, or of --topology
 """
 
 import contextlib
@@ -46,8 +46,8 @@ from zigzag.run.task import Made, Task
 def running(program: Program, task: Task, learning_rate: Callable, say: Reporter,
             stop: list[int], log: Callable | None = None) -> Iterator[Loop]:
     """Yield the loop, with the run's state so far and the compiled step (None if all steps are
-    done). After a signal (in `stop`), save the state. Wait for open saves, and print how the run
-    ended. learning_rate(config, update) is train.py's; `log` is fit's."""
+    done). On exit, save the state if a signal arrived (in `stop`), wait for pending saves, and
+    print how the run ended. learning_rate(config, update) is train.py's; `log` is fit's."""
     config, plan = program.config, program.plan
     is_made = isinstance(task.examples, Made)
     record = task.record or (first_example(task) if config.out and not is_made else {})
@@ -85,15 +85,15 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         flush_metrics(loop)
         if stop:
             end_early(loop, stop)
-        elif not loop.evaluation and config.eval_every:     # this restarts a finished run
+        elif not loop.evaluation and config.eval_every:     # the run had already finished
             evaluate(loop, is_new=False)
     if not stop:
         end_run(loop)
 
 
 def expected(program: Program) -> tuple[list, bool]:
-    """(the sends that we expect of a device in an update, whether that is all of them), by the
-    formulas of forecast/. They do not cover a custom step."""
+    """Return (the sends we expect from each device per update, whether that list is complete), from
+    the formulas in forecast/. They don't cover a custom step."""
     if program.own or not has_part("forecast"):
         return [], False
     traffic = part("forecast.traffic", "")
@@ -101,7 +101,7 @@ def expected(program: Program) -> tuple[list, bool]:
 
 
 def first_example(task: Task) -> dict[str, str]:
-    """A fact to record about examples that have no other: a digest of the first example's row."""
+    """Return a fact to record about examples without a record: a digest of the first one's row."""
     digest = hashlib.sha256()
     for name, rows in sorted(task.first_row.items()):
         digest.update(name.encode() + rows.tobytes())
@@ -109,7 +109,7 @@ def first_example(task: Task) -> dict[str, str]:
 
 
 def has_own_weights(program: Program) -> bool:
-    """Whether the weights belong to a custom task, not to the configuration's network."""
+    """Return whether the weights belong to a custom task instead of the config's network."""
     plan, config = program.plan, program.config
     if plan.trusted or config.network.lora_rank:
         return False
@@ -119,8 +119,8 @@ def has_own_weights(program: Program) -> bool:
 
 def open_folder(program: Program, facts: Values, rates: dict[str, float], say: Reporter,
                 tokenizer: Tokenizer | None) -> RunFolder | None:
-    """The run's folder, ready to save in or to continue; None without --out. The folder records
-    `facts` next to the configuration; they must be the same when a run continues."""
+    """Return the run's folder, ready to save in or to resume, or None without --out. The folder
+    records `facts` next to the config; they must stay the same when a run resumes."""
     config, cls = program.config, type(program.config)
     if not config.out:
         return None
@@ -138,8 +138,8 @@ def open_folder(program: Program, facts: Values, rates: dict[str, float], say: R
 
 
 def check_start(program: Program, task: Task, say: Reporter) -> bool:
-    """Refuse a program that does not fit its task, or that differs between processes. Return
-    whether to compare its loss with one device."""
+    """Reject a program that doesn't fit its task, or that differs between processes. Return whether
+    to compare its loss with one device's."""
     hosts.assert_same_everywhere(continuing.record_of(program.config))
     check_task(program.config, program, task)
     compares = must_compare(program.plan, say.line)
@@ -149,8 +149,8 @@ def check_start(program: Program, task: Task, say: Reporter) -> bool:
 
 
 def machine(config: Any) -> Any:
-    """The mesh of a configuration: on the devices of --topology, on the accelerators of all
-    processes, or else on as many simulated CPU devices as it needs."""
+    """Make a config's mesh on the devices of --topology, on all processes' accelerators, or
+    otherwise on as many simulated CPU devices as it needs."""
     sizes = mesh_sizes(config.mesh, config.shards)
     count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
     if not config.distributed and rest == 0:
@@ -159,7 +159,7 @@ def machine(config: Any) -> Any:
 
 
 def devices_of(config: Any) -> Sequence[Any]:
-    """Join the processes of this run, and return the devices of --topology, or all of the run's."""
+    """Join this run's processes, and return the devices of --topology, or all of the run's."""
     hosts.init_distributed(config)
     topology = getattr(config, "topology", "")      # an option of forecast/
     devices = chips.topology_devices(topology) if topology else jax.devices()

@@ -1,18 +1,18 @@
-"""The learning rate over a run, from its configuration: the building blocks of train.learning_rate.
+"""The learning rate over a run, computed from its config: the pieces of train.learning_rate.
 
     peak          ________
-                 /   cosine, linear or exponential: falls to the end
-    first share /    constant: stays; wsd: stays, and falls during the cooldown
+                 /   cosine, linear or exponential: falls until the end
+    first share /    constant: stays at the peak; wsd: stays, then falls during the cooldown
                 |----|---------------------------|------------
                 0  warmup                    decay_steps, then the last rate stays
 
-    warmup       the schedule of the first updates, up to the peak
-    at_peak      the first update at the peak
-    decay        the schedule from the peak on
-    with_steps   the configuration with the steps that follow from --epochs
+    warmup       return the schedule of the first updates, up to the peak
+    at_peak      return the first update at the peak
+    decay        return the schedule from the peak on
+    with_steps   set the config's steps from --epochs
 
-A schedule is a function of the number of an update, from 0. It depends only on the configuration,
-so a run that stops and continues has the same rates as one that never stopped.
+A schedule is a function of the update number, from 0. It depends only on the config, so a run that
+stops and resumes has the same rates as a run that never stopped.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ DECAYS = ("cosine", "linear", "constant", "wsd", "exponential")
 
 
 def check(c: Any) -> None:
-    """Refuse values of a configuration that do not make a schedule."""
+    """Reject config values that don't define a valid schedule."""
     for name in ("warmup", "cooldown"):
         if (value := getattr(c, name) or 0) > 1 and value != int(value):
             raise ConfigError(f"--{name} {value}: expected a whole number of updates, or a share "
@@ -48,9 +48,9 @@ def check(c: Any) -> None:
 
 
 def fill_in(c: Any) -> None:
-    """Set the cooldown if it was not given, and (once the steps are known) the number of warmup
-    updates. The warmup is at the start, so its length stays when the run gets more steps; a
-    cooldown that is a share of the steps changes with them."""
+    """Set the cooldown unless given, and, once the steps are known, the number of warmup updates.
+    The warmup comes first, so its length stays the same when the run gets more steps; a cooldown
+    given as a share of the steps scales with them."""
     if c.decay == "wsd":
         derive(c, cooldown=0.2)
     if not c.epochs:
@@ -62,23 +62,23 @@ def fill_in(c: Any) -> None:
 
 
 def updates(value: float, steps: int) -> int:
-    """The number of updates for a value that is a number, or (below 1) a share of `steps`."""
+    """Return the updates for a value that is a count or, below 1, a share of `steps`."""
     return int(value) if value >= 1 or value == 0 else max(1, int(value * steps + 1e-9))
 
 
 def at_peak(c: Any) -> int:
-    """The first update at the peak, which is the last update of the warmup."""
+    """Return the first update at the peak, which is the last update of the warmup."""
     return max(c.warmup, 1) - 1
 
 
 def warmup(c: Any) -> Callable:
-    """The schedule from the first rate up to the peak."""
+    """Return the schedule from the first rate up to the peak."""
     first = c.lr / (at_peak(c) + 1) if c.first_share is None else c.lr * c.first_share
     return optax.linear_schedule(first, c.lr, at_peak(c))
 
 
 def decay(c: Any) -> Callable:
-    """The schedule from the peak, at 0, down to --final_share of it at the end of the decay."""
+    """Return the schedule from the peak, at 0, down to --final_share of it as the decay ends."""
     last, length = c.lr * c.final_share, _length(c)
     if c.decay == "cosine":
         return optax.cosine_decay_schedule(c.lr, length, c.final_share)
@@ -86,11 +86,11 @@ def decay(c: Any) -> Callable:
         return optax.exponential_decay(c.lr, length, c.final_share, end_value=last)
     if c.decay == "constant":
         return optax.constant_schedule(c.lr)
-    # A linear decay is a cooldown from the peak on.
+    # A linear decay is a cooldown that starts at the peak.
     falls = length if c.decay == "linear" else min(updates(c.cooldown, _end(c)), length)
     line = optax.linear_schedule(c.lr, last, falls)
 
-    def cooldown(step):     # rounding can bring the last rates below 0, for example to -7.5e-11
+    def cooldown(step):     # rounding can push the last rates below 0, for example to -7.5e-11
         return line(step) if last else jnp.maximum(line(step), 0)
 
     return optax.join_schedules([optax.constant_schedule(c.lr), cooldown], [length - falls])
@@ -101,25 +101,25 @@ def _end(c):
 
 
 def _length(c):
-    """The number of updates from the first at the peak to the last of the decay."""
+    """Return the number of updates from the first at the peak to the last of the decay."""
     return max(_end(c) - 1, at_peak(c) + 1) - at_peak(c)
 
 
 def fixed_from(c: Any) -> int:
-    """The number of updates after which more steps no longer stretch the decay: all updates of the
-    decay, or (wsd) those before the cooldown, and one more."""
+    """Return the number of updates after which adding steps no longer stretches the decay: all
+    updates of the decay or, for wsd, those before the cooldown plus one."""
     if c.decay != "wsd":
         return _end(c)
     return _end(c) - min(updates(c.cooldown, _end(c)), _length(c)) + 1
 
 
 def steps_of_tokens(c: Any) -> int:
-    """The number of steps for --tokens, rounded up."""
+    """Return the number of steps for --tokens, rounded up."""
     return math.ceil(c.tokens / (c.batch * c.network.seq_len))
 
 
 def with_steps(c: Any, examples: int) -> Any:
-    """The configuration with the steps for its --epochs over this many examples."""
+    """Set the config's steps from its --epochs over this many examples."""
     if not c.epochs:
         return c
     steps = math.ceil(c.epochs * examples / c.batch - 1e-9)     # 1.1 * 50 is 55.00000000000001
@@ -127,7 +127,7 @@ def with_steps(c: Any, examples: int) -> Any:
 
 
 def check_given(schedule: Callable) -> None:
-    """Refuse a `schedule` of fit that jax cannot trace, or that does not return a number."""
+    """Reject a `schedule` for fit that jax can't trace, or that doesn't return a number."""
     try:
         shape = jax.eval_shape(lambda step: jnp.asarray(schedule(step)),
                                jax.ShapeDtypeStruct((), "int32")).shape

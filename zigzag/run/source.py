@@ -1,8 +1,8 @@
 """The data that a run learns from, and its first weights.
 
-    kind_of         the kind of data that its network learns from: text, pairs or arrays
-    needs           the facts that a run must have recorded to continue
-    first_weights   the weights of a published model or of another run, and its tokenizer
+    kind_of         return the kind of data that its network learns from: text, pairs or arrays
+    needs           list the facts that a run must have recorded to resume
+    first_weights   read a published model's or another run's weights, and its tokenizer
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from zigzag.run.continuing import is_run
 
 
 def kind_of(config: Any) -> str:
-    """The kind of data that a configuration's network learns from: running text (text), or the name
-    of a file in tasks/ (pairs, arrays)."""
+    """Return the kind of data that the config's network learns from: running text (text), or the
+    name of a file in tasks/ (pairs, arrays)."""
     network = network_of(config)
     shape = network.source_shape(config.network)
     if network.gives(config.network) != "text":
@@ -33,13 +33,13 @@ def kind_of(config: Any) -> str:
 
 
 def needs(config: Any) -> tuple[str, ...]:
-    """The facts that a run must have recorded to continue with this configuration."""
+    """List the facts that a run must have recorded in order to resume with this config."""
     return () if kind_of(config) == "arrays" else ("tokenizer",)
 
 
 def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[str, int]]:
-    """For a model that already has weights, (a function that reads them for train.fit, its
-    tokenizer if it reads text, facts about them for config.json). Otherwise (None, None, {})."""
+    """For a model that already has weights, return (a function that reads them for train.fit, the
+    tokenizer if it reads text, facts for config.json). Otherwise return (None, None, {})."""
     network, reads_text = network_of(config), kind_of(config) != "arrays"
     source = config.init_from
     if not source:
@@ -54,7 +54,7 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
     if "tokenizer" not in record and reads_text:
         raise ConfigError(f"--init_from {source}: a run of another task, without a tokenizer for "
                           f"text")
-    # The other run may have continued since this one began.
+    # The other run may have resumed since this one began.
     begun = run_record(config.out, "--out") if is_run(config.out) else {}
     step = begun.get("base_step")
     if step is None:

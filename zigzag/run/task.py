@@ -1,4 +1,4 @@
-"""What a run learns: `Task`, which train.fit takes, and `Learned`, which tasks/ make of --data."""
+"""The `Task` that a run learns, for train.fit, and `Learned`, which tasks/ makes from --data."""
 
 import dataclasses
 import functools
@@ -18,28 +18,28 @@ from zigzag.run.checks import Overrides
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A training task: the loss, the weights, the examples, and what to show. The first six may be
-    positional arguments. A comment a, b -> c means that a function of (a, b) returns c."""
+    """A training task: the loss, the weights, the examples, and what to print. The first six may be
+    positional arguments. The comment a, b -> c means that a function of (a, b) returns c."""
     init: Callable                      # key -> the first weights of a new run
     collate: Callable                   # examples -> a batch: a dict of arrays [B, ...]
     loss: Callable                      # params, batch -> sum, count[, {name: other sum to log}]
     predict: Callable | None = None     # params, batch -> outputs for held-out examples, at each
                                         # evaluation: any tree of arrays with a row for each
-                                        # example. fit joins them in the order of the examples
-    examples: Any = ()                  # to learn from: anything with a length and an index; or a
-                                        # function: seed, step, weights -> the examples of one
-                                        # update, from the weights before it
+                                        # example. fit joins them in the examples' order
+    examples: Any = ()                  # to learn from: anything with a length and an index, or a
+                                        # function: seed, step, weights -> one update's examples,
+                                        # made from the weights before it
     held_out: Sequence = ()             # to evaluate on
 
     _: dataclasses.KW_ONLY
-    # what an evaluation says
+    # what an evaluation prints
     show: Callable | None = None        # the outputs of the first four held-out examples -> a text,
-                                        # or a dict of texts by label
+                                        # or a dict {label: text}
     metric: Callable | None = None      # outputs, examples -> a number, or a dict of numbers
     predicted: int | None = None        # how many held-out examples predict gets; None: all
     sources: dict[str, int] = dataclasses.field(default_factory=dict)   # {name: count} of held-out
-                                        # examples, in turn; a run also logs the loss of each source
-    bits_per_nat: float | None = None   # the held-out loss times this is bits per byte
+                                        # examples, in order; a run also logs each source's loss
+    bits_per_nat: float | None = None   # the held-out loss times this gives bits per byte
     # the weights, and where they are stored
     weights: Callable | None = None     # shapes (with shardings) -> the first weights of a new run,
                                         # instead of init's
@@ -51,30 +51,29 @@ class Task:
                                         # and pipe
     # what the run's folder keeps
     tokenizer: Tokenizer | None = None  # so that sample.py can read and write text
-    record: Values | None = None    # saved in config.json; must be the same when the run
-                                        # continues
-    flops: float | None = None          # the arithmetic of an update, for MFU
+    record: Values | None = None    # saved in config.json; must stay the same when the run
+                                        # resumes
+    flops: float | None = None          # an update's FLOPs, for MFU
 
     @functools.cached_property
     def first_row(self) -> dict[str, np.ndarray]:
-        """The batch of the first example alone, which gives the shapes of all batches."""
+        """Return the batch of only the first example, which gives the shapes of all batches."""
         if not len(self.examples):
             raise ConfigError("there are no examples to train on")
-        return batch_arrays(self.collate, [self.examples[0]])   # of Made, a held-out one
+        return batch_arrays(self.collate, [self.examples[0]])   # from Made, a held-out one
 
 
 def with_sequence(task: Task, config: Any) -> Task:
-    """The task, with a sequence of examples in place of a function that makes them."""
+    """Replace a task's function that makes examples by a sequence of them."""
     if not callable(task.examples) or hasattr(task.examples, "__getitem__"):
         return task
     return dataclasses.replace(task, examples=Made(task.examples, task.held_out, config))
 
 
 class Made(Sequence):
-    """The examples of a run in order, as a sequence that holds those of one update at a time. They
-    depend on the seed and the earlier updates, so a run that stops and continues makes the same
-    ones. Before there are weights, while fit checks the loss, held-out examples stand in for
-    them."""
+    """A run's examples in order, as a sequence that holds one update's examples at a time. They
+    depend on the seed and the earlier updates, so a run that stops and resumes makes the same
+    examples. Before there are weights, while fit checks the loss, held-out examples stand in."""
 
     def __init__(self, make: Callable, held_out: Sequence, config: Any):
         if not len(held_out):
@@ -108,16 +107,16 @@ class Made(Sequence):
 
 
 class Learned(NamedTuple):
-    """The data of a run, opened: what a context manager of tasks/ yields."""
-    config: Any                     # with the data's vocabulary, and the steps that --epochs take
+    """A run's data, once opened: what a context manager in tasks/ yields."""
+    config: Any                     # with the data's vocabulary, and the steps for --epochs
     make_task: Callable[[], Task]   # makes the task
-    record: Values          # facts for config.json, which must match when a run continues
+    record: Values          # facts for config.json, which must match when a run resumes
     description: str                # the run prints it
-    prompt_flags: str = ""          # flags for sample.py: a prompt like these data
+    prompt_flags: str = ""          # flags for sample.py, with a prompt that resembles the data
 
 
 def language(config: Any) -> tuple[Callable, Callable, Any]:
-    """The init and loss of the configuration's own network, and the shapes of a batch."""
+    """Return the init and loss of the config's own network, and the shapes of a batch."""
     network = network_of(config)
     batch = {**network.batch_shapes(config.network, config.batch),
              "seeds": jax.ShapeDtypeStruct((config.batch,), jnp.uint32)}
@@ -128,6 +127,6 @@ def language(config: Any) -> tuple[Callable, Callable, Any]:
 
 
 def without_data(config: Any) -> tuple[Task, Any]:
-    """(a task of the configuration's own network, to compile its step; the shapes of a batch)."""
+    """Return (a task of the config's own network, to compile its step; the shapes of a batch)."""
     init, loss, shapes = language(config)
     return Task(init, dict, loss), shapes
