@@ -8,7 +8,7 @@
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
 `fit` trains any `Task` (zigzag/run/task.py): collate turns examples into a batch, and loss turns a
-batch into (sum, count). The step sums both over parts and devices, then divides once.
+batch into (sum, count). The step sums both over batch parts and devices, then divides once.
 """
 
 if __name__ == "__main__":
@@ -80,9 +80,9 @@ class Config(MoreOptions):
     clip: float = flag(1.0, least=1e-30, same=True, change="clip")
                                     # clip the gradient's norm to this
     optimizer: str = flag("adamw", one_of=OPTIMIZERS, same=True)
-                                    # adamw, or muon for the matrices of the layers
+                                    # adamw, or muon for the layers' matrices
     accumulate: int = flag(1, least=1)  # parts of its batch that each device computes in turn
-    seed: int = flag(0, same=True)  # seed of the weights, the order of the data, and dropout
+    seed: int = flag(0, same=True)  # seed for the weights, the data order, and dropout
 
     # mesh
     shards: int = flag(0, beside="mesh")
@@ -153,7 +153,7 @@ def make_gradients(plan: Plan) -> Callable:
     every sum."""
     axes = plan.axes
 
-    def on_device(trained, frozen, batch):      # weights as stored, and 4 of the 16 rows
+    def on_device(trained, frozen, batch):      # the weights as stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
         # keeps jax from summing their gradients in every part (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=axes.marked)
@@ -197,7 +197,7 @@ def make_gradients(plan: Plan) -> Callable:
 
 
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
-    """The training step: (state, batch) -> state, metrics."""
+    """Make the training step: (state, batch) -> state, metrics."""
     gradients = make_gradients(plan)
 
     def step(state, batch):
@@ -330,7 +330,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
                 flush_metrics(loop)         # of the previous step
                 loop.pending = loop.at, metrics
                 is_best = is_due(loop, config.eval_every) and evaluate(loop)
-                # params, opt and step are enough to resume bit for bit. It doesn't wait for a disk.
+                # params, opt, step: enough to resume bit for bit. `save` doesn't wait for the disk.
                 if is_best or is_due(loop, config.save_every or config.steps):
                     save(loop)
                 hosts.share_stop(stop)
@@ -364,8 +364,8 @@ def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, 
 # The command line, in zigzag/commands, which imports this file
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """Parse train.py's command line into a Config. It ignores a run in --out; `main` doesn't. In a
-    script, --help prints the script's docstring, with the defaults that the rest of argv sets."""
+    """Parse train.py's command line into a Config. Unlike `main`, this ignores any run in --out. In
+    a script, --help prints the script's docstring, with the defaults that the rest of argv sets."""
     from zigzag.commands import command_line
 
     return command_line.parse(argv, sys.modules["__main__"].__doc__)

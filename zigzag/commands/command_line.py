@@ -178,7 +178,7 @@ def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> N
 def check_used(given: Values, config: Any, kind: str) -> None:
     """Reject flags that have no effect on this kind of data (text, or a file in tasks/), or in a
     run without evaluations."""
-    if config.eval_every == 0:      # with --held_out, all of --data is still training data
+    if config.eval_every == 0:      # --held_out still matters: it keeps all of --data for training
         some = {name: value for name, value in given.items() if value and name != "held_out"}
         check_unused(some, Unused(("evaluation",)), "with --eval_every 0")
     check_unused(given, [name for name, option in options(train.Config).items()

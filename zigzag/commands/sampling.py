@@ -56,7 +56,7 @@ class Model(NamedTuple):
 
     @property
     def ends(self) -> Sequence[int]:
-        """The ids that end a text."""
+        """Return the ids that end a text."""
         has_encoder = self.has_source and not self.network.source_ids(self.c)
         return special_ids(self.c, self.tokenizer)[1:2] if has_encoder else self.tokenizer.ends
 
@@ -69,7 +69,7 @@ class Model(NamedTuple):
         return [prompt.source for prompt in prompts] if self.has_source else None
 
     def room(self, prompt: Prompt) -> int:
-        """Return how many new ids fit after a prompt. The last needs no room: no model reads it."""
+        """Count the new ids that fit after a prompt. The last is free: the model never reads it."""
         context = context_of(self.network, self.c)
         return context - min(len(prompt.ids), context) + 1
 
@@ -119,7 +119,7 @@ def run(argv: Sequence[str] | None) -> None:
     else:
         texts = [flags.prompt]
         if file or not has_input:
-            # An empty standard input is one empty prompt: the beginning of a document.
+            # Empty standard input is a single empty prompt, which begins a document.
             texts = (file or read_input("-", "")).texts("prompt") or [""]
         prompts = part("tools.chat", "--chat").messages_of(model, texts) if chat else make_prompts(
             model.network, model.c, model.tokenizer, texts, flags.source)

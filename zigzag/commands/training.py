@@ -62,7 +62,7 @@ def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
     check = functools.partial(continuing.check_folder, train.Config, config.out,
                               change=config.change)
     old = check(continuing.facts_of(config), source.needs(config)) or {}
-    fingerprint = str(old.get("fingerprint", ""))       # of the data of a run to resume
+    fingerprint = str(old.get("fingerprint", ""))       # of the data, if this resumes a run
     if old and "data" in config.change and source.needs(config):
         tokenizer = tokenizer_of(run, old)
     if not is_process_0:

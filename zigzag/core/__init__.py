@@ -1,4 +1,4 @@
-"""The code shared by every other wing: flags, messages, processes, the mesh. Read it when a message
+"""The code that every other wing uses: flags, messages, processes, the mesh. Read it when a message
 puzzles you.
 
     errors      the exceptions that end a command, and helpers for writing messages

@@ -1,4 +1,4 @@
-"""Builds command lines from dataclasses; exit statuses.
+"""Builds command lines from dataclasses, and sets exit statuses.
 
     --key value   --key=value   --some-key or --some_key   --data one two   --tied
 

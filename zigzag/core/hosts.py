@@ -52,12 +52,12 @@ class Processes:
     coordinator: str = flag("", recorded=False)     # many hosts: HOST:PORT of process 0
     processes: int = flag(0, recorded=False)        # number of processes
     process_id: int = flag(-1, least=-1, recorded=False)
-                                    # number of this process, from 0; process 0 prints
+                                    # this process's number, from 0; process 0 prints
     distributed: bool = flag(False, recorded=False)
-                                    # ask SLURM, Open MPI, Kubernetes or a TPU pod for the processes
+                                    # find the processes through SLURM, Open MPI, Kubernetes or a
+                                    # TPU pod
     patience: int = flag(120, least=1, recorded=False)
-                                    # seconds to wait for other processes, in addition to ten times
-                                    # the longest wait so far
+                                    # seconds to wait for others, plus ten times the longest wait
 
 
 def check_processes(c: Processes) -> None:
@@ -76,7 +76,7 @@ def check_processes(c: Processes) -> None:
 
 
 def init_distributed(config: Any) -> None:
-    """Join the other processes, if there are any. Call it before anything touches a device."""
+    """Join the other processes, if any. Call this before anything touches a device."""
     if not (config.coordinator or config.distributed) or jax.distributed.is_initialized():
         return
     given, others = {}, "the other processes"
@@ -89,7 +89,7 @@ def init_distributed(config: Any) -> None:
     watchdog.start(config.patience)
     watchdog.arm(f"waiting for {others}", config.patience)
     try:
-        # By default jax would wait longer, then abort without saying what to do.
+        # jax's own timeout comes later than the watchdog's, and gives no advice when it aborts.
         jax.distributed.initialize(**given, initialization_timeout=config.patience + 60,
                                    heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
     except ValueError as e:

@@ -31,7 +31,7 @@ WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if the compiler ha
 # arrays [B, T, ...], a task's `timed` must say; otherwise check_time rejects them on those axes.
 TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
                           "document", "token_types"), True),
-         "encoded": False}      # an encoder's output; has_time adds all names in "source..."
+         "encoded": False}      # an encoder's output; has_time adds names that start with source
 
 
 class Around(NamedTuple):
@@ -288,7 +288,7 @@ def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> No
 
 
 def has_time(name: str, said: Mapping[str, bool]) -> bool | None:
-    """Return whether the batch's array of this name is [B, T, ...]; None if unknown."""
+    """Return whether the batch array with this name is [B, T, ...]; None if unknown."""
     return said.get(name, False if name.startswith("source") else TIMED.get(name))
 
 

@@ -1,7 +1,7 @@
 """Options: the fields of a config, each declared in a single place.
 
-    # data                                  a heading: --help groups the fields below it under
-                                            this; only --help all shows `# data (rare)`
+    # data                                  a heading: --help groups the fields below it. Only
+                                            --help all shows a group such as `# data (rare)`
     batch: int = 8  # examples in an update
     steps: int = flag(900, least=1)     # `flag` sets more than the default (see below), and the
                                         # help continues in comments that are indented further

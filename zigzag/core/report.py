@@ -48,12 +48,12 @@ class Reporter:
         return took, saving
 
     def training_loss(self) -> float | None:
-        """Return the mean of the finite losses since the last evaluation, or None if none are."""
+        """Return the mean of the finite losses since the last evaluation, or None without any."""
         finite = list(filter(math.isfinite, self.losses))
         return statistics.fmean(finite) if finite else None
 
     def detail(self, text: str) -> None:
-        """Write a line to the run's log, and print it too with --verbose."""
+        """Write a line to the run's log; with --verbose, also print it."""
         self.line(text, is_shown=self.verbose)
 
     def line(self, text: str, live: bool = False, is_shown: bool = True) -> None:

@@ -4,10 +4,10 @@ device.
     on the mesh                    sums, gradient and a held-out batch's sums, against a single
                                    device's for the same rows, in float32 if the loss allows it
 
-They differ if one batch is off by more than three times what rounding explains, or if two of three
-batches are off by more than rounding explains. The run then computes the loss as on one device,
-without types, if that helps and no axis needs more. Otherwise it rejects the loss and prints what
-differs and by how much; the table in docs/tasks.md, *What is refused*, helps to find the cause.
+The values differ if one batch is off by more than three times what rounding explains, or if two of
+three batches are off by more than rounding explains. The run then computes the loss as on a single
+device, without types, if that helps and no axis needs more. Otherwise it rejects the loss, printing
+what differs and by how much; docs/tasks.md, *What is refused*, has a table of causes.
 
 The check uses new weights, moved at random, because a head of zeros would hide differences. To
 measure the tolerance, it moves the single device's weights by rounding errors.

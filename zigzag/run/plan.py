@@ -79,7 +79,7 @@ class Axes(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """The facts that a training step needs. The only functions in it are the user's. Trees have the
-    structure of all weights unless a comment says otherwise."""
+    structure of the full weight tree unless a comment says otherwise."""
     config: Any             # with its dtype resolved
     mesh: Any
     init: Callable          # key -> weights, as stored
@@ -216,7 +216,7 @@ def in_one(trained: Any, frozen: Any) -> Any:
 
 
 def held_out(batch: dict[str, Any]) -> dict[str, Any]:
-    """Drop the seeds from a batch, which makes it like a held-out batch."""
+    """Drop the seeds from a batch, as in a held-out batch."""
     return {name: x for name, x in batch.items() if name != "seeds"}
 
 
@@ -343,7 +343,7 @@ def loss_sums(result: Any) -> tuple[Array, Array, dict[str, Array]]:
 
 
 def check_names(given: Any, what: str, known: Any) -> None:
-    """Reject names that a run already logs a number under. `what` starts the message."""
+    """Reject names that a run already uses in its log. `what` starts the message."""
     for name in given:
         if not isinstance(name, str) or name in known:
             raise ConfigError(f"{what} the name {name!r}: expected a text other than "
@@ -408,7 +408,7 @@ class Program:
         return permute_layers(tree, jax.tree.map(lambda x: x.sharding, like), chunks, back)
 
     def weights(self, state: Any) -> Any:
-        """Return all of a state's weights as a single tree: trained (or their --ema) and frozen."""
+        """Return a state's weights as a single tree: trained (with --ema, averaged) and frozen."""
         return in_one(averages.used(state), state["frozen"])
 
     def saved(self, state: Any) -> Any:

@@ -53,7 +53,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     record = task.record or (first_example(task) if config.out and not is_made else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(task.tokenizer) if task.tokenizer else {})}
-    hosts.assert_same_everywhere(facts)     # check_start has compared the configurations
+    hosts.assert_same_everywhere(facts)     # check_start has compared the configs
 
     def schedule_of(config):
         return plan.schedule or functools.partial(learning_rate, config)

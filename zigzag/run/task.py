@@ -64,7 +64,7 @@ class Task:
 
 
 def with_sequence(task: Task, config: Any) -> Task:
-    """Replace a task's function that makes examples by a sequence of them."""
+    """If a task makes its examples with a function, replace that with a sequence of them."""
     if not callable(task.examples) or hasattr(task.examples, "__getitem__"):
         return task
     return dataclasses.replace(task, examples=Made(task.examples, task.held_out, config))
