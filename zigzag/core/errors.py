@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 
 
 def any_loss(*axes: str) -> str:
-    """Return the end of a message that rejects axes (tensor, or tensor=2), naming axes that work."""
+    """Return the end of a message that rejects axes (tensor, or tensor=2): axes that do work."""
     others = [axis for axis in ("data", "fsdp", "tensor")
               if axis not in {text.partition("=")[0] for text in axes}]
     where = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]])) or "one device"
