@@ -446,8 +446,9 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     c = config
     if c.own_stem != "tokens" and source is None:
         tokens, source = None, tokens
-    if source is None and (c.encoder_layers or c.own_stem != "tokens"):
-        raise ConfigError("this model has an encoder: give it a source")
+    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
+        raise ConfigError("this model has no encoder to give a source to" if source is not None else
+                          "this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
                  source_mask=source_mask, token_types=token_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}

@@ -35,7 +35,7 @@ class OfTraining:
 
 COMMANDS = {
     "bench": Command("tools.bench", Unused(("saving", "evaluation"),
-                                           ("check", "profile", "topology"))),
+                                           ("check", "profile", "topology", "minutes"))),
     "plot": Command("tools.plots", beside=("save",))}
 
 

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import train
 from zigzag.commands import programs
 from zigzag.commands.training import opener
+from zigzag.core import hosts
 from zigzag.core.chips import USUAL_COUNT, memory_in_use, mfu
-from zigzag.core.errors import ConfigError, human_bytes
+from zigzag.core.errors import human_bytes
 from zigzag.core.mesh import platform
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_shapes
-from zigzag.disk.checkpoint import newest_step
 from zigzag.run import source
 from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
 from zigzag.run.plan import Program
@@ -56,20 +56,17 @@ def run(config: Any) -> None:
         bench(config, mesh, task)
 
 
-def steps_in(minutes: float, config: Any, mesh: Any) -> int:
+def steps_in(minutes: float, config: Any, mesh: Any, task: Task) -> int:
     """Return how many steps of a new run fit into this time, by the speed of some steps whose
     results it drops. Compiling, evaluations and saves do not count."""
-    if newest_step(config.out):
-        raise ConfigError(f"--minutes {minutes:g}: --out {config.out} holds a run, and its steps "
-                          f"follow from the time it was given first; leave --minutes out to go on "
-                          f"to its end, or give --steps")
-    with opened(config) as (small, task):
-        say = BenchReporter(WARM + FEW)
-        say.is_quiet = True
-        train_some(small, mesh, task, say)
-    step = statistics.median(say.took[WARM:])
+    say = BenchReporter(WARM + FEW)
+    is_first, say.is_quiet = not say.is_quiet, True
+    train_some(config, mesh, task, say)
+    step = hosts.process_allgather(statistics.median(say.took[WARM:]))[0]
     steps = max(1, round(60 * minutes / step))
-    print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {steps:,} steps")
+    if is_first:
+        print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {steps:,} steps")
+    hosts.watchdog.arm("beginning")
     return steps
 
 
@@ -85,7 +82,7 @@ def opened(config: Any) -> Iterator[tuple[Any, Task]]:
 def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[Program, Callable]:
     """Train for say.steps updates and keep nothing. Every second update uses the first batch again.
     Return the program, and the function that makes the batch of an update."""
-    config = dataclasses.replace(config, out="", profile=0, steps=say.steps + 1)
+    config = dataclasses.replace(config, out="", profile=0, log=(), steps=say.steps + 1)
     shapes = batch_shapes(config.batch, task.first_row)
     program = train.build(config, mesh, task, shapes)
     next_batch = functools.partial(train.training_batch, config, mesh, task, shapes)

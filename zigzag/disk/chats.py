@@ -277,8 +277,12 @@ def _environment():
     def strftime_now(form):
         return datetime.datetime.now().strftime(form)
 
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment

@@ -1,5 +1,6 @@
 """Helpers that readers of data share: lines of JSON, paths, numbers and .npy files."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any, Sequence
@@ -17,7 +18,7 @@ def existing(path: str | Path, name: str = "") -> Path:
     try:
         path.stat()
     except OSError as e:
-        near = [p.name for p in path.parent.glob("*")]
+        near = [p.name for p in path.parent.glob("*")] if e.errno == errno.ENOENT else []
         raise ConfigError(f"{name or path!s:.200}: {e.strerror.lower()}"
                           + did_you_mean(path.name, near)) from None
     return path
