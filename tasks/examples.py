@@ -5,9 +5,9 @@
     Arrays    a folder of .npy files, or a .npz      -> {name: a row of that array}
 
 Each has `train` and `held_out`, two sequences of examples (a tenth is held out; none if `whole`);
-`fingerprint`, a digest of the data; and str(), a description to print. Memory holds only where each
-example is, and the example is read on demand, but a .npz is loaded whole. This file needs numpy,
-not jax.
+`fingerprint`, a digest of the data; and str(), a description to print. Memory holds only each
+example's location, and `[i]` reads an example on demand, but a .npz is loaded whole. This file
+needs numpy, not jax.
 """
 
 import array

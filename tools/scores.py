@@ -81,7 +81,7 @@ def _sums(engine, params, windows, sources):
 def run(model: Model, file: Input) -> None:
     """sample.py --score: print the log-probability, scored token count and perplexity of each text
     in the file, and of all texts together."""
-    flags, texts = model.flags, [file.text]     # running text is one document
+    flags, texts = model.flags, [file.text]     # running text is a single document
     if flags.by == "line" or file.has_objects:
         texts = file.texts("text")
     # The first id, which is the tokenizer's start id or else the text's first id, has no score.

@@ -126,7 +126,7 @@ def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first:
 
 
 def _tools_of(record):
-    """Return a conversation's list of tools, which a table stores as JSON text."""
+    """Return a conversation's list of tools. It may be stored as JSON text, as in tables."""
     tools = record.get("tools") or []
     if isinstance(tools, str):
         with contextlib.suppress(ValueError, RecursionError):

@@ -209,12 +209,12 @@ def _digest(digests):
 def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
            fingerprint: str = "", changes: bool = False, vocab_size: int = 0, name: str = "data",
            flag: str = "--data", options: Options = Options()) -> Iterator["Corpus | TokenFiles"]:
-    """Open the corpus that --data (or `flag`) names. A folder made by data.py, or token files (with
-    `vocab_size` ids), are used in place. When the run begins or `changes` its data, text is encoded
-    into the run's folder `name`, with the tokenizer (default: bytes). The result is kept only if
-    the run begins in the body of the `with`. A resumed run uses its existing corpus, identified by
-    its fingerprint. With ready > 0, process 0 has already made the corpus, and it must appear
-    within `ready` seconds."""
+    """Open the corpus that --data (or `flag`) names. Use a folder made by data.py, or token files
+    (with `vocab_size` ids), in place. When the run begins or `changes` its data, encode text into
+    the run's folder `name`, with the tokenizer (default: bytes). Keep the result only if the run
+    begins in the body of the `with`. A resumed run uses its existing corpus, identified by its
+    fingerprint. With ready > 0, process 0 has already made the corpus, and it must appear within
+    `ready` seconds."""
     given = Path(path[0]) if len(path) == 1 and path[0] else None
     changed = run / f"{name}-{fingerprint[:12]}"
     is_changed = changes and ready or (changed / "data.json").exists()

@@ -144,7 +144,7 @@ class Pieces(Tokenizer):
 
     @functools.cached_property
     def special(self) -> dict[str, int]:
-        """{a control subword that a chat template writes, such as </s>: its id}"""
+        """{a control subword that a chat template may write, such as </s>: its id}"""
         return {self.model.id_to_piece(i): i for i in range(self.model.vocab_size())
                 if self.model.is_control(i)}
 

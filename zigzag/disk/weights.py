@@ -49,8 +49,8 @@ def weight_in(record: Record, field: str) -> Any:
 
 
 def weights_of_answers(messages: list[Record], field: str, count: int) -> list[Any]:
-    """Return the weight of each of the `count` answers among these messages, from the message's
-    field, or 1 if the message lacks it."""
+    """Return the weight of each of the `count` answers among these messages: the message's value in
+    this field, or 1 if the message lacks it."""
     found = [message.get(field) for message in messages if message["role"] == "assistant"]
     if not field or not any(x is not None for x in found):
         return [1] * count
