@@ -3,7 +3,7 @@ optional: delete it if you only train the decoder in model.py.
 
     transformer   decoders, encoders and encoder-decoders of every family; its options are in
                   general.py, its weights in tables.py, the rest in positions.py and stems.py
-    clip  swin  sam  blip2      vision models built on transformer.py (general.py, windows.py)
+    clip  swin  sam  blip2      vision models built from transformer.py, general.py, windows.py
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
     record  arrays_of_folder  folders           read and write a folder
     reference   check that an edited network still computes the published model
@@ -82,7 +82,7 @@ def is_folder(name: str) -> bool:
 
 
 def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
-    """Return the network for --model NAME, and its fields given these flags."""
+    """Return the network for --model NAME, and the fields that the name and flags imply."""
     fields = fields_of_preset(name, given)
     is_general = name == transformer.NETWORK.name
     return transformer.NETWORK if is_general else network_of_fields(fields), fields

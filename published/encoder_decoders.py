@@ -68,7 +68,7 @@ def _t5_tied(r, fields, folder):
         return {}
     if np.array_equal(head, table):
         return {"tied": True}
-    # If transformers 4 has such a model, we write version 4's form, which 5 also reads.
+    # If transformers 4 supports such a model, we write version 4's format, which 5 can read too.
     older = {name: value for name, value in r.items() if name != "scale_decoder_outputs"}
     older = r if fields["head_scale"] else {**older, "tie_word_embeddings": False}
     return {"tied": False, "published": json.dumps(older, sort_keys=True)}

@@ -27,7 +27,7 @@ class Family(NamedTuple):
     """A family of published models."""
     fields: Callable[[Record], Fields]          # config.json -> fields of a Config
     arrays: Names | Callable[[Any], Names]      # {published module or array: our weights in it} for
-                                                # all arrays, or a function of a Config
+                                                # all arrays, or a Config -> such a dict
     defaults: Fields                            # the class's defaults for missing keys
     prefix: str = ""                            # prefix of names, absent from a bare model's folder
     ignored: dict[str, Ignored] = {}            # {regex for arrays that aren't weights: why}

@@ -25,8 +25,8 @@ from zigzag.parallel.saved import is_custom, load_run
 # Published folders
 
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
-    """The config of a published model, with these fields overridden. Rejects fields that affect
-    more than how to train and run it."""
+    """The config of a published model, with these fields overridden. Only options for training and
+    execution can be overridden."""
     if other := fields.keys() - (may := _may_change(network)):
         raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
                           f"only these may be given: {', '.join(sorted(may))}")
@@ -38,7 +38,7 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
 
 
 def _may_change(network):
-    """The options that only affect how we train and run a published model."""
+    """The options that only affect how we train and execute a published model."""
     return {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
 
 

@@ -81,18 +81,18 @@ class Config(Computed):
     activation: str = flag("silu", one_of=("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"))
                                   # activation of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
     gated: bool = True            # a gated MLP: the activation multiplies a second product
-    biases: str = ""              # the products that have a bias, comma-separated: embed, qkv (or
+    biases: str = ""              # which products have a bias, comma-separated: embed, qkv (or
                                   # qv), out, mlp, head
     positions: str = flag("rotary",
         one_of=("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"))
                                   # rotary, learned, fixed (a table, not trained), sinusoidal,
                                   # alibi, alibi16 (in bfloat16) or none
     relative: str = flag("", one_of=("", "buckets", "grid"))
-                                  # learned bias of scores by distance: buckets (T5) or grid (BEiT)
+                                  # learned distance bias on the scores: buckets (T5), grid (BEiT)
     relative_buckets: int = flag(32, least=2)  # number of distance buckets
     relative_distance: int = flag(128, least=2)
                                   # the last bucket holds this distance and all larger ones
-    relative_shared: bool = True  # one table of these biases for all layers
+    relative_shared: bool = True  # share one table of these biases across all layers
     pad_id: int = flag(-1, least=-2)
                                   # positions skip tokens with this id; -1: count all tokens, -2:
                                   # count all that the mask keeps
@@ -103,15 +103,15 @@ class Config(Computed):
                                   # (rrrn: three with, one without); empty: all
     position_rows: int = 0        # rows of the learned position table; 0: as many as seq_len needs
     position_offset: int = 0      # row of the table for position 0
-    window: int = 0               # keys that a query sees, including its own; 0: all before it
+    window: int = 0               # keys that a query sees, including its own; 0: all earlier ones
     local_layers: str = ""        # which layers have the window, as a repeating pattern (lllg:
                                   # three with, one without); empty: all
     local_theta: float = 0.0      # RoPE base of layers with the window; 0: rope_theta, scaled
     embed_dim: int = 0            # width of the embedding and the head; 0: d_model
     embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
     attn_scale: float = 0.0       # factor on the scores; 0: head_dim ** -0.5
-    attn_softcap: float = 0.0     # bound on the scores, by tanh; 0: none
-    logit_softcap: float = 0.0    # bound on the logits, by tanh; 0: none
+    attn_softcap: float = 0.0     # soft cap on the scores (by tanh); 0: none
+    logit_softcap: float = 0.0    # soft cap on the logits (by tanh); 0: none
     q_rank: int = 0               # latent attention: width of the queries' latent; 0: d_model
     kv_rank: int = 0              # width of the latent of keys and values; 0: no latent attention
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
@@ -122,7 +122,7 @@ class Config(Computed):
     expert_d_ff: int = 0          # width of an expert; 0: d_ff
     dense_layers: int = 0         # number of initial layers with a dense MLP instead of experts
     router: str = flag("softmax", one_of=("softmax", "sigmoid"))
-                                  # softmax, or sigmoid with a bias for the choice of experts
+                                  # softmax, or sigmoid with a bias for choosing experts
     router_norm: bool = True      # normalize a token's routing weights to a sum of 1
     router_scale: float = flag(1.0, least=-math.inf)  # factor on the routing weights
     expert_groups: int = flag(1, least=1)  # groups of experts: a token first chooses groups

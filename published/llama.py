@@ -116,8 +116,8 @@ def start_id(c: Any) -> int:
 
 
 def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
-    """Return a published model's special ids: (the one that begins an encoder-decoder's text, the
-    one that ends a text, padding)."""
+    """Return a published model's (start id, end id, padding id). The start id begins an
+    encoder-decoder's text."""
     end = token_id(c, "eos_token_id")
     return (start_id(c), tokenizer.ends[0] if end is None else end,
             token_id(c, "pad_token_id") or 0)

@@ -1,6 +1,6 @@
 """Positions for the general transformer: per-layer windows, rotary rates, sinusoids, ALiBi's
-slopes, learned distance biases. numpy computes whatever doesn't depend on an array, in float64, as
-a constant of the program.
+slopes, learned distance biases. We compute whatever doesn't depend on an array in numpy, in
+float64, so that it becomes a constant of the program.
 
 c is a network's config, and i a layer's number.
 """
@@ -27,7 +27,7 @@ def _has_window(c):
 
 
 def layer_slots(c: Any, i: int) -> int:
-    """The most keys that a query in layer i can see; 0 if it sees all earlier keys."""
+    """The maximum number of keys that a query in layer i sees; 0 if it sees all earlier keys."""
     return c.window if _has_window(c)[i] else 0
 
 
@@ -51,7 +51,7 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
 
 
 def max_positions(c: Any) -> int:
-    """The most positions that a row can have: limited only by a learned position table."""
+    """The maximum number of positions, which only a learned position table limits."""
     return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
 
 

@@ -1,4 +1,4 @@
-"""The Config fields of new models.
+"""Config fields for new models.
 
     PRESETS             published shapes by name
     fields_of_preset    --model NAME

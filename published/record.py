@@ -6,9 +6,9 @@ type, an option that we don't support, or a key that no code here reads. Missing
 defaults of the family's class in transformers. Many files omit keys, and you couldn't infer most of
 the missing values from the weights' shapes.
 
-Two generations of transformers write and read these files. `as_older` first converts the form that
-only version 5 writes to that of version 4, which both read. If the two versions would compute
-different models from a file, this code rejects it.
+Two generations of transformers write and read these files. `as_older` first converts version 5's
+format to version 4's, which both can read. If the two versions would compute different models from
+a file, this code rejects it.
 """
 
 import json
@@ -355,8 +355,8 @@ TRAINED = "original_max_position_embeddings"
 
 
 def as_older(record: Fields, shared: Sequence[str]) -> Fields:
-    """Convert a config.json's rope_parameters to the form of transformers 4, which version 5 also
-    reads. Version 4 would ignore the form of 5 and silently use its defaults."""
+    """Convert a config.json's rope_parameters to the format of transformers 4, which version 5 can
+    read too. Version 4 would ignore version 5's format and silently use its own defaults."""
     r, model_type = dict(record), record["model_type"]
     new, moved = r.pop("rope_parameters", None), {}
     if new is None:

@@ -2,10 +2,10 @@
 
 You can edit model.py without changing any option or weight, for example by swapping the activation.
 The edited code would then export a LLaMA that computes something else, and load a published LLaMA
-as a different model. So exporting and loading first compare three things: the weights, the
-attention that the code requests over the whole context, and the logits of a few tokens from a small
-model with the same options. The reference is the general network, configured by the config.json,
-with the plain attention formula instead of shard.py's attention.
+as a different model. So before an export or a load, we compare three things: the weights, the
+attention that the code requests over the whole context, and a small model's logits for a few
+tokens. The small model has the same options. The reference is the general network, configured by
+the config.json, with the plain attention formula instead of shard.py's attention.
 """
 
 import dataclasses

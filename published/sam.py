@@ -118,7 +118,7 @@ def _distance_scores(w, q, window):
 
 
 def _score_bias(known):
-    """Add the two biases up to the score bias [B W, H, t, keys]. Keys are in row-major order."""
+    """Sum the two biases into the score bias [B W, H, t, keys]. Keys are in row-major order."""
     down, right = (known[name].swapaxes(1, 2) for name in ("down", "right"))
     scores = down[..., :, None] + right[..., None, :]
     return scores.reshape(*scores.shape[:3], -1)

@@ -1,4 +1,4 @@
-"""Swin: classifies pictures with windowed attention, in stages of ever fewer and wider tokens.
+"""Swin: classifies pictures with windowed attention, in stages with fewer and wider tokens.
 
     picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
                                                                             -> mean -> classes

@@ -90,8 +90,8 @@ def _known(c, i):
 
 def _scores(w, q, c):
     """The `scores` argument of shard.self_attend for the queries q; None for plain scores. It's a
-    function that adds a learned distance bias (`relative`) or a bias with a slope per head (ALiBi)
-    to the scores."""
+    function that adds a learned distance bias (`relative`) or ALiBi's bias (a slope per head) to
+    the scores."""
     table = slopes = None
     if c.relative:
         table = heads_of(q, w["relative"], 1)
@@ -479,10 +479,10 @@ def prepare_batch(params, batch, c, specs=None):
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None,
          embed: Callable = embedding) -> tuple:
     """Return (sum, count): the weighted cross-entropy of the batch's targets in nats, and the total
-    weight. The step divides only once, so masks and uneven shards don't change the result. A batch
-    with `seeds` [B] is for training: dropout is on, and experts add their terms to the sum and
-    return a third result, a dict of other sums. A classifier returns the cross-entropy of `labels`
-    [B] and the row count."""
+    weight. The step divides the totals only once, so masks and uneven shards don't change the
+    result. A batch with `seeds` [B] is for training: dropout is on, and experts add their terms to
+    the sum. They also return a third result, a dict of other sums. A classifier returns the
+    cross-entropy of `labels` [B] and the row count."""
     c, params, batch = prepare_batch(params, batch, config, specs)
 
     def layer(w, x, i, batch):
