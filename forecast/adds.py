@@ -16,4 +16,4 @@ class OfTraining:
 
 
 COMMANDS = {"topology": Command("forecast.dry_run", Unused(
-    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench")))}
+    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes")))}

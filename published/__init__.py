@@ -1,20 +1,20 @@
-"""Published models: their networks, reading and writing their folders, and presets. This is a part:
-delete it if you train only the decoder of model.py.
+"""Published models: their networks, presets, and code to read and write their folders. This part is
+optional: delete it if you only train the decoder in model.py.
 
-    transformer   decoders, encoders and encoder-decoders of all families: options in general.py,
-                  weights in tables.py, more in positions.py and stems.py
-    clip  swin  sam  blip2      models of pictures, built from its parts (general.py, windows.py)
+    transformer   decoders, encoders and encoder-decoders of every family; its options are in
+                  general.py, its weights in tables.py, the rest in positions.py and stems.py
+    clip  swin  sam  blip2      vision models built from transformer.py, general.py, windows.py
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
-    record  arrays_of_folder  folders           reading and writing a folder
-    reference   whether an edited network still computes the published model
-    presets     shapes by name
+    record  arrays_of_folder  folders           read and write a folder
+    reference   check that an edited network still computes the published model
+    presets     model shapes by name
 
-Recipes that train or read published models need this part, and so does tasks/pairs.py for its
-encoder-decoders. Read transformer.py when a published model is not the plain decoder. To add a
-family, see llama.py. A custom network is a file here that this file imports. It has a Config, a
-table of weights, a loss, the shapes of a batch, and any other functions of
-zigzag/parallel/network.py that it needs. These files import shard.py, each other and zigzag/. Only
-this one imports model.py, to choose between it and the other networks.
+Recipes that train or read published models need this part, and tasks/pairs.py needs it for its
+encoder-decoders. If a published model isn't the plain decoder, read transformer.py. To add a
+family, see llama.py. To add a custom network, put its file here and import it in this file. The
+file needs a Config, a weight table, a loss, the batch shapes, and whichever other functions in
+zigzag/parallel/network.py apply. These files import shard.py, each other and zigzag/. Only this
+one imports model.py, to choose between it and the other networks.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from zigzag.parallel.network import Network, Params, model_type
 from zigzag.parallel.network import network_of as network_of
 from zigzag.parallel.saved import load_run as load_run
 
-# {model_type of a published config.json: network}. model.py or transformer.py has the other types.
+# {model_type in a published config.json: network}. model.py and transformer.py cover all others.
 KINDS: dict[str, Network] = {kind: network for network in (
     blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK) for kind in network.families}
 
@@ -49,7 +49,7 @@ KINDS: dict[str, Network] = {kind: network for network in (
 # Which network
 
 def network_of_fields(fields: dict[str, Any]) -> Network:
-    """The network that has these options: the plain decoder, if it has them all."""
+    """Return the network that has these options: the plain decoder if it has them all."""
     kind = model_type(fields.get("published", ""))
     if kind in KINDS:
         return KINDS[kind]
@@ -58,17 +58,16 @@ def network_of_fields(fields: dict[str, Any]) -> Network:
 
 
 def network_of_folder(folder: str | Path) -> Network:
-    """The network of a published model."""
+    """Return the network for a published model's folder."""
     record = read_config(folder)
     if record["model_type"] in KINDS:
         return KINDS[record["model_type"]]
-    family_of(record, others=KINDS)     # refuses unknown families
+    family_of(record, others=KINDS)     # rejects unknown families
     return network_of_fields(dataclasses.asdict(folders.hf_config(transformer.NETWORK, folder)))
 
 
 def config_of(fields: dict[str, Any]) -> Any:
-    """Fields of a transformer.Config as the configuration of the network that has these
-    options."""
+    """Turn the fields of a transformer.Config into a config of the network that has them."""
     network = network_of_fields(fields)
     own = {f.name for f in dataclasses.fields(network.config)}
     return network.config(**{name: value for name, value in fields.items() if name in own})
@@ -78,12 +77,12 @@ PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}
 
 
 def is_folder(name: str) -> bool:
-    """Whether --model NAME means a folder: gpt2 is a preset, gpt2/ is a folder."""
+    """Whether --model NAME names a folder: gpt2 is a preset, gpt2/ is a folder."""
     return name not in PRESETS and Path(name).is_dir()
 
 
 def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
-    """The network of --model NAME and its fields, for the flags `given`."""
+    """Return the network for --model NAME, and the fields that the name and flags imply."""
     fields = fields_of_preset(name, given)
     is_general = name == transformer.NETWORK.name
     return transformer.NETWORK if is_general else network_of_fields(fields), fields
@@ -93,23 +92,23 @@ def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
 # Weights
 
 def hf_config(folder: str | Path, **fields: Any) -> Any:
-    """The configuration of a published model, with these fields changed."""
+    """The config of a published model, with these fields overridden."""
     return folders.hf_config(network_of_folder(folder), folder, **fields)
 
 
 def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields: Any
             ) -> tuple[Params, Any]:
-    """(weights, configuration) of a published model (a Hugging Face folder). Weights go straight
-    into their shards on the mesh (None: onto one device). `fields` of the configuration may say how
-    to train it. `edited`: load it even if the network's code computes something else."""
+    """Load (weights, config) from a Hugging Face folder. Weights go straight into their shards on
+    the mesh, or onto one device if `mesh` is None. `fields` override options for training and
+    running the model. With `edited`, load even if the network's code computes something else."""
     return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 
 
 def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
                       ) -> tuple[Params, Any, Tokenizer]:
-    """(weights, configuration, tokenizer) for sample.py --model. The weights are in the form that
-    decoding uses, with a list of layers, in the precision that the devices compute best. The stacks
-    of layers for training are never made."""
+    """Load (weights, config, tokenizer) for sample.py --model. The weights have the form that
+    decoding uses, a list of layers, in the dtype that suits the devices best. Only a decoder inside
+    a larger model builds the stacked layers of training first."""
     network = network_of_folder(folder)
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
     check_writes(network, config, f"--model {folder}", mesh)
@@ -118,7 +117,7 @@ def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
 
 
 def _for_decoding(network, config, folder, mesh, edited):
-    if network.decoder_of:      # a decoder among other towers: its layers are stacked here
+    if network.decoder_of:      # a decoder inside a larger model: load stacked layers
         network.check(config, mesh)
         params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))
         with jax.set_mesh(mesh):

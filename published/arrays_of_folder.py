@@ -1,30 +1,30 @@
-"""Published models: from a Hugging Face folder to weights in their shards, and back.
+"""Read a Hugging Face folder into sharded weights, and write such a folder.
 
-    config.json          the family and its sizes                 (llama.py translates them)
+    config.json          the model's family and sizes             (llama.py translates them)
     *.safetensors        arrays by name                           (llama.py has the names)
 
-A family has a table of names: a published module or array, and the weights of ours that it holds.
+Each family has a name table, which maps published modules and arrays to the weights they hold.
 
     "self_attn.q_proj": "wq"                    a module: q_proj.weight, and q_proj.bias if our
                                                 table of weights has a wq_bias
-    "mlp.gate_up_proj": "w_gate w_up"           two weights, one after the other
+    "mlp.gate_up_proj": "w_gate w_up"           two concatenated weights
     "lm_head": "head = embed"                   in a tied model, a copy of another array
     "lambda_1": "-> attn_out_scale"             an array
     "attn.c_proj.weight": "(H M) D -> wo"       an array with a custom layout
-    "query_key_value.weight": "(K [g N | N | M]) D -> wq wk wv"     three in every group of heads
+    "query_key_value.weight": "(K [g N | N | M]) D -> wq wk wv"     all three per group of heads
     "encoder.embed.weight": "== embed"          a copy of another array
-    "lm_head.bias": "~ head_bias"               a copy that is ignored
+    "lm_head.bias": "~ head_bias"               a copy that we read only as a fallback
 
-Rows whose weights the network's table lacks are skipped. The default layout of a matrix is torch's,
-outputs before inputs. Layouts use the table's letters; g is the number of query heads for each key
-head. Brackets ( ) merge axes into one. A | B concatenates A and B. K [A | B] repeats the content of
-the brackets K times: for each key head, its query heads, its key and its value. A 1 is an axis of
-length 1, which our weight may lack. An array with == is not written. It may be missing; if present,
-it must hold the same numbers. One with ~ is written, but read only if no other array has the
-weight. Without both, the weight is zeros.
+We skip rows whose weights aren't in the network's table. By default a matrix has torch's layout,
+outputs before inputs. Layouts use the table's letters; g is the number of query heads per key head.
+Parentheses ( ) merge axes into one. A | B concatenates A and B. K [A | B] repeats the part in
+brackets K times: for each key head, its query heads, its key and its value. A 1 is an axis of
+length 1, which our weight may lack. We don't write an array marked ==. It may be missing from a
+folder; if present, it must hold the same numbers. We write an array marked ~, but read it only if
+no other array has the weight. If no array has it, the weight is zeros.
 
-A Layout describes a weight as a view of part of an array. A device reads its own range of that view
-of the file. Writing assigns to the same view of a new array.
+A Layout describes a weight as a view of part of an array. Each device reads its own range of that
+view from the file. To write, we assign to the same view of a new array.
 """
 
 import functools
@@ -47,7 +47,7 @@ from zigzag.core.mesh import by_path, flatten
 from zigzag.generate.rows import on_host
 from zigzag.parallel.table import layer_counts
 
-# {dtype of the written arrays: its name in a file}
+# {dtype that we can write: its name in a file}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -55,11 +55,11 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # The layout of an array
 
 class Layout(NamedTuple):
-    """The part of a published array that is one of our weights, with the axes `own`."""
+    """The part of a published array that holds one of our weights, whose axes are `own`."""
     own: tuple[str, ...]
     sizes: dict[str, int]
     letters: list[str]      # this weight's letters, in the order of the published array
-    apart: list[int]        # the array's shape: for each axis, the repeats and the length of one
+    apart: list[int]        # the array's shape: the repeats per axis, and the length of each repeat
     at: tuple[slice, ...]   # this weight's part of that shape
 
     @property
@@ -68,9 +68,9 @@ class Layout(NamedTuple):
         return tuple(map(math.prod, zip(self.apart[::2], self.apart[1::2])))
 
     def view(self, array: np.ndarray) -> np.ndarray:
-        """This weight in a published array, with its axes in our order. Query heads in groups are
-        two axes, K and g."""
-        part = array.reshape(self.apart)[(*self.at, ...)]       # ... for a single number
+        """View this weight in a published array, with its axes in our order. Grouped query heads
+        have two axes, K and g."""
+        part = array.reshape(self.apart)[(*self.at, ...)]       # ... keeps a single number an array
         part = part.reshape([self.sizes[x] for x in self.letters])
         own = " ".join(self.own)
         own = own.replace("H", "K g") if "g" in self.letters else own
@@ -79,7 +79,7 @@ class Layout(NamedTuple):
     def read(self, array: np.ndarray, ranges: Sequence[slice], order: np.ndarray | None = None
              ) -> np.ndarray:
         """Read these ranges of the weight from a published array, whose last axis may have a
-        different order. Indices beyond the end of an axis are padding and are left out."""
+        different order. Skips indices past the end of an axis, which are padding."""
         at = []
         for letter, r in zip(self.own, ranges):
             in_groups = letter == "H" and "g" in self.letters
@@ -96,7 +96,7 @@ class Layout(NamedTuple):
 
 def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
             ) -> dict[str, Layout]:
-    """{weight: its Layout} for a pattern. `own` has the weights in order, each with its axes."""
+    """Parse a pattern into {weight: its Layout}. `own` has the weights in order, with axes."""
     found, sizes = {}, {"1": 1, **sizes}
 
     def count(letters):
@@ -121,13 +121,13 @@ def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
 # The folder
 
 def _listed(names):
-    """The first ten of these names as text, with long names shortened."""
+    """List the first ten of these names as text, and shorten long names."""
     return listed([n if n.isprintable() and len(n) < 200 else f"{n!r:.80}" for n in sorted(names)],
                   10)
 
 
 def read_config(path: str | Path) -> Fields:
-    """The content of a folder's config.json."""
+    """Read a folder's config.json."""
     file = Path(path) / "config.json"
     config = read_json(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -137,7 +137,7 @@ def read_config(path: str | Path) -> Fields:
 
 
 class Folder:
-    """The arrays of a folder by name, memory-mapped, so that only the parts in use are read."""
+    """A folder's arrays by name, memory-mapped so that we only read the parts in use."""
 
     def __init__(self, path: str | Path):
         self.path, self.arrays = Path(path), {}
@@ -152,7 +152,7 @@ class Folder:
             raise ConfigError(f"{self.path}: {_listed(wrong)} not in the file that the index says")
 
     def _index(self):
-        """{array: its file} as the index lists them; {} without an index."""
+        """Read {array: its file} from the index; {} if there's no index."""
         if (self.path / "model.safetensors").is_file():
             return {}
         index = self.path / "model.safetensors.index.json"
@@ -171,13 +171,13 @@ class Folder:
         return files
 
 
-# {a dtype in a file: numpy's}. Integers occur only in constants, which are compared.
+# {dtype in a file: numpy's dtype}. Integers occur only in constants, which we just compare.
 KINDS = {kind: jnp.dtype(name) for kind, name in dict(
     F32="float32", F16="float16", BF16="bfloat16", I64="int64", U8="uint8", BOOL="bool").items()}
 
 
 def _mapped(path):
-    """{name: array} of one file, memory-mapped."""
+    """Memory-map a file as {name: array}."""
     package = optional_package("safetensors", "a published model")
     try:
         with package.safe_open(path, framework="numpy"):        # checks the whole header
@@ -199,7 +199,7 @@ def _mapped(path):
 # -------------------------------------------------------------------------------------------
 # The arrays of a family, and reading weights
 
-# An array to read, a copy that must be equal, an array to read if there is no other.
+# An array to read, a copy that must match, a fallback to read if there's no other array.
 SIGNS = ("->", "==", "~")
 
 
@@ -213,7 +213,7 @@ class Change(NamedTuple):
 class Part(NamedTuple):
     """One of our weights in a published array."""
     path: str
-    layer: int | None       # its layer and its expert; None if it belongs to none
+    layer: int | None       # its layer and its expert; None if it has none
     expert: int | None
     layout: Layout
     sign: str               # one of SIGNS
@@ -221,9 +221,9 @@ class Part(NamedTuple):
 
 
 def stacks_of(own: Fields) -> dict[str, list[tuple[str, range]]]:
-    """{word in braces in a name: the stacks of layers that it numbers, with the numbers of their
-    layers}. A word is the path of a stack, for example {encoder.layers}. {l} is any layer, either
-    in dense_layers or in the layers after them."""
+    """Return {word: [(layer stack, its layers' numbers)]} for the words in braces in names. A word
+    is the path of a stack, for example {encoder.layers}. {l} is any layer, either in dense_layers
+    or in the layers after them."""
     counts = {path.rpartition(".")[0]: w.shape[0] for path, w in own.items() if "L" in w.axes}
     found = {stack: [(stack, range(count))] for stack, count in counts.items()}
     dense = counts.get("dense_layers", 0)
@@ -233,9 +233,9 @@ def stacks_of(own: Fields) -> dict[str, list[tuple[str, range]]]:
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
                      ) -> Iterator[tuple[str, list[Part]]]:
-    """Yield (name, its Parts) for every array of a model with this configuration. If a name comes
-    twice, the later one counts. In names, {e} is the number of an expert, and any other word is the
-    number of a layer (see stacks_of). `is_fused`: one array has all experts."""
+    """Yield (name, its Parts) for every array of a model with this config. If a name repeats, the
+    later one wins. In names, {e} is an expert's number, and any other word is a layer's number (see
+    stacks_of). With `is_fused`, a single array holds all experts."""
     names, own, adjust = family.arrays, by_path(table), family.adjust(config)
     names = names(config) if callable(names) else names
     stacks = stacks_of(own) | family.stacks(config)
@@ -258,8 +258,8 @@ def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = Fals
 
 
 def _rows(ours, prefix, own):
-    """The arrays of a row of a table of names, if `own` has their weights. Returns [(the end of the
-    name, the layout or "" for torch's, the sign, the paths of the weights)]."""
+    """Find the arrays that a row of a name table stands for, if `own` has their weights. Returns
+    [(name suffix, layout or "" for torch's, sign, weight paths)]."""
     if sign := re.search("|".join(SIGNS), ours):
         rows = [("", ours[:sign.start()].strip(), sign[0], ours[sign.end():].split())]
     else:
@@ -272,7 +272,7 @@ def _rows(ours, prefix, own):
 
 
 def _layouts_of(pattern, weights, config, has_expert):
-    """{path: Layout} of these weights in an array, without the stacked axes."""
+    """Return {path: Layout} for these weights in an array, without the stacked axes."""
     pattern = pattern or _layout_there(weights.values(), has_expert)
     stacked = {"L", *"E" * has_expert, *("" if "1" in pattern.split() else "1")}
     sizes = {a: size for w in weights.values() for a, size in zip(w.axes, w.shape)}
@@ -284,8 +284,8 @@ def _layouts_of(pattern, weights, config, has_expert):
 
 
 def _layout_there(rows, has_expert):
-    """The layout in torch of an array with these weights, one after the other. Outputs come before
-    inputs, the axes of a vector are merged into one, and a table keeps its axes."""
+    """Return torch's layout for an array that concatenates these weights. Outputs come before
+    inputs, a vector's axes merge into one, and a table keeps its axes."""
     outputs, others = [], ""
     for w in rows:
         letters = [x for x in w.axes if x not in ("L1E" if w.is_of_experts else "L1")]
@@ -294,32 +294,32 @@ def _layout_there(rows, has_expert):
             return " ".join(letters)
         if "1" in w.axes or len(letters) == 1:      # a vector
             cut = 0
-        else:       # a row matrix, whose first dimension tensor splits, or a column matrix
+        else:       # a row matrix (tensor splits its first dimension) or a column matrix
             cut = -1 if w.tensor >= 0 and w.axes[w.tensor] == letters[0] else 1
         outputs.append(" ".join(letters[cut:]))
         others = f" ({' '.join(letters[:cut])})" if cut else ""
     return "E " * experts + f"({' | '.join(outputs)})" + others
 
 
-# Name endings of arrays that hold all experts, in folders of transformers 5.
+# Suffixes of arrays that hold all experts, in folders written by transformers 5.
 FUSED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
-    """{name: its Parts} of the arrays of this folder. Refuses a folder if an array is missing or
-    unknown, has a wrong shape, or has a dtype that we do not read."""
+    """Return {name: its Parts} for this folder's arrays. Rejects the folder if an array is missing
+    or unknown, has the wrong shape, or has a dtype that we don't read."""
     there, spare = folder.arrays.keys(), {}     # {array that may not be a weight: why}
     for pattern, why in family.ignored.items():
         pattern = pattern.replace("{layers}", str(config.layers))
         spare |= {name: why for name in there if re.fullmatch(pattern, name)}
     is_fused = any(name.endswith(FUSED) for name in there)
-    # A bare model, without a head, has names without the prefix.
+    # A bare model (without a head) has no prefix in its names.
     named = there - spare.keys()
     bare = family.prefix and not any(name.startswith(family.prefix) for name in named)
     expected = {}
     for name, parts in published_arrays(family, config, table, is_fused):
-        if len(expected) > 2 * len(there) + 99:     # before a wrong number makes a long list
+        if len(expected) > 2 * len(there) + 99:     # stop before a wrong count fills memory
             experts = f" with {config.experts} experts each" if config.experts else ""
             raise ConfigError(f"{folder.path} has {len(there)} arrays; its config.json says "
                               f"{config.layers} layers{experts}")
@@ -327,7 +327,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
         for part, older in family.older.items():
             other = other.replace(part, older)
         expected[other if other in there else name] = parts
-    # One of several copies is enough, under any of their names.
+    # If a weight has several copies, any one of them is enough.
     found = {part[:3] for name in expected.keys() & there for part in expected[name]}
     lost = {name for name, parts in expected.items() if parts[0].sign == "->" and name not in there
             and parts[0][:3] not in found}
@@ -347,8 +347,8 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
 
 
 def _check_ignored(folder, config, name, why):
-    """Refuse an ignored array if its reason does not hold. It must be the constant that follows
-    from the configuration, or belong only to classes that `architectures` does not name."""
+    """Reject an ignored array if its reason doesn't hold. It must be the constant that the config
+    implies, or the class in `architectures` must match the reason's regex."""
     kinds = folder.config.get("architectures") or [""]
     if callable(why) and not why(config, folder.arrays[name].astype(np.float32)):
         raise ConfigError(f"{folder.path}: {name} is not the constant that it is in a model of "
@@ -359,9 +359,9 @@ def _check_ignored(folder, config, name, why):
 
 
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:
-    """Read the weights of a folder, sharded as `places` (shapes with shardings; layers stacked or
-    separate). Each device reads only its own part of each array. If `places` is None, check only
-    names and shapes."""
+    """Read a folder's weights, sharded like `places` (shapes with shardings; layers stacked or
+    separate). Each device reads only its own part of each array. If `places` is None, only check
+    names, shapes and dtypes."""
     expected = check_arrays(folder, family, config, table)
     if places is None:
         return None
@@ -388,17 +388,17 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
 
 
 def _of_stack(path, counts):
-    """(the path of the stack, the index in it) of a weight whose layers are separate."""
+    """Return (path of the stacked weight, index in the stack) for a weight in a separate layer."""
     _, layer, name = path.split(".", 2)
     at = int(layer) - counts.get("dense_layers", 0)
     return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
 
 
 def _read_part(folder, axes, pieces, ranges):
-    """These ranges of one of our weights; zeros where no array has it."""
+    """Read these ranges of one of our weights; zeros where no array has it."""
     out, done = np.zeros([r.stop - r.start for r in ranges], np.float32), {}
     for name, part in sorted(pieces, key=lambda piece: SIGNS.index(piece[1].sign)):
-        stacked = len(axes) - len(part.layout.own)      # the axes before the array's own
+        stacked = len(axes) - len(part.layout.own)      # leading axes that the array lacks
         numbers = {"L": part.layer or 0, "E": part.expert or 0, "1": 0}
         places = [(numbers[letter], r) for letter, r in zip(axes[:stacked], ranges)]
         if not all(r.start <= number < r.stop for number, r in places):
@@ -420,8 +420,8 @@ def _read_part(folder, axes, pieces, ranges):
 
 def write_folder(path: str | Path, family: Any, config: Any, table: Any, params: Any,
                  dtype: str = "float32") -> None:
-    """Write a folder that transformers can read: config.json, and one file with the weights in this
-    dtype. Every process must call this; process 0 writes."""
+    """Write a folder that transformers can read: config.json, plus a single file with the weights
+    in this dtype. Every process must call this; process 0 writes."""
     path, is_writer, refusal = Path(path), jax.process_index() == 0, ""
     try:
         if is_writer:
@@ -457,7 +457,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
 
 def published_array(name: str, parts: list[Part], weights: Fields, dtype: str = "float32"
                     ) -> np.ndarray:
-    """Build a published array from all of our weights in it. `weights` is {path: weight}."""
+    """Build a published array from the weights it holds. `weights` is {path: weight}."""
     array = np.zeros(parts[0].layout.shape, np.float32)
     for part in parts:
         w, layout = weights[part.path], part.layout
@@ -465,7 +465,7 @@ def published_array(name: str, parts: list[Part], weights: Fields, dtype: str = 
             w = w if number is None else w[number]
         w = np.asarray(on_host(w), np.float32).reshape(
             [-1 if a == "V" else layout.sizes[a] for a in layout.own])
-        w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # without padding
+        w = w[tuple(slice(layout.sizes[a]) for a in layout.own)]        # drop the padding
         w, order = w - np.float32(part.change.offset), part.change.order
         layout.write(array, w if order is None else w[..., np.argsort(order)])
     with np.errstate(over="ignore"):

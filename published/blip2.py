@@ -9,12 +9,12 @@
     tokens [B, T] -> embed -------------------------------------------------+-> [ block ] x L
                                                                                     -> logits
 
-The vision tower and the language model (OPT) are transformers of transformer.py. The Q-Former
-between them is built from blocks of transformer.py: every second layer also attends to the picture.
-A text contains Q tokens with the id image_token_index. The Q-Former's vectors replace their
+The vision tower and the language model (OPT) are networks of transformer.py. The Q-Former between
+them consists of transformer.py's blocks, and every other layer also attends to the picture. A text
+contains Q tokens with the id image_token_index, and the Q-Former's vectors replace their
 embeddings.
 
-The letters are transformer.py's, and these: Q queries, X width of the vision tower.
+The letters are transformer.py's, plus these: Q queries, X width of the vision tower.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from zigzag.parallel.products import lookup, matmul
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configurations. The whole model has the language model's.
+# Configs. The whole model uses the language model's.
 
 VISION = dict(hidden_size=1408, intermediate_size=6144, num_hidden_layers=39,
               num_attention_heads=16, image_size=224, patch_size=14, hidden_act="gelu",
@@ -74,7 +74,7 @@ def _fields(r):
 
 def _vision(r):
     r = r.part("vision_config", VISION)
-    refuse(r, num_channels=3)       # transformers' class ignores this key
+    refuse(r, num_channels=3)       # the class in transformers ignores this key
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
     return {**general.tower_sizes(r), **pictures(r), "positions": "learned", "biases": biases}
 
@@ -123,7 +123,7 @@ def _attention_arrays(name, ours, norm):
 
 
 def _of_text(ours):
-    """A row of OPT's names, for the weights in "text"."""
+    """Rewrite a row of OPT's name table for weights under "text"."""
     return " ".join(f"text.{word}" if word.isidentifier() else word for word in ours.split())
 
 
@@ -167,8 +167,8 @@ FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 
 def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                   ) -> Array:
-    """The Q-Former's vectors [B, Q, D] for the pictures in the batch's source [B, C, height,
-    width]. They are equal on every device."""
+    """Compute the Q-Former's vectors [B, Q, D] for the pictures in the batch's source [B, C,
+    height, width]. Devices with the same rows get the same vectors."""
     v, w, known = transformer.prepare_batch(
         params["vision"], only(batch, "source", "seeds"), vision_config(config))
     x = transformer.trunk(w, v, known, specs=specs and specs["vision"])
@@ -179,11 +179,11 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
     B, Q = len(batch["source"]), len(w["query"])
     slots = jnp.broadcast_to(jnp.arange(Q), (B, Q))
     known = {**seen, "slots": slots, "positions": slots}
-    if "seeds" in batch:        # so that dropout differs from that of the other towers
+    if "seeds" in batch:        # so that dropout differs from the other towers'
         known["seeds"] = batch["seeds"] + np.uint32(0x85EBCA6B)
     x = jnp.broadcast_to(w["query"], (B, *w["query"].shape))                    # [B, Q, D]
     x = shard.residual_stream(transformer.norm(w, "norm", x, c))
-    x = vary_like(x, batch["source"])       # in training the weights vary over the same axes
+    x = vary_like(x, batch["source"])       # in training, the weights vary over the same axes
 
     def pair(w, x, i):
         x = transformer.block(w["cross_layers"], x, 2 * i, c, known)[0]
@@ -197,9 +197,9 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
 
 
 def _embed_with(vectors, begins=False):
-    """A function in place of transformer.embedding, for texts with these vectors [B, Q, D]. The
-    n-th vector replaces the embedding of the row's n-th image token. `begins`: every row begins
-    with the image tokens, and a batch may be a later part of it."""
+    """Return a replacement for transformer.embedding that puts these vectors [B, Q, D] into texts.
+    The n-th vector replaces the embedding of a row's n-th image token. With `begins`, every row
+    begins with the image tokens, and a batch may hold a later part of it."""
     def embed(w, batch, c):
         r, x = record_of(c), transformer.embedding(w, batch, c)
         is_image = batch["tokens"] == r["image_token_index"]
@@ -216,26 +216,26 @@ def _embed_with(vectors, begins=False):
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
-    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. A mask decides which
-    positions count."""
+    """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. A mask decides
+    which positions count."""
     vectors = image_vectors(params, {"source": source}, config)
     return transformer.forward(params["text"], tokens, config, mask=mask,
                                embed=_embed_with(vectors))
 
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
-    """(sum, count): the weighted cross-entropy of the batch's targets, and their total weight."""
-    check(config, jax.sharding.get_abstract_mesh())     # train.fit does not check
+    """Return (sum, count): the weighted cross-entropy of the batch's targets, and their weight."""
+    check(config, jax.sharding.get_abstract_mesh())     # train.fit doesn't check
     vectors = image_vectors(params, batch, config, specs)
     return transformer.loss(params["text"], batch, config, specs and specs["text"],
                             _embed_with(vectors))
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding, as in the language model. The first layer's cache holds the picture's vectors
+# Decoding works as in the language model; the first layer's cache holds the picture's vectors
 
 def decoder_of(tree: Params) -> Params:
-    """A tree of weights (or of their specs) with the language model's entries at the top."""
+    """Move the language model's entries to the top of a tree of weights or specs."""
     others = {name: w for name, w in tree.items() if name != "text"}
     return others | tree.get("text", {})
 
@@ -247,7 +247,7 @@ def source_ids(c: Any) -> tuple[int, ...]:
 
 def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
-    """The entries for these pictures in the cache of each layer."""
+    """Make each layer's cache entries for these pictures."""
     return [{"cross_vectors": image_vectors(params, source, config, specs)},
             *({} for _ in range(1, config.layers))]
 
@@ -267,7 +267,7 @@ def cache_layer(config: Any, i: int) -> Layer:
 # Functions of the Network (zigzag/parallel/network.py)
 
 def batch_shapes(config: Any, rows: int) -> Shapes:
-    """{name: shape} of a batch for the loss."""
+    """Return {name: shape} for a batch of `loss`."""
     return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
 
 

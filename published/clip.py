@@ -1,14 +1,14 @@
-"""CLIP: how well each text fits each picture.
+"""CLIP: scores how well each text fits each picture.
 
     picture [B, C, height, width] -> patches -> [ block ] x L -> first token  -> projection [B, I]
                                                                                      | cosines,
                                                                                      | scaled [B, B]
     text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
 
-Both towers are transformers of transformer.py; this file has the code between them. The loss
-compares each picture of a batch with all texts, and each text with all pictures.
+Both towers are networks of transformer.py, and this file connects them. The loss compares each
+picture in a batch with all texts, and each text with all pictures.
 
-The letters are transformer.py's, and I is the width of the vectors that are compared.
+The letters are transformer.py's, plus I, the width of the vectors that we compare.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configurations. The whole model has the text tower's.
+# Configs. The whole model uses the text tower's.
 
 TEXT = dict(vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
             num_attention_heads=8, max_position_embeddings=77, hidden_act="quick_gelu",
@@ -46,7 +46,7 @@ WHOLE = dict(projection_dim=512, logit_scale_init_value=2.6592, text_config=None
 def _part(r, name, defaults):
     given = r.plain(name)
     own = r.plain(f"{name}_dict")
-    if isinstance(own, dict):       # an entry of older files, which wins if they differ
+    if isinstance(own, dict):       # an entry in older files, which wins if they differ
         given = {**(given or {}), **defaults, **own}
     return r.part(name, defaults, given)
 
@@ -56,7 +56,7 @@ def _fields(r):
     text = _part(r, "text_config", TEXT)
     general.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
-    float(r["logit_scale_init_value"])      # fails here if the table of weights could not read it
+    float(r["logit_scale_init_value"])      # fail here if the weight table couldn't read it
     an_id("text_config.eos_token_id", text["eos_token_id"])
     return {**general.tower_sizes(text), "positions": "learned", **named(
         text, vocab_size="vocab_size", seq_len="max_position_embeddings",
@@ -108,7 +108,7 @@ FAMILIES = {"clip": Family(_fields, ARRAYS, WHOLE,
 # The network
 
 def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -> Array:
-    """The normalized vectors [B, I] of texts. A batch has tokens [B, T], and may have a mask."""
+    """Compute the texts' normalized vectors [B, I]. A batch has tokens [B, T] and maybe a mask."""
     # A text's vector comes from its end token: the one with the largest id, or the first eos.
     eos, tokens = _part(record_of(config), "text_config", TEXT)["eos_token_id"], batch["tokens"]
     end = jnp.argmax(tokens if eos == 2 else tokens == eos, 1)                  # [B]
@@ -118,13 +118,13 @@ def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -
 
 def picture_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                     ) -> Array:
-    """The normalized vectors [B, I] of the pictures in the batch's source [B, C, height, width]."""
+    """Compute normalized vectors [B, I] for the pictures in the source [B, C, height, width]."""
     return _vectors(params, "vision", vision_config(config), batch, specs,
                     lambda x: shard.whole_time(x, in_parts=True)[:, 0])
 
 
 def _vectors(params, name, c, batch, specs, chosen):
-    """The vectors of one tower, from the token of each row that `chosen` picks."""
+    """Compute a tower's vectors from the token that `chosen` picks in each row."""
     c, w, known = transformer.prepare_batch(params[name], batch, c)
     x = chosen(transformer.trunk(w, c, known, specs=specs and specs[name]))
     x = matmul(transformer.norm(w, "norm", x, c), cast(params[f"{name}_projection"], c.dtype), 1,
@@ -134,7 +134,7 @@ def _vectors(params, name, c, batch, specs, chosen):
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
-    """Logits [pictures, texts]: how well each text fits each picture."""
+    """Return logits [pictures, texts], which say how well each text fits each picture."""
     batch = {"tokens": tokens} if mask is None else {"tokens": tokens, "mask": mask}
     pictures = picture_vectors(params, {"source": source}, config)
     return jnp.exp(params["logit_scale"]) * pictures @ text_vectors(params, batch, config).T
@@ -142,11 +142,11 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None
          ) -> tuple[Array, Array]:
-    """(sum, count), where count is the number of rows. A row's loss is the mean of two
-    cross-entropies: of its text among all texts of the batch, given the picture, and of its picture
-    among all pictures, given the text. So it depends on the whole batch. On a mesh, each device
-    computes the loss of its own rows."""
-    check(config, jax.sharding.get_abstract_mesh())     # train.fit does not check
+    """Return (sum, count), where count is the number of rows. A row's loss averages two
+    cross-entropies: its text among all texts in the batch, given the picture, and its picture among
+    all pictures, given the text. So a row's loss depends on the whole batch. On a mesh, each device
+    computes its own rows' loss."""
+    check(config, jax.sharding.get_abstract_mesh())     # train.fit doesn't check
     texts = text_vectors(params, only(batch, "tokens", "mask", "seeds"), config, specs)
     pictures = picture_vectors(params, only(batch, "source", "seeds"), config, specs)
     scale, B = jnp.exp(params["logit_scale"].astype(jnp.float32)), len(texts)
@@ -165,7 +165,7 @@ def loss(params: Params, batch: Batch, config: Any, specs: Any = None
 # Functions of the Network (zigzag/parallel/network.py)
 
 def batch_shapes(config: Any, rows: int) -> Shapes:
-    """{name: shape} of a batch for the loss."""
+    """Return {name: shape} for a batch of `loss`."""
     texts = tables.batch_shapes(config, rows)
     return {"tokens": texts["tokens"], "mask": texts["weights"],
             **tables.batch_shapes(vision_config(config), rows)}

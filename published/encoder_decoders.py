@@ -22,17 +22,17 @@ from published.record import (
 
 PAIRS: Families = {}
 
-# The seq_len of a model without a table of positions.
+# The seq_len of a model without a position table.
 LENGTH = 512
 
 
 # -------------------------------------------------------------------------------------------
-# T5: RMSNorm before attention and MLP, learned biases by distance. 1.1 has a gated MLP and an
+# T5: RMSNorm before attention and the MLP, learned distance biases. T5 1.1 has a gated MLP and an
 # untied head
 
 def _t5_mlp(r):
-    """The fields of the MLP, from feed_forward_proj: ACTIVATION or gated-ACTIVATION. Two other
-    keys, dense_act_fn and is_gated_act, take precedence."""
+    """Read the MLP's fields from feed_forward_proj, which is ACTIVATION or gated-ACTIVATION. The
+    keys dense_act_fn and is_gated_act take precedence."""
     words = r["feed_forward_proj"].split("-")
     if len(words) > 2 or len(words) == 2 and words[0] != "gated":
         raise wrong("feed_forward_proj", r["feed_forward_proj"],
@@ -62,13 +62,13 @@ def _t5(r):
 
 
 def _t5_tied(r, fields, folder):
-    """The field `tied`. A T5 saved by transformers 5 is untied if its head and embedding differ."""
+    """The field `tied`. A T5 from transformers 5 is untied if its head and embedding differ."""
     head, table = map(folder.arrays.get, ("lm_head.weight", "shared.weight"))
     if "scale_decoder_outputs" not in r or not fields["tied"] or head is None or table is None:
         return {}
     if np.array_equal(head, table):
         return {"tied": True}
-    # If transformers 4 has such a model, we write its form, which 5 reads as well.
+    # If transformers 4 supports such a model, we write version 4's format, which 5 can read too.
     older = {name: value for name, value in r.items() if name != "scale_decoder_outputs"}
     older = r if fields["head_scale"] else {**older, "tie_word_embeddings": False}
     return {"tied": False, "published": json.dumps(older, sort_keys=True)}
@@ -95,7 +95,7 @@ PAIRS["t5"] = Family(
     dict(is_encoder_decoder=True, tie_word_embeddings=True, num_decoder_layers=None,
          relative_attention_num_buckets=32, relative_attention_max_distance=128,
          layer_norm_epsilon=1e-6, feed_forward_proj="relu", pad_token_id=0, eos_token_id=1),
-    # T5's first versions saved biases by distance for cross-attention, which no class has.
+    # T5's earliest versions saved distance biases for cross-attention, which no class has.
     ignored={r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight": ""},
     seen=_t5_tied,
     aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads",
@@ -130,7 +130,7 @@ CODERS = under("model.", {
 
 
 def _bart(r):
-    # The first files have these keys of related models; the class ignores them.
+    # The earliest files have these keys from related models; the class ignores them.
     refuse(r, normalize_before=False, add_final_layer_norm=False, normalize_embedding=True,
            static_position_embeddings=False, add_bias_logits=False)
     fields = _layers(r, "max_position_embeddings", "max_position_embeddings")

@@ -1,8 +1,8 @@
 """Published encoders: BERT, RoBERTa, ALBERT; ViT, BEiT.
 
-`architectures` names the class of a folder's weights, and so the head: masked tokens, classes, or
-none. We read and write a model with two heads (BertForPreTraining) as a masked language model,
-without its prediction of the next sentence.
+`architectures` names the class of a folder's weights, which determines the head: masked tokens,
+classes, or none. We read and write a model with two heads (BertForPreTraining) as a masked language
+model, and drop its next-sentence head.
 
 family.py explains `Family`.
 """
@@ -34,13 +34,13 @@ from zigzag.core.errors import ConfigError
 
 ENCODERS: Families = {}
 
-# Buffers, and weights of other heads, which BERT's own folders also hold. They are ignored only if
-# they are not part of the model.
+# Buffers and other heads' weights, which BERT's own folders also hold. We ignore them only if
+# they aren't part of the model.
 LEFT_OUT = {r".*embeddings\.position_ids": is_range,
             r".*embeddings\.token_type_ids": lambda c, array: not array.any(),
             r"(\w+\.)?pooler\..*": "", r"cls\.seq_relationship\..*": "",
             r"sop_classifier\..*": ""}
-# Names in folders of the oldest versions, for example BERT's own.
+# Names in the oldest folders, for example BERT's own.
 OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -116,12 +116,12 @@ ENCODERS["bert"] = Family(
 
 
 def _roberta(r):
-    """The fields of a RoBERTa. Its table of positions begins after row pad_token_id, which is for
+    """The fields of a RoBERTa. Its position table begins after row pad_token_id, which is for
     padding."""
     fields = _text(r, "Roberta")
     if fields["head"] == "masked" and fields["activation"] != "gelu":
         refuse(r, hidden_act="gelu")    # its head uses gelu, whatever the layers use
-    rows = r["max_position_embeddings"]     # one is for padding, and at least one follows it
+    rows = r["max_position_embeddings"]     # one for padding, and at least one after it
     padding = an_id("pad_token_id", r["pad_token_id"], min(rows - 1, r["vocab_size"]))
     return {**fields, "pad_id": padding, "position_offset": padding + 1,
             "seq_len": rows - padding - 1}
@@ -174,9 +174,9 @@ PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_s
                 num_channels=3)
 
 
-# The token for masked patches. We ignore it, because no patch is masked here.
+# The token for masked patches. We ignore it, because we never mask patches.
 MASK_TOKEN = r"(\w+\.)?embeddings\.mask_token"
-# The names that transformers 5 writes when it does not save in the original format.
+# The names that transformers 5 writes when it doesn't save in the original format.
 NEWER = {"encoder.layer.": "layers.", "attention.attention.query": "attention.q_proj",
          "attention.attention.key": "attention.k_proj",
          "attention.attention.value": "attention.v_proj",
@@ -234,8 +234,8 @@ def _beit_arrays(c):
 
 
 def _is_index(c, array):
-    """Whether the array is the table of indices. It has the row of the learned bias for each pair
-    of patches, and for pairs with the class token."""
+    """Whether the array is the index table, which gives the learned bias's row for each pair of
+    patches, and for pairs with the class token."""
     slots = np.arange(c.seq_len)
     return np.array_equal(array, patch_ids(c, slots[:, None], slots))
 

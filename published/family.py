@@ -1,6 +1,6 @@
-"""`Family`, a family of published models, and names of arrays that many families share.
+"""`Family`, the description of a model family, and the array names that many families share.
 
-llama.py and gpt.py have the families; arrays_of_folder.py explains the names.
+Families are in llama.py, gpt.py, encoders.py and others; arrays_of_folder.py explains the names.
 """
 
 from typing import Any, Callable, NamedTuple
@@ -13,44 +13,44 @@ from zigzag.parallel.rotary import plain_rates
 
 
 def keys(names: str) -> tuple[str, ...]:
-    """The names in a text, separated by blanks."""
+    """Split a string of names at whitespace."""
     return tuple(names.split())
 
 
-# Why an array of a folder is not a weight: a function (Config, array) -> whether it is the constant
-# that follows from the configuration, or a regex of the classes that do not have the array.
+# Why an array in a folder isn't a weight: a function (Config, array) that tests whether it's the
+# constant that the config implies, or a regex for the classes in which we ignore it.
 Ignored = Callable[[Any, np.ndarray], bool] | str
-Changes = dict[str, Change]     # {name of a weight: how it differs}
+Changes = dict[str, Change]     # {weight name: how it differs}
 
 
 class Family(NamedTuple):
     """A family of published models."""
     fields: Callable[[Record], Fields]          # config.json -> fields of a Config
     arrays: Names | Callable[[Any], Names]      # {published module or array: our weights in it} for
-                                                # all arrays, or a function of a Config
+                                                # all arrays, or a Config -> such a dict
     defaults: Fields                            # the class's defaults for missing keys
-    prefix: str = ""                            # of names; a bare model's folder lacks it
-    ignored: dict[str, Ignored] = {}            # {regex of arrays that are not weights: why}
-    adjust: Callable[[Any], Changes] = lambda c: {}     # how weights differ from ours
+    prefix: str = ""                            # prefix of names, absent from a bare model's folder
+    ignored: dict[str, Ignored] = {}            # {regex for arrays that aren't weights: why}
+    adjust: Callable[[Any], Changes] = lambda c: {}     # how our weights differ from the arrays
     aliases: Names = {}                         # {alias: usual name}
-    stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> what words in names number, in
-                                                # addition to those of arrays_of_folder.stacks_of
-    older: Names = {}                           # {part of a name: that part in older or newer
+    stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> more words for names, besides
+                                                # those from arrays_of_folder.stacks_of
+    older: Names = {}                           # {part of a name: the same part in older or newer
                                                 # versions}
-    fused: Names = {}                           # arrays that hold all experts, instead of one array
-                                                # for each
-    seen: Callable[[Fields, Any], Fields] | None = None     # (fields, folder) -> more fields, which
-                                                # depend on the arrays of the folder
-    shared: tuple[str, ...] = ()                # keys of its class that shared translators read
-                                                # only for classes that have them
-    neutral: tuple[str, ...] = ()               # keys that cannot change what its class computes,
-                                                # if `fields` does not read them
+    fused: Names = {}                           # arrays that hold all experts, replacing those with
+                                                # a single expert
+    seen: Callable[[Fields, Any], Fields] | None = None     # (config.json, fields, folder) -> more
+                                                # fields, which depend on the folder's arrays
+    shared: tuple[str, ...] = ()                # keys that shared translators read only for classes
+                                                # that have them
+    neutral: tuple[str, ...] = ()               # keys that can't change what the class computes if
+                                                # `fields` doesn't read them
 
 
 Families = dict[str, Family]
 
 
-# Arrays that are not weights: constants that older versions of transformers saved.
+# Arrays that aren't weights: constants that older versions of transformers saved.
 def _is_rates(c, array):
     rates = plain_rates(getattr(c, "rotary_dim", 0) or c.head_dim, c.rope_theta)
     return array.shape == rates.shape and np.allclose(array, rates, rtol=0.05)  # half precision
@@ -83,8 +83,8 @@ def under(prefix: str, *groups: Names) -> Names:
 
 
 def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:
-    """The four modules of attention: queries, keys, values and output. Their names are in `parts`,
-    and each takes the place of {} in `name`."""
+    """Name the four attention modules: queries, keys, values and output. Each name in `parts`
+    replaces the {} in `name`."""
     return {name.format(part): ours + w
             for part, w in zip(parts.split(), ("wq", "wk", "wv", "wo"))}
 
@@ -93,15 +93,15 @@ def mlp(up: str, down: str) -> Names:
     return {up: "w_up", down: "w_down"}
 
 
-# One module, with the queries, keys and values of each group of heads next to each other.
+# A single module that holds each head group's queries, keys and values next to each other.
 GROUPED = {".weight": "(K [g N | N | M]) D -> wq wk wv",
            ".bias": "(K [g N | N | M]) -> wq_bias wk_bias wv_bias"}
 
 
 def neighbours(rotary_dim: int, head_dim: int, begin: int = 0) -> np.ndarray:
-    """The permutation that puts a head's elements in our order. In some families the two elements
-    of a rotary pair are adjacent, starting at `begin`. Ours are rotary_dim / 2 apart and come first
-    in the head."""
+    """Return the permutation that puts a head's elements in our order. In some families the two
+    elements of a rotary pair are adjacent, and the pairs start at `begin`. Ours are rotary_dim / 2
+    apart and come first in the head."""
     turned = np.arange(begin, begin + rotary_dim)
     rest = np.delete(np.arange(head_dim), turned)
     return np.concatenate([turned[::2], turned[1::2], rest])

@@ -1,6 +1,6 @@
-"""Reading a network's weights from a published folder, and writing one.
+"""Read a network's weights from a published folder, and write such a folder.
 
-    python model.py --run RUN --export DIR      a run's weights, for transformers and others
+    python model.py --run RUN --export DIR      export a run's weights for transformers and others
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from zigzag.parallel.saved import is_custom, load_run
 # Published folders
 
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
-    """The configuration of a published model, with these fields changed. They may only affect how
-    it is trained and computed."""
+    """The config of a published model, with these fields overridden. Only options for training and
+    execution can be overridden."""
     if other := fields.keys() - (may := _may_change(network)):
         raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
                           f"only these may be given: {', '.join(sorted(may))}")
@@ -38,23 +38,23 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
 
 
 def _may_change(network):
-    """The options that only say how a published model is trained and computed."""
+    """The options that only affect how we train and execute a published model."""
     return {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
 
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
             **fields: Any) -> tuple[Params, Any]:
-    """(weights, configuration) of a published model (a Hugging Face folder). Weights go straight
-    into their shards on the mesh (None: onto one device). `fields` of the configuration may say how
-    to train it. `edited`: load it even if the network's code computes something else."""
+    """Load (weights, config) from a Hugging Face folder. Weights go straight into their shards on
+    the mesh, or onto one device if `mesh` is None. `fields` override options for training and
+    running the model. With `edited`, load even if the network's code computes something else."""
     config = hf_config(network, folder, **fields)
-    check_hf(network, folder, config, edited)       # before large shapes are made
+    check_hf(network, folder, config, edited)       # before building large shapes
     return read_hf(network, folder, config, network.places(config, mesh)), config
 
 
 def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = False) -> None:
-    """Refuse an incomplete folder. Unless `edited`, also refuse a network whose code computes
-    something different from the published model."""
+    """Reject an incomplete folder. Unless `edited`, also reject a network whose code no longer
+    computes the published model."""
     read_hf(network, folder, config)
     if not edited and (differs := code_difference(network, config)):
         kind = model_type(config.published)
@@ -65,7 +65,7 @@ def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = F
 
 def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None
             ) -> Params | None:
-    """Read the weights of a published model, sharded as `places` (shapes with shardings). Without
+    """Read a published model's weights, sharded like `places` (shapes with shardings). Without
     `places`, only check the folder."""
     opened = Folder(folder)
     return read_weights(opened, family_of(opened.config, families_of(network)), config,
@@ -74,11 +74,11 @@ def read_hf(network: Network, folder: str | Path, config: Any, places: Params | 
 
 def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
             dtype: str = "float32") -> None:
-    """Write a folder that transformers can read, with adapters merged. A model that did not start
-    from a published one becomes a LLaMA or a Mixtral, if its options allow."""
+    """Write a folder that transformers can read, with adapters merged. A model that didn't start
+    from a published one becomes a LLaMA or a Mixtral if its options allow it."""
     if config.lora_rank:
         params, config = low_rank.merged(params), dataclasses.replace(config, lora_rank=0)
-    weights, seen = dict, SEEN      # a published model's weights are saved as they are
+    weights, seen = dict, SEEN      # save a published model's weights unchanged
     if not config.published:
         if network.name not in TO_PUBLISHED:
             raise ConfigError(f"the network {network.name} can be saved only if it was loaded from "
@@ -95,13 +95,12 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     write_folder(folder, family, config, network.table(config), weights(params), dtype)
 
 
-# Options of a published model that depend on its folder's arrays or on its class.
+# Options of a published model that depend on its folder's arrays or its class.
 SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
 def _check_described(network, config, seen):
-    """Refuse options that differ from the config.json to be written, except those in
-    `seen`."""
+    """Reject options that differ from the config.json we'd write, except those in `seen`."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
     found = fields_of(json.loads(config.published), families_of(network))
@@ -119,18 +118,18 @@ def _check_described(network, config, seen):
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """python model.py --run RUN --export DIR: a trained model as a Hugging Face folder"""
+    """python model.py --run RUN --export DIR: export a trained model as a Hugging Face folder"""
     run: str = "out"            # the --out of a run of train.py
     export: str = ""            # the folder to write
-    dtype: str = flag("float32", one_of=DTYPES)     # of the written arrays: float32, bfloat16 or
-                                                    # float16
+    dtype: str = flag("float32", one_of=DTYPES)     # dtype of the written arrays: float32,
+                                                    # bfloat16 or float16
 
     def __post_init__(self) -> None:
         check_values(self)
 
 
 def export(argv: Sequence[str] | None = None) -> None:
-    """Run the command: write the folder of a run's weights, and its tokenizer's files."""
+    """Run the command: write a folder with a run's weights and its tokenizer's files."""
     options = from_flags(Export(), argv)
     if not options.export:
         raise ConfigError("--export '': expected a new folder")

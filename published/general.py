@@ -1,8 +1,8 @@
-"""The options of the general transformer, their derived values, and the combinations that `check`
-refuses.
+"""The general transformer's options, their derived values, and the combinations that `check`
+rejects.
 
-Each field is an option of transformer.py and a flag of train.py. The comment next to it is the
-flag's help text.
+Each field of Config is an option of transformer.py and a flag of train.py. The comment next to it
+is the flag's help text.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Shapes = dict[str, jax.ShapeDtypeStruct]    # of a batch
 
 @dataclasses.dataclass(frozen=True)
 class Config(Computed):
-    """The options of a model. Each field is also a flag; 0 often means that others determine it."""
+    """A model's options. Each field is also a flag; 0 often means that others determine it."""
     layers: int = flag(4, least=1)  # number of layers
     d_model: int = flag(128, least=1)  # width of the residual stream
     heads: int = flag(8, least=1)  # query heads
@@ -45,21 +45,21 @@ class Config(Computed):
     parallel_block: bool = False  # attention and MLP read the same norm and are added together
     parallel_norms: int = flag(1, one_of=(1, 2))
                                   # norms of a parallel block; 2: the MLP has its own
-    causal: bool = True           # tokens see no later token; false (an encoder): they see all
+    causal: bool = True           # tokens can't see later tokens; false (an encoder): they see all
     encoder_layers: int = 0       # layers of an encoder that the decoder attends to; 0: no encoder
     encoder_heads: int = 0        # heads of the encoder; 0: same as --heads
     encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
-    source_len: int = 0           # tokens that the encoder reads in an example; 0: --seq_len
+    source_len: int = 0           # tokens that the encoder reads per example; 0: --seq_len
     stem: str = flag("tokens", one_of=("tokens", "patches", "frames"))
                                   # input: tokens, patches (of pictures) or frames (of sound)
-    image_size: int = flag(224, least=1)  # pixels of a picture's side
-    patch_size: int = flag(16, least=1)  # pixels of a patch's side
-    channels: int = flag(3, least=1)  # numbers in a pixel, or in a frame of sound
+    image_size: int = flag(224, least=1)  # side of a picture, in pixels
+    patch_size: int = flag(16, least=1)  # side of a patch, in pixels
+    channels: int = flag(3, least=1)  # numbers per pixel, or per frame of sound
     token_types: int = 0          # number of token types, each with its own embedding; 0: none
     head: str = flag("tokens", one_of=("tokens", "masked", "classes", "none"))
                                   # prediction: tokens, masked (tokens, with BERT's head), classes
                                   # (one per row) or none
-    labels: int = 0               # number of classes; 1: a number for each row (regression)
+    labels: int = 0               # number of classes; 1: predict a number per row (regression)
     pool: str = flag("first", one_of=("first", "last", "mean"))
                                   # input of the classifier: first or last (token), or mean (of
                                   # patches)
@@ -70,7 +70,7 @@ class Config(Computed):
     layer_scale: bool = False     # a learned factor on the output of attention and of the MLP
     residual_scale: float = flag(1.0, least=-math.inf)
                                   # factor on the output of attention and of the MLP
-    norm: str = flag("rms", one_of=("rms", "layer"))  # rms, or layer: LayerNorm, with a bias
+    norm: str = flag("rms", one_of=("rms", "layer"))  # rms, or layer (LayerNorm with a bias)
     norm_eps: float = 1e-6        # epsilon of the norms
     norm_place: str = flag("pre", one_of=("pre", "post", "out", "sandwich"))
                                   # norms: pre, post (after the sum), out (on the output of
@@ -81,18 +81,18 @@ class Config(Computed):
     activation: str = flag("silu", one_of=("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"))
                                   # activation of the MLP: silu, gelu, gelu_tanh, quick_gelu or relu
     gated: bool = True            # a gated MLP: the activation multiplies a second product
-    biases: str = ""              # the products that have a bias, comma-separated: embed, qkv (or
+    biases: str = ""              # which products have a bias, comma-separated: embed, qkv (or
                                   # qv), out, mlp, head
     positions: str = flag("rotary",
         one_of=("rotary", "learned", "fixed", "sinusoidal", "alibi", "alibi16", "none"))
                                   # rotary, learned, fixed (a table, not trained), sinusoidal,
                                   # alibi, alibi16 (in bfloat16) or none
     relative: str = flag("", one_of=("", "buckets", "grid"))
-                                  # learned bias of scores by distance: buckets (T5) or grid (BEiT)
+                                  # learned distance bias on the scores: buckets (T5), grid (BEiT)
     relative_buckets: int = flag(32, least=2)  # number of distance buckets
     relative_distance: int = flag(128, least=2)
                                   # the last bucket holds this distance and all larger ones
-    relative_shared: bool = True  # one table of these biases for all layers
+    relative_shared: bool = True  # share one table of these biases across all layers
     pad_id: int = flag(-1, least=-2)
                                   # positions skip tokens with this id; -1: count all tokens, -2:
                                   # count all that the mask keeps
@@ -103,15 +103,15 @@ class Config(Computed):
                                   # (rrrn: three with, one without); empty: all
     position_rows: int = 0        # rows of the learned position table; 0: as many as seq_len needs
     position_offset: int = 0      # row of the table for position 0
-    window: int = 0               # keys that a query sees, including its own; 0: all before it
+    window: int = 0               # keys that a query sees, including its own; 0: all earlier ones
     local_layers: str = ""        # which layers have the window, as a repeating pattern (lllg:
                                   # three with, one without); empty: all
     local_theta: float = 0.0      # RoPE base of layers with the window; 0: rope_theta, scaled
     embed_dim: int = 0            # width of the embedding and the head; 0: d_model
     embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
     attn_scale: float = 0.0       # factor on the scores; 0: head_dim ** -0.5
-    attn_softcap: float = 0.0     # bound on the scores, by tanh; 0: none
-    logit_softcap: float = 0.0    # bound on the logits, by tanh; 0: none
+    attn_softcap: float = 0.0     # soft cap on the scores (by tanh); 0: none
+    logit_softcap: float = 0.0    # soft cap on the logits (by tanh); 0: none
     q_rank: int = 0               # latent attention: width of the queries' latent; 0: d_model
     kv_rank: int = 0              # width of the latent of keys and values; 0: no latent attention
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
@@ -120,12 +120,12 @@ class Config(Computed):
     experts_per_token: int = flag(2, least=1)  # experts that each token visits
     shared_experts: int = 0       # additional experts that every token visits
     expert_d_ff: int = 0          # width of an expert; 0: d_ff
-    dense_layers: int = 0         # number of first layers with a dense MLP instead of experts
+    dense_layers: int = 0         # number of initial layers with a dense MLP instead of experts
     router: str = flag("softmax", one_of=("softmax", "sigmoid"))
-                                  # softmax, or sigmoid with a bias for the choice of experts
+                                  # softmax, or sigmoid with a bias for choosing experts
     router_norm: bool = True      # normalize a token's routing weights to a sum of 1
     router_scale: float = flag(1.0, least=-math.inf)  # factor on the routing weights
-    expert_groups: int = flag(1, least=1)  # groups of experts: a token first chooses among these
+    expert_groups: int = flag(1, least=1)  # groups of experts: a token first chooses groups
     groups_per_token: int = flag(1, least=1)  # groups that a token chooses
     balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
     router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
@@ -135,13 +135,13 @@ class Config(Computed):
 
     @property
     def side(self) -> int:
-        """The number of patches on a side of a picture."""
+        """The number of patches along a picture's side."""
         return self.image_size // self.patch_size
 
     @property
     def own_stem(self) -> str:
-        """The input of the main stack of layers. If there is an encoder, this is tokens, and the
-        encoder has `stem`."""
+        """The input of the main layer stack. In an encoder-decoder this is tokens, and `stem` is
+        the encoder's input."""
         return "tokens" if self.encoder_layers else self.stem
 
 
@@ -152,7 +152,7 @@ BIASES = ("embed", "qkv", "qv", "out", "mlp", "head")
 
 
 def check(c: Any) -> None:
-    """Fill in the derived values of a Config, and refuse options that no model can have."""
+    """Fill in a Config's derived values, and reject options that don't define a valid model."""
     check_values(c)
     check_published(c)
     check_heads(c)
@@ -170,12 +170,12 @@ def check(c: Any) -> None:
 
 
 def _longest(c):
-    """The longest text with positions: seq_len, or source_len if the source is a longer text."""
+    """The longest text with positions: seq_len, or source_len if the source is longer text."""
     return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 
 def _of_values(c):
-    """Values of single options that no model can have."""
+    """Invalid values of single options."""
     longest, turned = _longest(c), c.rotary_dim or c.head_dim
     rows = c.position_rows - c.position_offset
     return [
@@ -193,13 +193,13 @@ def _of_values(c):
         ("window", c.window > 2**30, f"expected at most {2**30}")]
 
 
-# {option: the option without which it would do nothing}
+# {option: the option that it needs to have any effect}
 NEEDS = {"shared_experts": "experts", "qk_norm_wide": "qk_norm", "local_theta": "window",
          "q_rank": "kv_rank"}
 
 
 def _of_blocks(c):
-    """Options of a block that cannot be combined."""
+    """Block options that can't be combined."""
     return [
         *((name, getattr(c, name) and not getattr(c, other), 
            f"give --{other}{' true' * (getattr(c, other) is False)} too")
@@ -227,7 +227,7 @@ def _of_blocks(c):
 
 
 def _of_encoders(c):
-    """Options that no encoder, or encoder-decoder, can have."""
+    """Invalid options of encoders, encoder-decoders and classifiers."""
     classes, half = c.head == "classes", c.relative_buckets // 2
     others = c.experts or c.parallel_block or c.kv_rank or c.layer_groups or not c.causal
     return [
@@ -252,7 +252,7 @@ def _of_encoders(c):
         ("layer_groups", c.layer_groups and (c.layers % c.layer_groups or c.causal
                                              or c.dense_layers),
          f"must divide --layers {c.layers}, of an encoder (--causal false)"),
-        # An encoder's own configuration has causal=False.
+        # An encoder's own Config has causal=False.
         ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
          "give --encoder_layers, from which text follows, or --causal false and --head classes or "
          "none"),
@@ -266,9 +266,9 @@ def _of_encoders(c):
 
 
 def lacking(fields: Fields) -> list[str]:
-    """The names of the fields of a Config that differ from their defaults and that the plain
-    decoder lacks. PLAIN_OPTIONS, not model.Config, says which it has, because a fork may give a new
-    option the name of a different option here."""
+    """List the Config fields that differ from their defaults and that the plain decoder lacks. We
+    look at PLAIN_OPTIONS instead of model.Config, because a fork may add an option that shares its
+    name with a different option here."""
     usual = {f.name: f.default for f in dataclasses.fields(Config)}
     found = [name for name, value in fields.items()
              if name in usual and name not in PLAIN_OPTIONS and value != usual[name]]
@@ -277,28 +277,28 @@ def lacking(fields: Fields) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------
-# Models with several transformers ("towers"). Each tower is a transformer.py with its own Config,
-# made from config.json and from the model's training options. The whole model has the configuration
-# of its language tower, so tokens, vocabulary and length mean what they mean elsewhere.
+# Models with several transformers ("towers"). Each tower is a network of transformer.py with its
+# own Config, built from config.json and the model's training options. The whole model uses its
+# language tower's Config, so tokens, vocabulary and length keep their usual meaning.
 
-# Options of training and computing, which all towers take from the model.
+# Options for training and execution, which every tower takes from the model.
 TRAINED = ("dropout", "dtype", "remat", "kernel", "sum_dtype", "lora_rank")
 
 
 def tower_sizes(r: Record) -> Fields:
-    """The fields of a tower without a head, with biases everywhere."""
+    """Read the fields of a tower without a head and with biases everywhere."""
     return dict(record.tower(r, d_ff="intermediate_size"), embed_scale=1.0,
                 biases="qkv,out,mlp", head="none")
 
 
 def tower(c: Any, name: str, fields: Fields) -> Any:
-    """The Config of the tower `name` of model c."""
+    """Return the Config of model c's tower `name`."""
     return as_config(Config, f"config.json, {name}",
                      {**fields, **{option: getattr(c, option) for option in TRAINED if c}})
 
 
 def check_axes(mesh: Any, why: str) -> None:
-    """Refuse the mesh axes pipe, which needs equal layers, and seq, which needs one sequence."""
+    """Reject the axes pipe, which needs identical layers, and seq, which needs one sequence."""
     for axis in ("pipe", "seq"):
         if (size := mesh.shape.get(axis, 1)) > 1:
             raise ConfigError(f"mesh axis {axis}={size}: {why}; give its devices to data, fsdp or "

@@ -1,4 +1,4 @@
-"""Published decoders: GPT-2 and its relatives, with LayerNorm and an MLP of two products.
+"""Published decoders: GPT-2 and its relatives, with LayerNorm and an ungated MLP.
 
 family.py explains `Family`.
 """
@@ -77,8 +77,8 @@ GPT["gpt2"] = Family(_gpt2, ENDS | under(
 
 
 def _is_sinusoids(c, array):
-    """Whether the array holds the sines and cosines of each position. GPT-J's first folders have
-    it."""
+    """Whether the array holds each position's sines and cosines. GPT-J's earliest folders have it.
+    """
     angle = np.arange(len(array))[:, None] * plain_rates(c.rotary_dim or c.head_dim, 10000.0)
     return np.allclose(array, np.concatenate([np.sin(angle), np.cos(angle)], 1), atol=0.01)
 
@@ -165,7 +165,7 @@ GPT["opt"] = Family(
 
 def _bloom(r):
     refuse(r, apply_residual_connection_post_layernorm=False)
-    if r.get("slow_but_exact"):     # adds the biases of a product once for each part
+    if r.get("slow_but_exact"):     # it adds a product's biases once per part
         refuse(r, pretraining_tp=1)
     return {**_old(r, layers="n_layer", heads="n_head", seq_len=""),
             "seq_len": r.get("max_position_embeddings") or r.get("seq_length") or 2048,
@@ -192,9 +192,9 @@ GPT["bloom"] = Family(
 
 
 def _falcon(r):
-    """The fields of a Falcon. There are three layouts: 7B (one key head), 40B (groups, two norms),
-    and RW (ALiBi, a sequential block). All have the same fused array: groups of query heads, each
-    with its key head."""
+    """The fields of a Falcon. It has three layouts: 7B (a single key head), 40B (groups, two
+    norms), and RW (ALiBi, a sequential block). All of them fuse queries, keys and values into the
+    same array: groups of query heads, each with its key head."""
     grouped, heads = r["new_decoder_architecture"], r["num_attention_heads"]
     if grouped:
         refuse(r, parallel_attn=True)
@@ -217,7 +217,7 @@ GPT["falcon"] = Family(
      "num_ln_in_parallel_attn": None, "alibi": False, "new_decoder_architecture": False,
      "multi_query": True, "parallel_attn": True, "bias": False, "ffn_hidden_size": None,
      "activation": "gelu"}, "transformer.", INV_FREQ, aliases={"n_embed": "hidden_size"},
-    # The keys of the second row are neutral if positions are ALiBi's.
+    # The keys in the second row are neutral if the model uses ALiBi.
     neutral=keys("""multi_query num_kv_heads num_ln_in_parallel_attn ff_factor
                     apply_residual_connection_post_layernorm rope_theta rope_scaling"""))
 

@@ -1,11 +1,11 @@
-"""The families of published decoders: the translation of their config.json, and the names of their
-arrays.
+"""The families of published decoders: how to translate their config.json, and how their arrays are
+named.
 
-If published/transformer.py has all the parts of a new family, write only a `Family`. `fields`
-translates config.json to fields of published.transformer.Config. `arrays` maps published modules to
-our weights (see arrays_of_folder.py). `defaults` are its class's in transformers, for keys that a
-config.json may omit (all but sizes). Sharding follows from the table of weights. LLaMA's relatives
-are here, GPT-2's in gpt.py, encoder-decoders in encoder_decoders.py.
+If published/transformer.py has all the parts of a new family, just write a `Family`. `fields`
+translates config.json into fields of published.transformer.Config. `arrays` maps published modules
+to our weights (see arrays_of_folder.py). `defaults` come from the family's class in transformers,
+for keys that a config.json may omit (all but sizes). Sharding follows from the weight table.
+LLaMA's relatives are here, GPT-2's in gpt.py, encoder-decoders in encoder_decoders.py.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ FAMILIES: Families = {**GPT, **PAIRS, **ENCODERS}
 
 def family_of(record: Fields, families: Families = FAMILIES,
               others: Iterable[str] = ()) -> Family:
-    """The family of a published config.json. `others` are model_types of other networks."""
+    """Look up a published config.json's family. `others` are model_types of other networks."""
     kind = record["model_type"]
     if kind not in families:
         known = sorted({*families, *others})
@@ -67,8 +67,8 @@ def family_of(record: Fields, families: Families = FAMILIES,
 
 
 def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fields:
-    """Fields of published.transformer.Config, from a published config.json or from its part `at`.
-    Refuses keys that no code reads and that may matter."""
+    """Translate a published config.json, or its part `at`, into fields of
+    published.transformer.Config. Rejects unread keys that may matter."""
     family, kind = family_of(record, families), record["model_type"]
     try:
         fields, r = read_record(record, family, at)
@@ -80,26 +80,26 @@ def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fi
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
         raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
                           f"({one_line(e)})") from None
-    # Only new models need the losses for routers; fine-tuning does not.
+    # Only new models need the router losses; fine-tuning doesn't.
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
             "published": json.dumps(r.given, sort_keys=True), **fields}
 
 
 def read_record(record: Fields, family: Family, at: str = "") -> tuple[Fields, Record]:
-    """(fields, Record) of a config.json. The Record knows which keys were read."""
+    """Return (fields, Record) for a config.json. The Record tracks which keys were read."""
     record = as_older(with_usual_names(record, family.aliases), family.shared)
     r = Record(record, family.defaults, family.shared, at)
     return family.fields(r), r
 
 
 def record_of(c: Any) -> Record:
-    """The config.json that a configuration came from, with defaults for missing entries."""
+    """Return the config.json that a config came from, with defaults for missing keys."""
     record = json.loads(c.published)
     return Record(record, family_of(record, families_of(network_of(c))).defaults)
 
 
 def token_id(c: Any, name: str) -> int | None:
-    """A special id of a published model, for example eos_token_id; None if there is none."""
+    """Look up a published model's special id, for example eos_token_id; None if it has none."""
     record = json.loads(c.published or "{}")
     family = FAMILIES.get(record.get("model_type"))     # None: a network with its own families
     i = {**(family.defaults if family else {}), **record}.get(name)
@@ -109,28 +109,28 @@ def token_id(c: Any, name: str) -> int | None:
 
 
 def start_id(c: Any) -> int:
-    """The id that begins a text of an encoder-decoder. In T5 this is the id of padding."""
+    """Return the id that begins an encoder-decoder's text. In T5 this is the padding id."""
     start = token_id(c, "decoder_start_token_id")
     start = start if start is not None else token_id(c, "pad_token_id") or 0
     return an_id("decoder_start_token_id", start, c.vocab_size or MOST)
 
 
 def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:
-    """For a published model: (the id that begins a text of an encoder-decoder, the id that ends it,
-    the id of padding)."""
+    """Return a published model's (start id, end id, padding id). The start id begins an
+    encoder-decoder's text."""
     end = token_id(c, "eos_token_id")
     return (start_id(c), tokenizer.ends[0] if end is None else end,
             token_id(c, "pad_token_id") or 0)
 
 
 def whole_context(c: Any) -> Any:
-    """The configuration of a fine-tuned run, with the seq_len of its published model if that is
-    longer. The run may have trained on shorter rows."""
+    """Return a fine-tuned run's config, with its published model's seq_len if that's longer. The
+    run may have trained on shorter rows."""
     context = fields_of(json.loads(c.published), families_of(network_of(c)))["seq_len"]
     return dataclasses.replace(c, seq_len=max(c.seq_len, context))
 
 
-# The options of training and computing, and those that the plain decoder shares with the general
+# Options for training and execution, and those that the plain decoder shares with the general
 # network.
 OF_TRAINING = {"dropout", "balance", "router_z", *(f.name for f in dataclasses.fields(Computed))}
 PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim d_ff vocab_size
@@ -138,9 +138,9 @@ PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim
 
 
 def as_llama(c: Any) -> tuple[Any, Callable]:
-    """Express our own model as one that transformers knows: a LLaMA or, with experts, a Mixtral.
-    Returns the configuration, and a function that makes its weights from ours. folders.save_hf
-    refuses options that these models lack."""
+    """Express our own model as one that transformers supports: a LLaMA or, with experts, a Mixtral.
+    Returns the config, and a function that converts our weights. folders.save_hf rejects options
+    that these models lack."""
     record = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
         num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
@@ -156,7 +156,7 @@ def as_llama(c: Any) -> tuple[Any, Callable]:
     config = dataclasses.replace(c, tied=False, embed_scale=1.0, rope_scaling=scaling,
                                  published=json.dumps(record))
 
-    def weights(params):        # the embedding times its factor, and a separate head
+    def weights(params):        # scale the embedding by its factor, and separate the head
         scale = c.embed_scale or c.d_model**0.5
         return {"head": params["embed"].T, **params, "embed": params["embed"] * scale}
 
@@ -191,7 +191,7 @@ WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 
 def _relative(fields, defaults, arrays=LLAMA, shared=HEAD_DIM, ignored=INV_FREQ, **more):
-    """A relative of LLaMA. `defaults` are those that differ from MODERN."""
+    """A relative of LLaMA. `defaults` lists only those that differ from MODERN."""
     return Family(fields, arrays, {**MODERN, **defaults}, "model.", ignored, shared=shared, **more)
 
 
@@ -201,7 +201,7 @@ def _llama(r):
     return {**_modern(r), **biased(qkv=bias, out=bias, mlp=r.get("mlp_bias"))}
 
 
-# The keys about windows, which do nothing in a model without one.
+# Keys about windows, which do nothing in a model without a window.
 NO_WINDOW = keys("sliding_window use_sliding_window layer_types max_window_layers")
 
 
@@ -213,8 +213,8 @@ def _qwen_window(r):
 
 
 def _window_unless(r, is_full):
-    """The fields of a window. layer_types says which layers have it; without layer_types, all have
-    it except those for which is_full(number) is true."""
+    """Read the fields of a window. layer_types says which layers have it. Without layer_types, a
+    layer has it unless is_full(number) is true."""
     layers, known = r["num_hidden_layers"], ("full_attention", "sliding_attention")
     kinds = r["layer_types"] or [known[not is_full(i)] for i in range(layers)]
     return window(r, of_layers("layer_types", kinds, known, layers))
@@ -258,8 +258,8 @@ FAMILIES["phi3"] = _relative(
 
 
 def _gemma(r, **of_rope):
-    """Gemma 2 and 3: norms before and after attention and MLP (`_one_more` adjusts their scales),
-    and an embedding scaled by the square root of its width (embed_scale 0)."""
+    """Fields that Gemma 2 and 3 share: norms before and after attention and the MLP (`_one_more`
+    adjusts their scales), and an embedding scaled by the root of its width (embed_scale 0)."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
     return {**_modern(r, **of_rope), **named(r, activation="hidden_activation"),
@@ -274,13 +274,13 @@ def _softcap(r, name):
 
 
 def _gemma2(r):
-    if r["attn_logit_softcapping"] is not None:     # with sdpa, transformers leaves it out
+    if r["attn_logit_softcapping"] is not None:     # with sdpa, transformers skips it
         refuse(r, _attn_implementation=(None, "flash_attention_2", "eager"))
     return {**_gemma(r), **_window_unless(r, lambda i: i % 2)}
 
 
 def _gemma3(r):
-    """The fields of a Gemma 3. Its rope_scaling is for the layers without a window."""
+    """The fields of a Gemma 3. Its rope_scaling applies only to the layers without a window."""
     refuse(r, attn_logit_softcapping=None)      # its class ignores it
     if r.get("rope_scaling"):
         r["rope_scaling"]["rope_type"]          # must be there: transformers 5 ignores `type` here
@@ -291,7 +291,7 @@ def _gemma3(r):
 
 
 def _one_more(c):
-    """Gemma's norms multiply by 1 + the array. Ours store that sum."""
+    """Gemma's norms multiply by 1 + the array, and ours store that sum."""
     return {name: Change(offset=1.0) for name in (
         "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
 
@@ -331,8 +331,8 @@ FAMILIES["granite"] = _relative(
 
 
 def _smollm3(r):
-    """A layer has rotary positions if its entry in no_rope_layers is 1. If layer_types does not say
-    which layers have the window, those without rotary positions do."""
+    """The fields of a SmolLM3. A layer has rotary positions if its entry in no_rope_layers is 1.
+    Without layer_types, the layers without rotary positions have the window."""
     fields, every = _llama(r), r["no_rope_layer_interval"]
     turned = r["no_rope_layers"]
     if turned is None:
@@ -431,7 +431,7 @@ def _deepseek_v3_arrays(c):
 
 
 def _deepseek_v3_order(c):
-    """In published heads the rotated part comes last, with the two elements of a pair adjacent."""
+    """Published heads put the rotated part last, with the two elements of a pair adjacent."""
     begin, turned = c.head_dim - c.rotary_dim, c.rotary_dim
     if not json.loads(c.published).get("rope_interleave", True):
         return {"wq": Change(np.roll(np.arange(c.head_dim), turned))}
@@ -439,7 +439,7 @@ def _deepseek_v3_order(c):
             "k_rotary": Change(neighbours(turned, turned))}
 
 
-# The folder has more layers after the last one, which predict later tokens. We ignore them.
+# The folder has extra layers at the end, which predict later tokens. We ignore them.
 FAMILIES["deepseek_v3"] = _relative(
     _deepseek_v3,
     {"num_key_value_heads": 128, "max_position_embeddings": 4096, "q_lora_rank": 1536,
@@ -460,7 +460,7 @@ FAMILIES["deepseek_v3"] = _relative(
 def _chatglm(r):
     refuse(r, rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False,
            post_layer_norm=True, pre_seq_len=None, original_rope=True)
-    if r["padded_vocab_size"] == 65024:     # in ChatGLM 2 this key means something else than in 3
+    if r["padded_vocab_size"] == 65024:     # rope_ratio means something different in ChatGLM 2
         refuse(r, rope_ratio=1)
     return {**sizes(r, layers="num_layers", seq_len="seq_length", vocab_size="padded_vocab_size",
                     head_dim="kv_channels", d_ff="ffn_hidden_size", norm_eps="layernorm_epsilon",
@@ -493,9 +493,9 @@ FAMILIES["glm"] = _relative(
 
 
 # -------------------------------------------------------------------------------------------
-# The plain decoder (model.py), which is a LLaMA, a Mistral without a window, or a Mixtral
+# The plain decoder (model.py): a LLaMA, a Mistral without a window, or a Mixtral
 
-# {option that the plain decoder lacks: the value that a config.json must give it}
+# {option that the plain decoder lacks: the only value that a config.json may give it}
 NEUTRAL = dict(activation="silu", biases="", rotary_dim=0, window=0, local_layers="")
 
 
@@ -516,10 +516,10 @@ PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
 
 
 def families_of(network: Network) -> Families:
-    """{model_type: Family} of the published models that a network computes. model.py knows nothing
-    of published models, so this function says what its decoder is."""
+    """Return {model_type: Family} for the published models that a network can compute. model.py
+    doesn't mention published models, so we list its decoder's families here."""
     return PLAIN if network.name == "decoder" else network.families
 
 
-# {name of a network: the function that expresses its model as one that transformers knows}
+# {network name: the function that expresses its model as one that transformers supports}
 TO_PUBLISHED = {"decoder": as_llama, "transformer": as_llama}

@@ -1,8 +1,8 @@
-"""Positions for the general transformer: windows that differ from layer to layer, rotary rates,
-sinusoids, ALiBi's slopes, learned biases by distance. numpy computes everything that does not
-depend on an array, in float64, as a constant of the program.
+"""Positions for the general transformer: per-layer windows, rotary rates, sinusoids, ALiBi's
+slopes, learned distance biases. We compute whatever doesn't depend on an array in numpy, in
+float64, so that it becomes a constant of the program.
 
-c is a network's configuration, i the number of a layer.
+c is a network's config, and i a layer's number.
 """
 
 import math
@@ -21,13 +21,13 @@ from zigzag.parallel.rotary import SCALINGS, Scaling, parse_scaling, plain_rates
 # Windows and rotary rates, which differ from layer to layer
 
 def _has_window(c):
-    """For each layer, whether it has the window."""
+    """Whether each layer has the window, as a list."""
     kinds = (c.local_layers or "l") * c.layers
     return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
 
 
 def layer_slots(c: Any, i: int) -> int:
-    """The most keys that a query of layer i sees; 0 if it sees all keys before it."""
+    """The maximum number of keys that a query in layer i sees; 0 if it sees all earlier keys."""
     return c.window if _has_window(c)[i] else 0
 
 
@@ -37,7 +37,7 @@ def layer_is_local(c: Any, i: Array) -> Array:
 
 
 def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
-    """(rates [N / 2], factor on sine and cosine) of layer i's rotary positions."""
+    """Return (rates [N / 2], factor on sine and cosine) for layer i's rotary positions."""
     dim = c.rotary_dim or c.head_dim
     rates, factor = rotary_rates(dim, c.rope_theta, c.rope_scaling, c.seq_len)
     if c.local_theta:
@@ -51,14 +51,14 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
 
 
 def max_positions(c: Any) -> int:
-    """The number of positions: the rows of a table of learned positions, else no limit."""
+    """The maximum number of positions, which only a learned position table limits."""
     return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
 
 
 def decoding_length(c: Any, tokens: int, slots: int) -> int:
-    """The length on which the scaling of rotary positions depends, for rows that end with `tokens`
-    tokens in a cache of `slots`. If the scaling does not depend on the number of tokens, this is
-    the number of slots, so that jax compiles fewer programs."""
+    """Return the length that the scaling of rotary positions depends on, for rows that end with
+    `tokens` tokens in a cache of `slots`. If the scaling doesn't depend on the token count, return
+    the slot count, so that jax compiles fewer programs."""
     known = parse_scaling(c.rope_scaling)
     trained = known.get("original_max_position_embeddings", 0)
     if c.positions == "learned":        # not scaled, but limited by the table
@@ -74,9 +74,8 @@ def decoding_length(c: Any, tokens: int, slots: int) -> int:
 # Other positions
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """The slope [H] of each head, by which a key's score falls with each step of distance. If the
-    number of heads is not a power of two, the remaining heads take every second slope of the next
-    power."""
+    """Return each head's slope [H]: how much a key's score drops per step of distance. If the head
+    count isn't a power of two, the remaining heads take every other slope of the next power."""
     power = 2 ** math.floor(math.log2(heads))
 
     def slopes(n):
@@ -87,8 +86,8 @@ def alibi_slopes(heads: int) -> np.ndarray:
 
 
 def alibi_bias(c: Any, slopes: Array, position: Array) -> Array:
-    """The bias [B, H, 1, S] on the scores of keys at these positions [B, 1, 1, S]. It depends on
-    the key and not on the distance, because a softmax ignores a term common to a query's scores."""
+    """Return the score bias [B, H, 1, S] for keys at these positions [B, 1, 1, S]. It depends on
+    the key instead of the distance, because softmax ignores a term common to a query's scores."""
     if c.positions == "alibi":
         return slopes[:, None, None] * position
     # Falcon rounded slopes, positions and their product, and scaled them with the scores. We round
@@ -102,21 +101,21 @@ def _to_bfloat16(x):
 
 
 def relative_rows(c: Any) -> int:
-    """J, the number of learned biases of a head, one for each kind of distance."""
+    """Return J, the number of learned biases per head, one for each kind of distance."""
     if c.relative == "grid":
         return (2 * c.side - 1) ** 2 + 3
     return c.relative_buckets
 
 
 def relative_ids(c: Any, query: Token, key: Token) -> Array:
-    """The index [1, T, S] of the learned bias for each query and key, the same in all rows."""
+    """Return the learned bias's index [1, T, S] for each query and key, the same in all rows."""
     query, key = query.slot[:1], key.slot[:1]
     return (patch_ids if c.relative == "grid" else _bucket_ids)(c, query, key)
 
 
 def _bucket_ids(c, query, key):
     """T5's buckets: one for each small distance, and logarithmic ones for larger distances. If
-    tokens see both ways, half of the buckets are for later keys."""
+    tokens see both ways, half the buckets are for later keys."""
     far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
     exact, steps = half // 2, np.arange(c.relative_distance)
     ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
@@ -131,7 +130,7 @@ def _bucket_ids(c, query, key):
 
 
 def patch_ids(c: Any, query: Any, key: Any) -> Any:
-    """BEiT's indices of pairs of slots. There is one for each distance in rows and columns of
+    """Return BEiT's index for each pair of slots: one for each distance in rows and columns of
     patches, and three for the class token (slot 0): from it, to it, and with itself."""
     ids, last = grid_ids(query - 1, key - 1, c.side), relative_rows(c) - 1
     ids = jnp.where(key == 0, last - 1, ids)
@@ -139,21 +138,21 @@ def patch_ids(c: Any, query: Any, key: Any) -> Any:
 
 
 def grid_ids(query: Any, key: Any, side: int) -> Any:
-    """The index of the distance in rows and columns between two of side * side patches."""
+    """Return the index of the distance in rows and columns between two of side * side patches."""
     (i, j), (k, m) = (divmod(patch, side) for patch in (query, key))
     return (i - k + side - 1) * (2 * side - 1) + j - m + side - 1
 
 
 def relative_bias(c: Any, table: Array, ids: Array) -> Array:
-    """The bias [1, H, T, S] on the scores, from a table [J, H] and the ids [1, T, S]. It is a
-    product with one-hot rows, because the gradient of a lookup would add all scores one by one."""
-    chosen = jax.nn.one_hot(ids, table.shape[0])        # float32: a CPU has no bfloat16 product
+    """Return the score bias [1, H, T, S] from a table [J, H] and ids [1, T, S]. We multiply by
+    one-hot rows, because a lookup's gradient would add up all scores one by one."""
+    chosen = jax.nn.one_hot(ids, table.shape[0])        # float32: CPUs have no bfloat16 product
     return jnp.einsum("btsj,jh->bhts", chosen, table.astype(jnp.float32))
 
 
 def counted(flags: Array, slots: Array) -> Array:
-    """The positions, from 0, of the tokens in these slots if only tokens with a flag count; -1 for
-    tokens without one. `flags` [B, T] has the whole sequence."""
+    """Return the positions, from 0, of the tokens in these slots, counting only flagged tokens; -1
+    for tokens without a flag. `flags` [B, T] covers the whole sequence."""
     position = jnp.where(flags, jnp.cumsum(flags, 1), 0) - 1
     return jnp.take_along_axis(position, slots, 1)
 
@@ -169,14 +168,14 @@ def sinusoids(rows: int, width: int) -> np.ndarray:
 # Scalings of rotary rates that the plain decoder lacks
 
 def _dynamic(dim, theta, known, length):
-    """A larger base for sequences longer than the trained length."""
+    """Use a larger base for sequences longer than the trained length."""
     factor, trained = known["factor"], known["original_max_position_embeddings"]
     grown = factor * max(length, trained) / trained - (factor - 1)
     return plain_rates(dim, theta * grown ** (dim / max(dim - 2, 1)))
 
 
 def _yarn(dim, theta, known, length):
-    """Like llama3, but the mix is a linear ramp over the indices of the pairs."""
+    """Like llama3, but mix by a linear ramp over the pairs' indices."""
     trained = known["original_max_position_embeddings"]
 
     def pair(turns):        # the index of the pair that makes this many turns in the trained length
@@ -191,7 +190,7 @@ def _yarn(dim, theta, known, length):
 
 
 def _longrope(dim, theta, known, length):
-    """A factor for each pair, from short_factor or long_factor, depending on the length."""
+    """Divide each pair's rate by its factor in short_factor or long_factor, chosen by length."""
     is_long = length > known["original_max_position_embeddings"]
     factors = known[name := "long_factor" if is_long else "short_factor"]
     if len(factors) != dim // 2:
@@ -200,7 +199,7 @@ def _longrope(dim, theta, known, length):
 
 
 def mscale(factor: float, by: float) -> float:
-    """The factor with which yarn and DeepSeek's attention sharpen scores."""
+    """The factor by which yarn and DeepSeek's attention sharpen scores."""
     return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""The fields of a network's Config for a new model.
+"""Config fields for new models.
 
     PRESETS             published shapes by name
     fields_of_preset    --model NAME
@@ -12,7 +12,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.parallel.network import PRESETS as OF_DECODER
 from zigzag.parallel.network import resized
 
-# The options that the models of a family share. Only Gemma's embedding has a factor.
+# Options that a family's models share. None of these families scales its embedding.
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layer", norm_eps=1e-5, positions="learned",
             activation="gelu_tanh", gated=False, biases="qkv,out,mlp", tied=True, embed_scale=1.0)
 OPT = {**GPT2, "vocab_size": 50272, "seq_len": 2048, "activation": "relu", "position_offset": 2,
@@ -23,8 +23,8 @@ LLAMA3 = {**LLAMA, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 500000.0
 QWEN3 = dict(vocab_size=151936, seq_len=40960, embed_scale=1.0, rope_theta=1e6, qk_norm=True,
              kv_heads=8, head_dim=128)
 
-# Encoders, with the head that their published number of parameters includes. BERT and its relatives
-# have the masked language model's head; encoders of pictures have 1,000 classes.
+# Encoders, with the head that their published parameter count includes: the masked language model's
+# for BERT and its relatives, and 1,000 classes for picture encoders.
 BERT = dict(vocab_size=30522, seq_len=512, causal=False, norm="layer", norm_eps=1e-12,
             norm_place="post", embed_norm=True, positions="learned", token_types=2,
             activation="gelu", gated=False, biases="qkv,out,mlp,head", tied=True, embed_scale=1.0,
@@ -37,8 +37,8 @@ VIT = dict(stem="patches", causal=False, norm="layer", norm_eps=1e-12, positions
            activation="gelu", gated=False, biases="embed,qkv,out,mlp", head="classes", labels=1000)
 BEIT = {**VIT, "positions": "none", "relative": "grid", "relative_shared": False,
         "biases": "embed,qv,out,mlp", "layer_scale": True, "pool": "mean"}
-# Encoder-decoders. The head of T5 1.0 is its embedding, scaled. T5 1.1 has an untied head and gated
-# MLPs.
+# Encoder-decoders. T5 1.0 uses its scaled embedding as the head. T5 1.1 has an untied head and
+# gated MLPs.
 T5 = dict(vocab_size=32128, seq_len=512, embed_scale=1.0, positions="none", relative="buckets",
           attn_scale=1.0, head_dim=64)
 T5_1 = {**T5, "activation": "relu", "gated": False, "tied": True}
@@ -58,7 +58,7 @@ def _shape(family: Fields, layers: int, d_model: int, heads: int, d_ff: int = 0,
 
 
 def _pair(family: Fields, layers: int, d_model: int, *sizes: int, **others: Any) -> Fields:
-    """An encoder-decoder with `layers` layers in the encoder and as many in the decoder."""
+    """An encoder-decoder with `layers` layers in the encoder and the same number in the decoder."""
     scale = {"head_scale": d_model**-0.5} if family is T5_1 else {}
     return _shape(family, layers, d_model, *sizes, encoder_layers=layers, **scale, **others)
 
@@ -66,8 +66,8 @@ def _pair(family: Fields, layers: int, d_model: int, *sizes: int, **others: Any)
 PRESETS: dict[str, Fields] = {
     **OF_DECODER,
     "transformer": {},      # the general network, with options from flags
-    # The model of the UvA notebook on 3D parallelism, which learns random tokens. The notebook has
-    # 1,152 more parameters: a copy of the query and key norms' scales for each device and shard.
+    # The model from the UvA notebook on 3D parallelism, which trains on random tokens. The notebook
+    # has 1,152 more parameters: a copy of the query and key norms' scales per device and shard.
     "uva3d": dict(layers=6, d_model=256, heads=8, d_ff=1024, vocab_size=100, seq_len=8,
                   parallel_block=True, qk_norm=True, positions="learned", activation="gelu_tanh",
                   gated=False, biases="out,mlp,head", embed_scale=1.0, dropout=0.1,
@@ -113,7 +113,7 @@ PRESETS: dict[str, Fields] = {
     "t5-small": _pair(T5_1, 6, 512, 8), "t5-base": _pair(T5_1, 12, 768, 12),
     "t5-large": _pair(T5_1, 24, 1024, 16), "t5-3b": _pair(T5_1, 24, 1024, 32, 16384, head_dim=128),
     "t5-11b": _pair(T5_1, 24, 1024, 128, 65536, head_dim=128),
-    # Version 1.1. Only this version has an xl and an xxl.
+    # Version 1.1, the only one with an xl and an xxl.
     "t5-small-v1.1": _pair(T5_11, 8, 512, 6, 1024), "t5-base-v1.1": _pair(T5_11, 12, 768, 12, 2048),
     "t5-large-v1.1": _pair(T5_11, 24, 1024, 16, 2816), "t5-xl": _pair(T5_11, 24, 2048, 32, 5120),
     "t5-xxl": _pair(T5_11, 24, 4096, 64, 10240),
@@ -126,7 +126,7 @@ PRESETS: dict[str, Fields] = {
 
 
 def fields_of_preset(name: str, given: Fields) -> Fields:
-    """The fields of a preset, except fields that depend on a given width."""
+    """Return a preset's fields, without those that depend on a width in the `given` flags."""
     if name not in PRESETS:
         nearest = difflib.get_close_matches(name, PRESETS, 5, 0)
         raise ConfigError(f"--model {name}: no such folder with a published model, and no preset "

@@ -1,14 +1,14 @@
-"""Read a published config.json: translate the parts that families share to fields of
+"""Read a published config.json: translate whatever families share into fields of
 published.transformer.Config.
 
-The file may be wrong or unknown. This code refuses, in one line, a value of a wrong kind, an option
-that we do not compute, or a key that no code here reads. Missing keys take the defaults of the
-family's class in transformers. Many files omit keys, and few of their values would show in the
-shapes of the weights.
+The file may be wrong or unfamiliar. This code rejects, with a one-line error, a value of the wrong
+type, an option that we don't support, or a key that no code here reads. Missing keys take the
+defaults of the family's class in transformers. Many files omit keys, and you couldn't infer most of
+the missing values from the weights' shapes.
 
-Two generations of transformers write and read such files. `as_older` first converts a file that
-only 5 writes to the form of 4, which both read. If the two would compute different models from a
-file, this code refuses it.
+Two generations of transformers write and read these files. `as_older` first converts version 5's
+format to version 4's, which both can read. If the two versions would compute different models from
+a file, this code rejects it.
 """
 
 import json
@@ -22,7 +22,7 @@ from zigzag.core.options import fits, options
 Fields = dict[str, Any]
 Names = dict[str, str]
 
-# Limits above any model's sizes, and low enough for a list of layers in memory.
+# Limits above any model's sizes, yet low enough for a list of layers to fit in memory.
 MOST, MOST_LAYERS = 10**8, 10_000
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
@@ -32,8 +32,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-# Keys of any config.json that cannot change what a model computes: its origin, text generation,
-# which outputs it returns, the names of ids and labels, and options of training.
+# Keys in any config.json that can't change what a model computes: its origin, text generation,
+# which outputs to return, the names of ids and labels, and training options.
 NEUTRAL = frozenset("""
     _name_or_path _model_name_or_path name_or_path name _commit_hash transformers_version
     architectures auto_map custom_pipelines tokenizer_class processor_class finetuning_task
@@ -71,7 +71,7 @@ NEUTRAL = frozenset("""
 """.split())
 
 
-# {key: the value that turns nothing on}. A key with this value may stay unread.
+# {key: the value that means off}. A key with this value may stay unread.
 OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
            cross_attention_hidden_size=None, tie_encoder_decoder=False, pruned_heads=None,
            per_layer_config=None, pretraining_tp=1,
@@ -81,13 +81,13 @@ OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
 
 
 def listed(items: Sequence[str], most: int) -> str:
-    """The first `most` items as text, and how many more there are."""
+    """List the first `most` items as text, and say how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
 
 
 def wrong(name: str, value: Any, what: str) -> ConfigError:
-    """The error that says what is wrong with the value of a key."""
+    """Make the error that says what's wrong with a key's value."""
     value = value.given if isinstance(value, Record) else value
     return ConfigError(f"config.json: {name} {value!r:.80}{what}")
 
@@ -96,10 +96,10 @@ def wrong(name: str, value: Any, what: str) -> ConfigError:
 # The whole file
 
 class Record:
-    """A config.json that records which keys are read, because unread keys must not matter.
+    """A config.json that tracks which keys we read, so that we can reject unread keys that matter.
 
-    r["key"] and r.get("key") read a key. A part of it is another Record. `defaults` are the class's
-    values for missing keys. `shared` are keys of this class that shared translators read."""
+    r["key"] and r.get("key") read a key; a nested dict becomes another Record. `defaults` are the
+    class's values for missing keys. `shared` are the class's keys that shared translators read."""
 
     def __init__(self, given: Fields, defaults: Fields | None = None,
                  shared: Sequence[str] = (), at: str = "", kind: str = ""):
@@ -125,17 +125,17 @@ class Record:
         return self[name] if name in self.values else default
 
     def of_class(self, name: str) -> Any:
-        """The value of a key that only some classes have; None if this class lacks it."""
+        """Read a key that only some classes have; None if this class lacks it."""
         return self.get(name) if name in self.shared else None
 
     def plain(self, name: str) -> Any:
-        """The value as plain data, which all counts as read; None if there is none."""
+        """Read a value as plain data, all of which counts as read; None if the key is missing."""
         self.has_read.add(name)
         return self.values.get(name)
 
     def part(self, name: str, defaults: Fields | None = None, given: Fields | None = None
              ) -> "Record":
-        """The Record of a part of the file that has its own class and defaults."""
+        """Return the Record for a part of the file with its own class and defaults."""
         self.has_read.add(name)
         if name not in self.parts:
             given = given or self.values.get(name) or {}
@@ -145,8 +145,8 @@ class Record:
         return self.parts[name]
 
     def refuse_unread(self, neutral: Sequence[str]) -> None:
-        """Refuse keys that no code has read and that may matter. A key does not matter if `neutral`
-        has its name or path, or if it is turned off."""
+        """Reject unread keys that may matter. A key doesn't matter if NEUTRAL or `neutral` has its
+        name or path, or if its value in OFF turns it off."""
         unknown = []
         for owner, name in self.unread():
             path = owner.at + name
@@ -163,14 +163,14 @@ class Record:
                 f"take it out of the file")
 
     def unread(self) -> "Iterator[tuple[Record, str]]":
-        """Yield (its Record, its name there) for each unread key."""
+        """Yield (Record, name) for each unread key."""
         yield from ((self, name) for name in self.given if name not in self.has_read)
         for part in self.parts.values():
             yield from part.unread()
 
 
 def with_usual_names(record: Fields, aliases: Names) -> Fields:
-    """A config.json with keys under their usual names. `aliases` is {alias: usual name}."""
+    """Rename a config.json's keys to their usual names. `aliases` is {alias: usual name}."""
     for name, usual in aliases.items():
         if name in record and record.get(usual, record[name]) != record[name]:
             raise wrong(name, record[name], f" is another name of {usual}, which is "
@@ -186,7 +186,7 @@ def _is(kind, value):
 
 
 def as_config(cls: Any, path: Any, fields: Fields) -> Any:
-    """A configuration of class `cls` with these fields, which came from the file at `path`."""
+    """Make a config of class `cls` from these fields, which came from the file at `path`."""
     for name, option in options(cls).items():
         if not fits(option, fields.get(name, option.default)):
             raise ConfigError(f"{path}: {name} would be {fields[name]!r:.80}; expected "
@@ -201,8 +201,8 @@ def as_config(cls: Any, path: Any, fields: Fields) -> Any:
 # Parts of a config.json
 
 def refuse(r: Any, **expected: Any) -> None:
-    """Refuse a model if one of these keys differs from the value that we compute, or from all
-    values in a tuple. Null equals false and 0, but not in a tuple."""
+    """Reject a model if one of these keys differs from the value that we support, or from every
+    value in a tuple. Null equals false and 0, except in a tuple."""
     for name, known in expected.items():
         value = known[-1] if isinstance(known, tuple) else known
         given = r.get(name, value)
@@ -215,8 +215,8 @@ def unknown(r: Record, name: str, given: Any, known: str) -> ConfigError:
 
 
 def classed(r: Record, heads: dict[str, Fields]) -> Fields:
-    """The fields of the head of the first class in `architectures`. `heads` is {regex of class
-    names: fields}; "" is for a file that names no class."""
+    """Return the head's fields for the first class in `architectures`. `heads` is {regex for class
+    names: fields}; "" matches a file that names no class."""
     given = r.get("architectures") or [""]
     name = given[0] if isinstance(given, list) else None
     found = [fields for known, fields in heads.items() if re.fullmatch(known, str(name))]
@@ -230,14 +230,14 @@ LANGUAGE_MODELS = {"": {}, r".*For(CausalLM|ConditionalGeneration)": {},
 
 
 def decoder_head(r: Record) -> Fields:
-    """The fields of a decoder's head: {} for a language model, or a head that reads classes off the
-    last token. Refuses other heads."""
+    """Return the fields of a decoder's head: {} for a language model, or those of a classifier on
+    the last token. Rejects other heads."""
     return classed(r, {**LANGUAGE_MODELS,
                        ".*ForSequenceClassification": {"head": "classes", "pool": "last"}})
 
 
 def labels(r: Record) -> Fields:
-    """The field `labels`, the number of classes; 1: a regression."""
+    """Return the field `labels`, the number of classes; 1 means regression."""
     names = r.plain("id2label")
     found = len(names) if isinstance(names, dict) else r.get("num_labels") or 2
     count({"labels": found}, "labels")
@@ -253,7 +253,7 @@ def activation(name: Any) -> str:
 
 
 def count(r: Any, name: str, most: int = MOST) -> int:
-    """The value of this key, an integer above 0."""
+    """Read this key, which must be an integer from 1 to `most`."""
     value = r[name]
     if not _is(int, value) or not 1 <= value <= most:
         raise wrong(getattr(r, "at", "") + name, value, f": expected a whole number from 1 to "
@@ -262,21 +262,21 @@ def count(r: Any, name: str, most: int = MOST) -> int:
 
 
 def an_id(name: str, value: Any, below: int = MOST) -> int:
-    """This value, if it is a token id: at least 0 and below a bound."""
+    """Return this value if it's a valid token id: at least 0 and below a bound."""
     if not _is(int, value) or not 0 <= value < below:
         raise wrong(name, value, f": expected an id, at least 0 and below {below}")
     return value
 
 
 def factor(r: Record, name: str) -> float:
-    """A factor or a bound, a number above 0. In a Config, 0 means none or derived."""
+    """Read a factor or bound, which must be positive. In a Config, 0 means none or derived."""
     if not _is(float, r[name]) or not r[name] > 0:
         raise wrong(r.at + name, r[name], ": expected a number above 0")
     return float(r[name])
 
 
-# {option: its largest value} for options that are integers above 0. FLAGS are options that are true
-# or false.
+# {option: its maximum} for options that are positive integers. FLAGS are options that are true or
+# false.
 COUNTS = {**dict.fromkeys("""d_model heads encoder_heads vocab_size seq_len source_len d_ff
     encoder_d_ff head_dim expert_d_ff shared_experts experts kv_rank layer_groups embed_dim
     token_types channels image_size patch_size""".split(), MOST),
@@ -285,7 +285,7 @@ FLAGS = ("tied", "parallel_block", "router_norm")
 
 
 def named(r: Record, **names: str) -> Fields:
-    """The fields that config.json has under these names; "" skips a field."""
+    """Read the fields that config.json has under these names; "" skips a field."""
     found = {}
     for option, name in names.items():
         if option == "activation":
@@ -301,25 +301,25 @@ TEXT_SIZES = dict(SIZES, vocab_size="vocab_size", seq_len="max_position_embeddin
 
 
 def sizes(r: Record, **names: str) -> Fields:
-    """The fields of a text model. In config.json they have the usual names, or these."""
+    """Read a text model's sizes, which config.json has under the usual names or these."""
     return named(r, **{**TEXT_SIZES, **names})
 
 
 def tower(r: Record, **names: str) -> Fields:
-    """The fields of layers with LayerNorm and an MLP of two products."""
+    """Read the fields of layers with LayerNorm and an ungated MLP."""
     return {"norm": "layer", "gated": False, **named(
         r, **SIZES, norm_eps="layer_norm_eps", activation="hidden_act", **names)}
 
 
 def pictures(r: Record) -> Fields:
-    """The fields of an encoder that reads pictures."""
+    """Read the fields of a picture encoder."""
     return {"stem": "patches", "causal": False, "channels": r.get("num_channels", 3),
             **named(r, image_size="image_size"), "patch_size": count(r, "patch_size",
                                                                      r["image_size"])}
 
 
 def of_layers(name: str, values: Any, known: Sequence[Any], layers: int) -> list[Any]:
-    """Return the list `values`, which must have one of the known values for each layer."""
+    """Return the list `values` if it has a known value for each layer; otherwise raise an error."""
     if not isinstance(values, list) or len(values) != layers or set(values) - set(known):
         raise wrong(name, values, f": expected one of {', '.join(map(str, known))} for each of "
                     f"{layers} layers")
@@ -327,7 +327,7 @@ def of_layers(name: str, values: Any, known: Sequence[Any], layers: int) -> list
 
 
 def window(r: Record, kinds: list[str] | None = None, name: str = "sliding_window") -> Fields:
-    """The fields of a window. `kinds` says which layers have it; None: all of them."""
+    """Read the fields of a window. `kinds` says which layers have it; None means all of them."""
     is_used = r["use_sliding_window"] if "use_sliding_window" in r.shared else True
     if not is_used or r.get(name) is None:
         return {}
@@ -341,11 +341,11 @@ def window(r: Record, kinds: list[str] | None = None, name: str = "sliding_windo
 # -------------------------------------------------------------------------------------------
 # Rotary positions
 # transformers 4 writes rope_theta, rope_scaling (the type and its numbers) and, in some
-# classes, partial_rotary_factor. 5 writes all of these in rope_parameters; classes with
-# several kinds of layers have one for each kind. Both read rope_scaling; 4 ignores
-# rope_parameters.
+# classes, partial_rotary_factor. Version 5 writes all of these to rope_parameters, with
+# one entry per kind of layer if a class mixes several kinds. Both versions read
+# rope_scaling; version 4 ignores rope_parameters.
 
-# {type of scaling: its keys other than rope_type}
+# {scaling type: its keys besides rope_type}
 SCALINGS = {"default": (), "linear": ("factor",), "dynamic": ("factor",),
             "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
             "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -355,8 +355,8 @@ TRAINED = "original_max_position_embeddings"
 
 
 def as_older(record: Fields, shared: Sequence[str]) -> Fields:
-    """A config.json with its rope_parameters in the form of transformers 4, which 5 reads as well.
-    4 ignores the form of 5, and would silently use its defaults."""
+    """Convert a config.json's rope_parameters to the format of transformers 4, which version 5 can
+    read too. Version 4 would ignore version 5's format and silently use its own defaults."""
     r, model_type = dict(record), record["model_type"]
     new, moved = r.pop("rope_parameters", None), {}
     if new is None:
@@ -371,7 +371,7 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         if local.pop("rope_type", "default") != "default" or local:
             raise wrong("rope_parameters", local, ": of sliding_attention only the rope_type "
                         "'default' is supported")
-        scaling |= scaling.pop("full_attention")    # refuse_unread names other keys
+        scaling |= scaling.pop("full_attention")    # refuse_unread reports other keys
     theta, share = ("rotary_emb_base", "rotary_pct") if model_type == "gpt_neox" else (
         "rope_theta", "partial_rotary_factor")
     moved[theta] = scaling.pop("rope_theta", None)
@@ -384,7 +384,7 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         if value is not None and r.setdefault(name, value) != value:
             raise wrong(name, r[name], f" beside {value!r:.80} in rope_parameters: expected the "
                         f"same")
-    name = "type" if model_type == "phi3" else "rope_type"      # Phi-3 takes no other name
+    name = "type" if model_type == "phi3" else "rope_type"      # Phi-3 accepts no other name
     scaling = {name: kind, **scaling} if scaling or kind != "default" else None
     return {**r, "rope_scaling": scaling}
 
@@ -392,9 +392,9 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
 def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_factor",
          names: Names | None = None, known: Sequence[str] = tuple(SCALINGS),
          width: int = 0) -> Fields:
-    """The fields of rotary positions. `theta` and `share` are the keys of the RoPE base and of the
-    rotated share of a head. `names` maps older names of scalings to today's. `known` are the types
-    of scaling that the class has, and `width` is a head's width."""
+    """Read the fields of rotary positions. `theta` and `share` are the keys for the RoPE base and
+    the rotated fraction of a head. `names` maps old scaling names to current ones. `known` are the
+    scaling types that the class supports, and `width` is a head's width."""
     part, base, turned = r.part("rope_scaling"), r.get(theta), r.of_class(share)
     if share not in r.shared:       # this class ignores it, or only some of its functions read it
         refuse(r, partial_rotary_factor=(None, 1))
@@ -413,19 +413,19 @@ def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_fact
 
 
 def _scaling(r, part, known, names):
-    """The scaling of the rates, in the form of zigzag/parallel/rotary.py."""
+    """Read the scaling of the rates, in the form that zigzag/parallel/rotary.py takes."""
     kinds = [part.get(name) for name in ("rope_type", "type")]
     kinds = [names.get(str(kind), kind) for kind in kinds if kind is not None] or ["default"]
     kind, longest = kinds[0], r["max_position_embeddings"]
     if kinds[-1] != kind or kind not in known:
         raise wrong(part.at + "rope_type", kind, f" is not known, or not the same as `type`; "
                     f"expected one of {', '.join(known)}")
-    # zigzag/parallel/rotary.py refuses a scaling that lacks one of its numbers.
+    # zigzag/parallel/rotary.py rejects a scaling with a missing number.
     scaling = {name: value for name in SCALINGS[kind] if (value := part.get(name)) is not None}
     own, top = part.get(TRAINED), r.get(TRAINED)
     if kind in ("llama3", "yarn", "longrope"):
-        # If the file's top level has this key, transformers 5 takes it. transformers 4 takes it
-        # only for longrope, and for longrope it takes no other.
+        # If the file's top level has this key, transformers 5 uses that value. transformers 4 uses
+        # it only for longrope, where it uses nothing else.
         of_5, of_4 = top or own or longest, (top if kind == "longrope" else own) or longest
         if of_4 != of_5 or own not in (None, of_5):
             raise wrong(part.at + TRAINED, own, f" beside {top} at the top and "
@@ -437,5 +437,5 @@ def _scaling(r, part, known, names):
         refuse(part, factor=(None, scaling["factor"]))
     if kind == "dynamic":
         scaling[TRAINED] = longest
-    part.get("finetuned")       # a key of the first files with yarn
+    part.get("finetuned")       # a key in the earliest files with yarn
     return {**scaling, "rope_type": kind}

@@ -1,17 +1,17 @@
-"""SAM's image encoder: from a picture to a small picture of vectors.
+"""SAM's image encoder: turns a picture into a small grid of vectors.
 
     picture -> patches, + their positions -> [ norm -> attention -> + -> norm -> MLP -> + ] x L
             -> neck: 1 x 1 convolution -> norm -> 3 x 3 convolution -> norm -> [B, O, h, w]
 
 Most layers attend within windows of 14 x 14 tokens, and a few attend to the whole picture.
-Consecutive layers of one kind form a run, with stacked weights. The tables of distances differ in
-size from kind to kind. A score has a bias that depends on the query and on the distance to the key
-in rows and columns: q . down[rows] + q . right[columns].
+Consecutive layers of the same kind form a run, with stacked weights; the two kinds have distance
+tables of different sizes. Each score gets a bias that depends on the query and its distance to the
+key in rows and columns: q . down[rows] + q . right[columns].
 
 From the folder of a SamModel we read only vision_encoder.*, because the prompt encoder and the mask
 decoder are separate models. We save a SamVisionModel, without them.
 
-Windows need the whole sequence, and runs differ, so `check` refuses the axes pipe and seq.
+Windows need the whole sequence, and runs differ, so `check` rejects the axes pipe and seq.
 
 B batch, T sequence, D model, H heads (K of keys), N per head (M of values), F feed-forward, L
 layers of a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of
@@ -42,7 +42,7 @@ from zigzag.parallel.network import Network, Params, refuse_rows
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
-# The epsilon of the neck's norms, whatever config.json says about the layers'.
+# The epsilon of the neck's norms, whatever config.json says for the layers' norms.
 EPS = 1e-6
 
 
@@ -50,7 +50,7 @@ EPS = 1e-6
 # The shape of a model
 
 class Run(NamedTuple):
-    """Consecutive layers with windows of one size."""
+    """Consecutive layers with the same window size."""
     name: str       # the name of its weights
     numbers: list[int]
     window: int     # tokens on a side of a window; the picture's side without windows
@@ -93,7 +93,7 @@ def _layer_weights(c, run):
 # The network
 
 def _attend(w, q, k, v, _, window):
-    """Attention within windows. If the layer has `down` and `right`, they change the scores."""
+    """Attend within windows. If the layer has `down` and `right`, they bias the scores."""
     known = {"slot": jnp.broadcast_to(jnp.arange(window**2), q.shape[:2])}
     known = _distance_scores(w, q, window) if "down" in w else known
 
@@ -106,8 +106,8 @@ def _attend(w, q, k, v, _, window):
 
 
 def _distance_scores(w, q, window):
-    """Two biases [B W, t, H, window] for queries q [B W, t, H, N]: one for the keys in each row of
-    the window, and one for the keys in each column."""
+    """Compute two biases [B W, t, H, window] for queries q [B W, t, H, N]: the first per row of
+    keys in the window, the second per column."""
     apart = np.arange(window)[:, None] - np.arange(window) + window - 1
     q = q.reshape(len(q), window, window, *q.shape[2:])
     scores = {"down": jnp.einsum("bijhn,ikn->bijhk", q, w["down"][apart],
@@ -118,14 +118,14 @@ def _distance_scores(w, q, window):
 
 
 def _score_bias(known):
-    """The bias on the scores [B W, H, t, keys] from these two. Keys are in row-major order."""
+    """Sum the two biases into the score bias [B W, H, t, keys]. Keys are in row-major order."""
     down, right = (known[name].swapaxes(1, 2) for name in ("down", "right"))
     scores = down[..., :, None] + right[..., None, :]
     return scores.reshape(*scores.shape[:3], -1)
 
 
 def _neck(params, x, c):
-    """x [B, T, D] -> [B, O, h, w]. The first convolution is 1 x 1, a product for each token."""
+    """x [B, T, D] -> [B, O, h, w]. The first convolution is 1 x 1, so it's a product per token."""
     x = norm(params, "neck_norm", matmul(x, params["neck"][0, 0]), c, eps=EPS)
     x = shard.whole_time(x).reshape(len(x), c.side, c.side, -1)
     x = lax.conv_general_dilated(x, params["neck_out"], (1, 1), [(1, 1), (1, 1)],
@@ -153,23 +153,23 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the squared error of the output for pictures `source` against `targets`
-    [B, O, h, w], and the number of elements. An encoder has no labels. The targets may be, for
-    example, another encoder's output."""
+    """Return (sum, count): the squared error of the output for pictures `source` against `targets`
+    [B, O, h, w], and the element count. An encoder has no labels, so the targets can be another
+    encoder's output, for example."""
     got = forward(params, batch["source"], config, specs)
     error = got.astype(jnp.float32) - batch["targets"].astype(jnp.float32)
     return jnp.sum(error**2), jnp.float32(error.size)
 
 
 def batch_shapes(config: Config, rows: int) -> Shapes:
-    """{name: shape} of a batch for the loss."""
+    """Return {name: shape} for a batch of `loss`."""
     shapes = transformer.batch_shapes(config, rows)
     there = rows, record_of(config)["output_channels"], config.side, config.side
     return shapes | {"targets": shapes["source"].update(shape=there)}
 
 
 def check(c: Config, mesh: Any) -> None:
-    """Refuse options and meshes that this model does not support."""
+    """Reject options and meshes that this model doesn't support."""
     refuse_rows(c, [("dropout", c.dropout, "SAM has no dropout here; leave it out")])
     general.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
                             "need all of the time")

@@ -1,10 +1,10 @@
-"""Stems: from pictures or sound to the vectors [B, T, D] that the first layer of an encoder reads.
-Stems are small, and every device computes the whole stem.
+"""Stems turn pictures or sound into the vectors [B, T, D] that an encoder's first layer reads. They
+are small, so every device computes the whole stem.
 
-    patches   cut a picture [B, C, height, width] into squares and multiply each by one matrix; the
-              class token, a learned vector, comes first
-    frames    sound [B, C, time], C numbers a frame: two convolutions over three frames each; the
-              second has stride 2
+    patches   cut a picture [B, C, height, width] into squares and multiply each by the same matrix;
+              the class token, a learned vector, comes first
+    frames    run two convolutions over sound [B, C, time], which has C numbers per frame; each
+              covers three frames, and the second has stride 2
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from zigzag.parallel.network import Params
 
 
 def length(c: Any) -> int:
-    """T, the number of vectors that a stem returns."""
+    """Return T, the number of vectors that a stem produces."""
     if c.stem == "patches":
         return c.side ** 2 + 1
     return c.source_len
@@ -33,7 +33,7 @@ def source_shape(c: Any, rows: int) -> tuple[int, ...]:
 
 
 def weights(c: Any, table: Any) -> Params:
-    """The table of a stem's weights, with the letters of transformer.py's table."""
+    """The table of a stem's weights, in the letters of tables.py."""
     if c.stem == "patches":
         return patch_weights(c, table) | {"class_token": table("D", 0.02)}
     return {"conv1": table("k C D/fsdp", (3 * c.channels) ** -0.5), "conv1_bias": table("D", 0.0),
@@ -52,7 +52,7 @@ def check_source(source: Array, c: Any) -> None:
 
 
 def stream(params: Params, source: Array, c: Any) -> Array:
-    """The vectors [B, T, D] of pictures or of sound."""
+    """Turn pictures or sound into vectors [B, T, D]."""
     check_source(source, c)
     return (_patches if c.stem == "patches" else _frames)(params, source, c)
 
@@ -80,8 +80,8 @@ def _frames(params, sound, c):
 
 
 def sound_positions(rows: int, width: int) -> np.ndarray:
-    """Whisper's table of positions [rows, width]: sines in the first half of a row, cosines in the
-    second."""
+    """Whisper's position table [rows, width]: each row has sines in its first half and cosines in
+    its second."""
     rates = 10000.0 ** (-np.arange(width // 2) / max(width // 2 - 1, 1))
     angle = np.arange(rows)[:, None] * rates
     return np.concatenate([np.sin(angle), np.cos(angle)], 1).astype(np.float32)

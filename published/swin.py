@@ -1,20 +1,20 @@
-"""Swin: classes of pictures from attention within windows, in stages of fewer and wider tokens.
+"""Swin: classifies pictures with windowed attention, in stages with fewer and wider tokens.
 
     picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
                                                                             -> mean -> classes
     a stage:  [ norm -> attention in windows -> + -> norm -> MLP -> + ] x its layers
     a merge:  four neighbors become one token of twice the width
 
-     layers 0, 2, ...       layers 1, 3, ...: the picture is rolled by half a window, so that
-      +---+---+---+         windows lie across the borders of the previous layer's
+     layers 0, 2, ...       layers 1, 3, ...: we roll the picture by half a window, so windows
+      +---+---+---+         straddle the borders of the previous layer's windows
       |   |   |   |           +-+---+---+-+
-      +---+---+---+           +-+---+---+-+     A window at the edge has some tokens from the other
-      |   |   |   |           | |   |   | |     side of the picture: these and the others do not
-      +---+---+---+           +-+---+---+-+     see each other (they differ in `region`).
+      +---+---+---+           +-+---+---+-+     A window at the edge has tokens from both sides of
+      |   |   |   |           | |   |   | |     the picture. Tokens from different sides can't see
+      +---+---+---+           +-+---+---+-+     each other (they differ in `region`).
 
-Each score has a learned bias for the distance of the two tokens (`relative`). Between blocks the
-tokens are a residual stream [B, T, D], T = h * w, and tensor may split its T. Windows need the
-whole sequence, and layers differ from stage to stage, so `check` refuses the axes pipe and seq.
+Each score gets a learned bias for the distance between the two tokens (`relative`). Between blocks
+the tokens are a residual stream [B, T, D] with T = h * w, and tensor may split T. Windows need the
+whole sequence, and layers differ between stages, so `check` rejects the axes pipe and seq.
 
 B batch, T sequence, D width of a stage (d of the next, m of four tokens), H heads (K of keys), N
 per head (M of values), F feed-forward, L layers of a stage, J distances in a window, A classes, C
@@ -55,7 +55,7 @@ from zigzag.parallel.network import Network, Params, refuse_rows
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
-# The epsilon of LayerNorms outside of layers, whatever config.json says about those in layers.
+# The epsilon of LayerNorms outside the layers, whatever config.json says for those inside.
 EPS = 1e-5
 
 
@@ -63,7 +63,7 @@ EPS = 1e-5
 # The shape of a model
 
 class Stage(NamedTuple):
-    """Consecutive layers of one width."""
+    """Consecutive layers of the same width."""
     name: str       # the name of its weights
     layers: int
     width: int
@@ -102,8 +102,8 @@ def _layer_weights(c, stage):
 # The network
 
 def _attend(w, q, k, v, size, shift, window, c):
-    """Attention within windows of pictures rolled by `shift`. Tokens from different sides of the
-    picture do not see each other, like tokens of different documents."""
+    """Attend within windows of pictures rolled by `shift`. Tokens from different sides of the
+    picture can't see each other, just like tokens of different documents."""
     end, right = (jnp.arange(n) >= n - shift for n in size)     # rolled from the other side
     region = windows.cut((2 * end[:, None] + right)[None], window)
     table = heads_of(q, w["relative"], 1)
@@ -116,7 +116,7 @@ def _attend(w, q, k, v, size, shift, window, c):
 
 
 def _merge(w, x, size, c):
-    """x [B, h * w, D] -> [B, h/2 * w/2, 2 D], and the new (h, w)."""
+    """Merge neighbors: x [B, h * w, D] -> [B, h/2 * w/2, 2 D], and the new (h, w)."""
     x = shard.time_of_block(x)
     x = windows.padded(x.reshape(len(x), *size, -1), 2)
     x = jnp.concatenate([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
@@ -126,7 +126,7 @@ def _merge(w, x, size, c):
 
 
 def _trunk(params, pictures, c, specs=None):
-    """The last norm's output [B, T, D], with the whole sequence."""
+    """Return the last norm's output [B, T, D] for the whole sequence."""
     x, window = windows.patches(params, pictures, c), record_of(c)["window_size"]
     size = x.shape[1:3]
     x = shard.residual_stream(x.reshape(len(x), -1, c.d_model))
@@ -136,7 +136,7 @@ def _trunk(params, pictures, c, specs=None):
             raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
                               f"{size[0]} x {size[1]} tokens in {stage.name}: less than its "
                               f"windows, {window} x {window}")
-        # A single window holds the whole picture and needs no roll.
+        # If a single window holds the whole picture, we don't roll.
         shift = window // 2 if min(size) > window else 0
 
         def layer(w, x, shift, size=size):
@@ -152,8 +152,8 @@ def _trunk(params, pictures, c, specs=None):
 
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
-    """float32 logits [B, labels] of pictures [B, C, height, width]; without a head, vectors
-    [B, T, D]. The size of pictures may differ from config.image_size."""
+    """Return float32 logits [B, labels] for pictures [B, C, height, width]; without a head, vectors
+    [B, T, D]. The pictures' size may differ from config.image_size."""
     params = cast(params, config.dtype)
     x = _trunk(params, pictures, config, specs)
     if config.head == "none":
@@ -163,12 +163,12 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the cross-entropy of `labels` [B] for pictures `source`, and the row count."""
+    """Return (sum, count): cross-entropy of `labels` [B] for pictures `source`, and row count."""
     return class_loss(forward(params, batch["source"], config, specs), batch, config)
 
 
 def check(c: Config, mesh: Any) -> None:
-    """Refuse options and meshes that this model does not support."""
+    """Reject options and meshes that this model doesn't support."""
     refuse_rows(c, [
         ("head", c.head == "none", "this Swin returns vectors, and has no loss of its own; give "
                                    "fit a loss"),
@@ -186,7 +186,7 @@ DEFAULTS = dict(image_size=224, patch_size=4, num_channels=3, embed_dim=96, dept
 
 
 def _fields(r):
-    # Absolute embeddings have one row too many, and do not run in transformers either.
+    # Absolute embeddings have one row too many, and don't run in transformers either.
     refuse(r, use_absolute_embeddings=False)
     heads = _check_stages(r)
     head = classed(r, {"SwinForImageClassification": dict(head="classes", pool="mean"),
@@ -199,7 +199,7 @@ def _fields(r):
 
 
 def _check_stages(r):
-    """Refuse invalid stages. Returns the number of heads of the first stage."""
+    """Reject invalid stages. Returns the first stage's head count."""
     size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
@@ -233,7 +233,7 @@ def _arrays(c):
     return under("swin.", found) | {"classifier": "classifier"}
 
 
-# The names that transformers 5 writes when it does not save in the original format.
+# The names that transformers 5 writes when it doesn't save in the original format.
 NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "attention.k_proj",
          "attention.self.value": "attention.v_proj",
          "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
@@ -241,7 +241,7 @@ NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "atte
 
 
 def _is_index(c, array):
-    """Whether the array is the table's row for each pair of tokens in a window."""
+    """Whether the array gives the bias table's row for each pair of tokens in a window."""
     side = record_of(c)["window_size"]
     patches = np.arange(side**2)
     return np.array_equal(array, grid_ids(patches[:, None], patches, side))

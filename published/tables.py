@@ -1,9 +1,9 @@
-"""One entry for every weight of the general transformer: its dimensions, each with the mesh axis
-that splits it, and its initial standard deviation (None: all ones). The letters are
-transformer.py's, and these:
+"""The weight table of the general transformer. Each entry gives a weight's dimensions, the mesh
+axis that splits each dimension, and the initial standard deviation (None: all ones). The letters
+are transformer.py's, plus these:
 
-J rows of learned biases by distance, Z token types, A classes, C channels (of a picture or of a
-frame of sound), y and x the sides of a patch, k frames under a convolution, d a second D.
+J rows of learned distance biases, Z token types, A classes, C channels (of a picture or a sound
+frame), y and x the sides of a patch, k frames that a convolution covers, d a second D.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from zigzag.parallel.table import Table, padded
 
 
 def table(c: Any) -> Params:
-    """The weights of a model, and of its encoder if it has one, as a tree of Weight."""
+    """Return a model's weights, including its encoder's if it has one, as a tree of Weight."""
     D, W = c.d_model, c.embed_dim or c.d_model
     make = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows, d=D, A=c.labels, k=3,
                  J=relative_rows(c), H=c.heads, Z=c.token_types, C=c.channels, y=c.patch_size,
@@ -30,7 +30,7 @@ def table(c: Any) -> Params:
         weights["dense_layers"] = layer_weights(c, c.dense_layers)
     if c.encoder_layers:
         weights["encoder"] = table(encoder_config(c))
-        weights["encoder"].pop("embed", None)       # it uses the decoder's
+        weights["encoder"].pop("embed", None)       # it uses the decoder's embedding
     if c.relative and c.relative_shared:
         weights["relative"] = make("J/fsdp H/tensor", 0.1)
     return weights | _embed_weights(c, make) | head_weights(c, make)
@@ -55,7 +55,7 @@ def _embed_weights(c, make):
 
 
 def head_weights(c: Any, make: Any) -> Params:
-    """The weights of the last norm and of the head."""
+    """The weights of the last norm and the head."""
     D, W = c.d_model, c.embed_dim or c.d_model
     weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":
@@ -75,16 +75,16 @@ def head_weights(c: Any, make: Any) -> Params:
 
 
 def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
-    """The weights of a stack of L equal layers."""
+    """The weights of a stack of L identical layers."""
     D, G = c.d_model, c.expert_d_ff or c.d_ff
     F = c.shared_experts * G if experts else c.d_ff
-    # Latent attention (R) makes queries, keys and values from short vectors. All heads share the
-    # rotated part of a key (U).
+    # Latent attention (R) computes queries, keys and values from short vectors. All heads share the
+    # rotated part of the keys (U).
     Q, R, U, H, M = c.q_rank, c.kv_rank, c.rotary_dim, c.heads, c.v_head_dim or c.head_dim
     make = Table(L=L, D=D, H=H, K=c.kv_heads, N=c.head_dim, M=M, F=F, E=experts, G=G, Q=Q, R=R,
                  U=U, Y=c.head_dim - U, J=relative_rows(c))
     # The residual stream sums 2 L outputs. The weights that produce them start smaller by a factor
-    # of sqrt(2 L), so that the stream does not grow with depth.
+    # of sqrt(2 L), so the stream doesn't grow with depth.
     into, back = D**-0.5, (2 * c.layers) ** -0.5
     weights = {"wq": make("L/pipe D/fsdp H/tensor N", into),
                "wk": make("L/pipe D/fsdp K/tensor N", into),
@@ -106,7 +106,7 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
         weights |= {"q_norm": make("L/pipe 1 H/tensor N"), "k_norm": make("L/pipe 1 K/tensor N")}
     elif c.qk_norm:
         weights |= {"q_norm": make("L/pipe N"), "k_norm": make("L/pipe N")}
-    if F:           # the MLP that all tokens visit
+    if F:           # the MLP that every token goes through
         weights |= {"w_gate": make("L/pipe D/fsdp F/tensor", into)} if c.gated else {}
         weights |= {"w_up": make("L/pipe D/fsdp F/tensor", into),
                     "w_down": make("L/pipe F/tensor D/fsdp", F**-0.5 * back)}
@@ -134,7 +134,7 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
 
 
 def norms(c: Any, make: Any, axes: str, names: list[str]) -> Params:
-    """The scales of these norms, and their biases."""
+    """The scales of these norms, plus the biases of LayerNorms."""
     weights = {name: make(axes) for name in names}
     if c.norm == "layer":
         weights |= {f"{name}_bias": make(axes, 0.0) for name in names}
@@ -146,8 +146,8 @@ def _has_bias(c, product):
 
 
 def encoder_config(c: Any, length: int = 0) -> Any:
-    """The Config of the encoder of an encoder-decoder, for a source of this length. Refuses a
-    source that is longer than the table of learned positions."""
+    """Return the Config of an encoder-decoder's encoder for a source of this length. Rejects a
+    source longer than the table of learned positions."""
     if length and c.stem == "tokens":
         c = change(c, source_len=length)
     enough = c.stem == "tokens" or c.stem == "patches" and c.position_rows >= stems.length(c)
@@ -160,11 +160,11 @@ def encoder_config(c: Any, length: int = 0) -> Any:
 
 
 def batch_shapes(config: Any, rows: int) -> Shapes:
-    """{name: shape} of a batch for the loss."""
+    """Return {name: shape} for a batch of `loss`."""
     c, ids = config, jax.ShapeDtypeStruct((rows, config.seq_len), jnp.int32)
     weights = ids.update(dtype=jnp.float32)
     batch = {"tokens": ids, "targets": ids, "weights": weights}
-    if c.head == "classes":     # one label is a number, for a regression
+    if c.head == "classes":     # a single label is a number (regression)
         kind = weights if c.labels == 1 else ids
         batch = {"tokens": ids, "mask": weights, "labels": kind.update(shape=(rows,))}
     if c.own_stem != "tokens":

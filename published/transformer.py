@@ -1,10 +1,10 @@
-"""The general transformer: the network of all published decoders, encoders and encoder-decoders.
+"""The general transformer: the network for all published decoders, encoders and encoder-decoders.
 
     tokens [B, T] -> embed -> [ norm -> attention -> + -> norm -> MLP -> + ] x L -> norm -> logits
 
 model.py is the plain decoder, and the file to fork. Here, each difference between families is an
-option: an `if` in the one function that it concerns. The options are in general.py, and the weights
-in tables.py. A section near the end is for encoders.
+option: an `if` in the only function it affects. The options are in general.py, and the weights in
+tables.py. A section near the end covers encoders.
 
 The layers never mention the mesh. Where they may need a collective, they call shard.py: `columns`
 into a block, `row` out of it, `embed_lookup`, `self_attend`, `experts`, `token_loss`.
@@ -72,26 +72,26 @@ def norm(w, name, x, c, kind="", eps=0.0):
     if (kind or c.norm) == "layer":
         x32 = x32 - jnp.mean(x32, -1, keepdims=True)
     x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + (eps or c.norm_eps))
-    # If tensor splits x along the sequence, jax sums the scale's gradient over it.
+    # If tensor splits x along the sequence, jax sums the scale's gradient over tensor.
     return _plus_bias(w, x32.astype(x.dtype) * w[name], name)
 
 
 def heads_of(q, a, dim):
-    """This device's query heads, from an array of all heads."""
+    """Take this device's query heads from an array of all heads."""
     return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
 
 
 def _known(c, i):
-    """The arguments of shard.self_attend for a bound on the scores and for a window. In a window, a
-    query sees the last c.window keys, including its own."""
+    """The arguments of shard.self_attend for a score bound and a window. With a window, a query
+    sees the last c.window keys, including its own."""
     return {"softcap": c.attn_softcap, "window": c.window,
             "local": layer_is_local(c, i) if "g" in c.local_layers else None}
 
 
 def _scores(w, q, c):
-    """The `scores` argument of shard.self_attend for the queries q. It is a function that adds to
-    the scores a learned bias by distance (`relative`) or by each head's slope (ALiBi), or None for
-    plain scores."""
+    """The `scores` argument of shard.self_attend for the queries q; None for plain scores. It's a
+    function that adds a learned distance bias (`relative`) or ALiBi's bias (a slope per head) to
+    the scores."""
     table = slopes = None
     if c.relative:
         table = heads_of(q, w["relative"], 1)
@@ -107,13 +107,13 @@ def _scores(w, q, c):
 
 
 def with_bias(w, name):
-    """The weight for `columns`, or (weight, bias) if it has a bias."""
+    """The weight as `columns` takes it, or (weight, bias) if it has a bias."""
     bias = w.get(f"{name}_bias")
     return w[name] if bias is None else (w[name], bias)
 
 
 def _into_heads(w, c, cache=None):
-    if cache is not None:           # a cache does not repeat kv heads
+    if cache is not None:           # a cache doesn't repeat kv heads
         return [with_bias(w, name) for name in ("wq", "wk", "wv")]
     return [with_bias(w, "wq"), *_into_keys(w, c, "wk", "wv")]
 
@@ -123,9 +123,9 @@ def _into_keys(w, c, *names):
 
 
 def _latent(w, h, c):
-    """For latent attention: queries [B, T, H, N], the latent [B, T, R] of keys and values, and the
-    rotary part of the keys [B, T, 1, U], which all heads share. The published models use an epsilon
-    of 1e-6 in these norms, whatever the other norms use."""
+    """For latent attention, return queries [B, T, H, N], the latent [B, T, R] of keys and values,
+    and the keys' rotary part [B, T, 1, U], which all heads share. In these norms the published
+    models use an epsilon of 1e-6, whatever the others use."""
     q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
@@ -133,7 +133,7 @@ def _latent(w, h, c):
 
 
 def _latent_heads(w, h, c):
-    """Queries, keys and values [B, T, H, N] of latent attention."""
+    """Return the queries, keys and values [B, T, H, N] of latent attention."""
     q, latent, turned = _latent(w, h, c)
     k, v = shard.columns(latent, w["wk"], w["wv"])
     turned = jnp.broadcast_to(turned, (*k.shape[:3], turned.shape[-1]))
@@ -141,9 +141,9 @@ def _latent_heads(w, h, c):
 
 
 def _latent_from_cache(w, h, c, i, batch, cache):
-    """Latent attention with a cache of latents. It never makes keys or values from them. Instead it
-    multiplies the queries by the weight for the keys, and the result by the weight for the
-    values."""
+    """Run latent attention with a cache of latents. We never expand them into keys and values.
+    Instead, we multiply the queries by the key weight, and attention's result by the value
+    weight."""
     (q, latent, turned), U = _latent(w, h, c), c.rotary_dim
     turned, q = (rotate(a, batch["positions"], *layer_rates(c, i)) for a in (turned, q))
     latent = jnp.concatenate([turned, shard.time_of_block(latent)[:, :, None]], -1)
@@ -175,14 +175,14 @@ def _heads(w, qkv, c, i, batch, cache=None):
     if cache is not None:
         attend = kv_cache.Attend(cache, batch["slot"], batch["start"], c.heads, c.kv_heads)
         return attend(q, k, v, **changes), attend.layer
-    attend = batch.get("attend", shard.self_attend)     # published/reference.py replaces it
+    attend = batch.get("attend", shard.self_attend)     # published/reference.py overrides it
     return attend(
         q, k, v, **changes, causal=c.causal, heads=c.heads, positions=batch["positions"],
         documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
 
 
 def _scaled(q, c):
-    """The queries, scaled if the factor on the scores (attn_scale) differs from the default."""
+    """Scale the queries if the factor on the scores (attn_scale) isn't the default."""
     return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
 
 
@@ -206,26 +206,27 @@ ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gel
 
 
 def activate(c, first, *gated):
-    """The activation between the two products of an MLP."""
+    """Apply the activation between an MLP's two products."""
     first = ACTIVATIONS[c.activation](first)
     return first * gated[0] if gated else first
 
 
 def _into_dense(w):
-    """The first weights of the MLP that all tokens visit, or [] without such an MLP."""
+    """The input weights of the MLP that every token goes through; [] if there's no such MLP."""
     return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
 @shard.part("mlp")
 def feed_forward(w, h, c, i=0, batch=None):
-    """The MLP or the experts: h [B, T, D] -> [B, T, D], and the experts' terms of the loss."""
+    """Run the MLP or the experts: h [B, T, D] -> [B, T, D], and the experts' loss terms."""
     y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
     return _plus_bias(w, y, "w_down"), aux
 
 
 def _out_of_block(w, h, c, i, batch, out, dense):
-    """Sum the products `out`, the MLP that all tokens visit (`dense` is the result of its first
-    products), and the experts' output for h. Returns the sum and the experts' terms of the loss."""
+    """Sum the products `out`, the MLP that every token goes through (`dense` has its first
+    products' results), and the experts' output for h. Returns the sum and the experts' loss
+    terms."""
     if dense:
         out = [*out, (activate(c, *dense), w["w_down"])]
     if "router" in w:
@@ -255,11 +256,11 @@ def _experts(w, h, c, i, batch, beside):
 
 
 def _choose(scores, bias, c):
-    """The numbers [B, T, K] of each token's experts, which have the best scores [B, T, E]. Only
-    this choice adds `bias` to the scores."""
+    """Choose the experts [B, T, K] with the best scores [B, T, E] for each token. `bias` affects
+    only this choice."""
     if bias is not None:
         scores = scores + bias.astype(scores.dtype)
-    if c.expert_groups > 1:         # first choose groups, by the sum of their two best experts
+    if c.expert_groups > 1:         # first choose groups, by the sum of their top two scores
         groups = scores.reshape(*scores.shape[:2], c.expert_groups, -1)
         best = lax.top_k(groups, 2)[0].sum(-1)
         least = lax.top_k(best, c.groups_per_token)[0][..., -1:]
@@ -268,7 +269,7 @@ def _choose(scores, bias, c):
 
 
 def _drop(y, c, site, batch):
-    """The output of attention or MLP, scaled, and with dropout in training."""
+    """Scale the output of attention or the MLP, and apply dropout in training."""
     y = y if c.residual_scale == 1 else y * c.residual_scale
     return shard.dropout(y, c.dropout, batch.get("seeds"), site, batch.get("slots"))
 
@@ -281,11 +282,11 @@ def embedding(params, batch, c):
     if c.own_stem == "tokens":
         check_ids(batch["tokens"], c.vocab_size)
         x = shard.embed_lookup(params["embed"], batch["tokens"])
-        x = x * (c.embed_scale or c.d_model**0.5)   # new weights then have rows of unit size
+        x = x * (c.embed_scale or c.d_model**0.5)   # gives new weights rows of unit size
     else:
         x = stems.stream(params, batch["source"], c)
         x = shard.residual_stream(own_time(_padded(x)))
-    # With a norm after the embedding, everything before the norm has the embedding's width.
+    # If a norm follows the embedding, everything before the norm has the embedding's width.
     if "project_in" in params and not c.embed_norm:
         x = matmul(x, params["project_in"])
     if c.positions in ("learned", "fixed", "sinusoidal"):
@@ -304,7 +305,7 @@ def embedding(params, batch, c):
 
 
 def block(w, x, i, c, batch, cache=None):
-    """Layer i: x [B, T, D] -> x, its terms of the loss, and the cache."""
+    """Run layer i: x [B, T, D] -> x, the layer's loss terms, and the cache."""
     w = low_rank.adapted(w)
     if c.parallel_block:
         return _parallel_block(w, x, i, c, batch, cache)
@@ -319,7 +320,7 @@ def block(w, x, i, c, batch, cache=None):
 
 
 def _add(w, half, x, y, c, site, batch):
-    """The stream x plus the output y of attention or MLP, with the norms after them."""
+    """Add y, the output of attention or the MLP, to the stream x, and apply the norms after it."""
     if c.norm_place in ("out", "sandwich"):
         y = norm(w, f"{half}_out_norm", y, c)
     if f"{half}_out_scale" in w:
@@ -329,8 +330,8 @@ def _add(w, half, x, y, c, site, batch):
 
 
 def _parallel_block(w, x, i, c, batch, cache):
-    """Attention and MLP that read the same norm. They share one collective on the way in, and one
-    on the way out."""
+    """Run attention and the MLP side by side on x. They share a collective on the way out, and on
+    the way in if they read the same norm."""
     h = norm(w, "attn_norm", x, c)
     if c.parallel_norms == 1:
         q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))
@@ -344,7 +345,7 @@ def _parallel_block(w, x, i, c, batch, cache):
 
 
 def loss_head(params, x, c):
-    """The last norm's output [B, T, W] and the loss head [W, V], with its bias if it has one."""
+    """Return the head's input [B, T, W] and its weight [W, V], with its bias if it has one."""
     if "norm" in params:
         x = norm(params, "norm", x, c)
     if c.head == "masked":
@@ -359,8 +360,8 @@ def loss_head(params, x, c):
 
 
 def with_positions(batch, c):
-    """Add arrays [B, T] about a batch's tokens: their slots in the row, their positions in the
-    document, and, if a row is not one document, the number of the document. A token that the mask
+    """Add arrays [B, T] that describe a batch's tokens: their slots in the row, their positions,
+    their types and, if a row isn't a single document, their document numbers. A token that the mask
     excludes is in document -1."""
     if "slots" in batch:
         slots = batch["slots"]
@@ -386,7 +387,7 @@ def with_positions(batch, c):
 # The network: all layers, logits, loss
 
 def _layers(params, specs=None):
-    """The stacked weights of the layers, and their specs. Each layer gets a copy of the weights
+    """Return the layers' stacked weights and their specs. Each layer gets a copy of the weights
     that all layers share."""
     layers, specs = params["layers"], specs and specs["layers"]
     if "relative" in params:
@@ -398,12 +399,12 @@ def _layers(params, specs=None):
 
 
 def _layer(w, x, i, c, batch):
-    """Layer i, or the group of layers i: x [B, T, D] -> x, and its terms of the loss."""
+    """Run layer i, or group i of layers: x [B, T, D] -> x, and the layer's loss terms."""
     return _repeat(w, x, i, c, batch) if c.layer_groups else block(w, x, i, c, batch)[:2]
 
 
 def begin(params, c, batch, specs=None, embed=embedding):
-    """The embedding [B, T, D], run through the dense layers of a model with experts."""
+    """Return the embedding [B, T, D], after the dense layers if a model with experts has any."""
     x = embed(params, batch, c)
     if c.dense_layers:
         x, _ = shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), params["dense_layers"], x,
@@ -412,11 +413,11 @@ def begin(params, c, batch, specs=None, embed=embedding):
 
 
 def trunk(params, c, batch, specs=None, embed=embedding):
-    """The last block's output [B, T, D]. With a pipeline, every stage gets an encoder's output,
-    because the same stages then run the decoder's layers."""
+    """Return the last block's output [B, T, D]. In a pipeline every stage gets an encoder's output,
+    because the same stages run the decoder's layers next."""
     x = begin(params, c, batch, specs, embed)
     stacked, specs = _layers(params, specs)
-    # In generation, every device has all layers, and no spec names pipe.
+    # During generation every device has all layers, and no spec names pipe.
     if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
         numbers = jnp.arange(c.dense_layers, c.layer_groups or c.layers)
         return shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), stacked, x, numbers, specs,
@@ -429,7 +430,7 @@ def trunk(params, c, batch, specs=None, embed=embedding):
 
 
 def head_logits(params, x, c):
-    """float32 logits [B, T, V] of the next tokens, for x [B, T, D]."""
+    """Compute float32 logits [B, T, vocab_size] from x [B, T, D]."""
     logits = shard.vocab_logits(*loss_head(params, x, c), c.vocab_size, c.logit_softcap)
     return logits[..., :c.vocab_size]
 
@@ -439,15 +440,16 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
             mask: Array | None = None, source_mask: Array | None = None,
             token_types: Array | None = None, attend: Callable | None = None,
             embed: Callable = embedding) -> Array:
-    """Logits [B, T, vocab_size] of the next token for each of `tokens` [B, T]. An encoder returns
-    logits of the tokens themselves, or of classes [B, labels], or, without a head, vectors
-    [B, T, D]. `source` is the input of an encoder or a stem; a mask is 0 where a row has no
-    token."""
+    """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. An encoder
+    returns logits for the tokens themselves, or for classes [B, labels], or, without a head,
+    vectors [B, T, D]. `source` is the input to an encoder or a stem. A mask is 0 where a row has
+    no token."""
     c = config
     if c.own_stem != "tokens" and source is None:
         tokens, source = None, tokens
-    if source is None and (c.encoder_layers or c.own_stem != "tokens"):
-        raise ConfigError("this model has an encoder: give it a source")
+    if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
+        raise ConfigError("this model has no encoder to give a source to" if source is not None else
+                          "this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
                  source_mask=source_mask, token_types=token_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}
@@ -463,9 +465,9 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
 
 
 def prepare_batch(params, batch, c, specs=None):
-    """(configuration, weights, batch) for a forward pass. The configuration has the seq_len of this
-    batch, on which some scaled positions depend. The weights have the dtype of the computation. The
-    batch has its tokens' positions and, if there is an encoder, the encoder's output."""
+    """Return (config, weights, batch) for a forward pass. The config has this batch's seq_len,
+    which some scaled positions depend on. The weights have the compute dtype. The batch has its
+    tokens' positions and, if there's an encoder, the encoder's output."""
     if "tokens" in batch:
         c = change(c, seq_len=batch["tokens"].shape[1] * axis_size("seq"))
     params, batch = cast(params, c.dtype), with_positions(batch, c)
@@ -477,11 +479,11 @@ def prepare_batch(params, batch, c, specs=None):
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None,
          embed: Callable = embedding) -> tuple:
-    """(sum, count): the weighted cross-entropy of the batch's targets in nats, and the sum of the
-    weights. The step divides one by the other once, so masks and uneven shards change nothing. A
-    batch with `seeds` [B] is for training: dropout is on, and experts add their terms to the sum
-    and return a dict of other sums as a third result. A model with classes returns the
-    cross-entropy of `labels` [B] and the number of rows."""
+    """Return (sum, count): the weighted cross-entropy of the batch's targets in nats, and the total
+    weight. The step divides the totals only once, so masks and uneven shards don't change the
+    result. A batch with `seeds` [B] is for training: dropout is on, and experts add their terms to
+    the sum. They also return a third result, a dict of other sums. A classifier returns the
+    cross-entropy of `labels` [B] and the row count."""
     c, params, batch = prepare_batch(params, batch, config, specs)
 
     def layer(w, x, i, batch):
@@ -508,8 +510,8 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
 
 def encode_source(params: Params, source: Batch, config: Config,
                   specs: Params | None = None) -> list[Params]:
-    """The entries of a source (with source_mask) in each layer's cache: k and v of
-    cross-attention."""
+    """Encode a source (with source_mask) into entries for each layer's cache: cross-attention's k
+    and v, and the source's documents."""
     c = config
     all_time = functools.partial(shard.whole_time, in_parts=True)
     encoded, document = _encode(params, source, c, specs, all_time).values()
@@ -521,16 +523,16 @@ def encode_source(params: Params, source: Batch, config: Config,
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start: Array,
            config: Config, length: int, specs: Params | None = None,
            embed: Callable = embedding) -> tuple[Array, list[Params]]:
-    """Run `tokens` [B, T] through all layers. They are at slots slot ... slot + T - 1 of rows that
-    begin at slots start [B]. Returns the last block's output [B, T, D] for the whole sequence, and
-    the cache with their keys and values. Some positions scale with `length`. The layers are a list
-    (zigzag.generate.engine.unstack_layers)."""
+    """Run `tokens` [B, T] through all layers. The tokens are at slots slot ... slot + T - 1 of rows
+    that begin at slots start [B]. Returns the last block's output [B, T, D] for the whole sequence,
+    and the cache with the new keys and values. `length` scales some positions. The layers are a
+    list (zigzag.generate.engine.unstack_layers)."""
     config = change(config, seq_len=length)
     query = kv_cache.query_tokens(slot, start, tokens.shape[1])
     batch = {"tokens": tokens, "positions": query.position, "slot": slot, "start": start}
     shared = only(params, "relative")
     x, new_cache = embed(params, batch, config), []
-    one_block = jax.jit(functools.partial(block, c=config))     # traced once for all equal layers
+    one_block = jax.jit(functools.partial(block, c=config))     # trace identical layers only once
     for i, (w, layer) in enumerate(zip(params["layers"], cache, strict=True)):
         w = shard.gather(w, specs and specs["layers"][i])
         x, _, layer = one_block({**w, **shared}, x, i, batch=batch, cache=layer)
@@ -539,11 +541,10 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
 
 
 # -------------------------------------------------------------------------------------------
-# Encoders: the source, cross-attention to the encoder's output, classes of rows. Decoders use none
-# of this.
+# Encoders and classifiers: the source, cross-attention to the encoder's output, class logits
 
 def _source(batch, c):
-    """The batch of an encoder: this device's part of the source sequence."""
+    """Make an encoder's batch: this device's part of the source sequence."""
     is_text, shape = c.own_stem == "tokens", batch["source"].shape
     length = shape[1] if is_text else stems.length(c)
     known = {"mask": batch.get("source_mask", jnp.ones((shape[0], length)))}
@@ -559,13 +560,13 @@ def _source(batch, c):
 
 
 def only(batch: Batch, *names: str) -> Batch:
-    """The arrays of a batch with these names."""
+    """The batch's arrays with these names."""
     return {name: batch[name] for name in names if name in batch}
 
 
 def own_time(tree):
-    """Cut arrays [B, T, ...] to this device's part of the sequence, in plain order. Every device of
-    seq has them whole: a source or a picture, which shard_time does not split."""
+    """Cut arrays [B, T, ...] to this device's part of the sequence, in plain order. They come from
+    a source or a picture, which shard_time leaves whole on every device of the seq axis."""
     def part(a):
         parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
         return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
@@ -574,7 +575,7 @@ def own_time(tree):
 
 
 def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
-    """The encoder's output for a batch's source, and its documents (-1 for padding)."""
+    """Return the encoder's output for a batch's source, and its documents (-1 for padding)."""
     e = encoder_config(c, batch["source"].shape[1])
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
     known = _source(only(batch, "source", "source_mask", "seeds"), e)
@@ -584,14 +585,14 @@ def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
 
 
 def _padded(x):
-    """Pad an array [B, T, ...] with zeros along T, so that the mesh can split it."""
+    """Zero-pad an array [B, T, ...] along T so that the mesh can split it."""
     more = -x.shape[1] % time_parts()
     return jnp.pad(x, ((0, 0), (0, more), *((0, 0),) * (x.ndim - 2)))
 
 
 def _cross_attention(w, h, c, batch, cache):
-    """Attention to the encoder's output: h [B, T, D] -> [B, T, D]. If there is a cache, it holds
-    the keys and values."""
+    """Attend to the encoder's output: h [B, T, D] -> [B, T, D]. A cache already holds the keys and
+    values."""
     q, = shard.columns(h, with_bias(w, "cross_wq"))
     if cache is None:
         k, v = _cross_keys(w, batch["encoded"], c)
@@ -610,9 +611,8 @@ def _cross_keys(w, encoded, c):
 
 
 def _class_logits(params, x, c, batch):
-    """float32 logits [B, A] of each row's class. They come from its first token, from the last
-    token that the mask keeps, or from the mean of a picture's patches. The last norm comes after
-    this choice."""
+    """Compute each row's float32 class logits [B, A] from its first token, the last token that the
+    mask keeps, or the mean of a picture's patches. The last norm follows this choice."""
     x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
     if c.pool == "last":
         there = shard.whole_time(batch.get("mask", jnp.ones(batch["tokens"].shape))) > 0
@@ -629,10 +629,10 @@ def _class_logits(params, x, c, batch):
 
 
 def class_loss(logits, batch, c):
-    """(sum, count): the cross-entropy of labels [B], summed over rows, and the number of rows. With
-    one label (a regression), the squared error."""
+    """Return (sum, count): the cross-entropy of labels [B], summed over rows, and the row count.
+    With a single label (regression), use the squared error instead."""
     rows = jnp.float32(len(logits))
-    if c.head == "none":        # the rule traces it: it needs some loss to plan the sharding
+    if c.head == "none":        # the sharding rule needs some loss to trace
         return jnp.sum(logits.astype(jnp.float32) ** 2), rows
     labels, classes = batch["labels"], logits.shape[1]
     if classes == 1:
@@ -658,8 +658,8 @@ def _repeat(w, x, group, c, batch):
 # Functions of the Network (zigzag/parallel/network.py)
 
 def check(c: Config, mesh: Any) -> None:
-    """Refuse a model that the mesh cannot split. Tensor never stops a run, because a weight that it
-    does not divide stays whole."""
+    """Reject a model that the mesh can't split. The tensor axis never blocks a run: a weight that
+    it doesn't divide stays whole."""
     stages = mesh.shape["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
     check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
@@ -680,8 +680,8 @@ def check(c: Config, mesh: Any) -> None:
 
 
 def flops(c: Config, tokens: int, table: Params) -> float:
-    """FLOPs of training on this many tokens. The weights of an encoder, and of the keys and values
-    of cross-attention, count for the tokens of the source."""
+    """Training FLOPs for this many tokens. The encoder's weights, and cross-attention's weights for
+    keys and values, count for the source's tokens."""
     share = c.source_len / c.seq_len if c.encoder_layers else 0.0
     layers = dict(table.get("layers", {}))
     of_source = [layers.pop(name) for name in list(layers)
@@ -724,7 +724,7 @@ def block_traffic(c: Config) -> Traffic | None:
 
 
 def why(config: Config) -> str:
-    """Text that says why a model needs more than the plain decoder."""
+    """Say why a model needs more than the plain decoder."""
     names = lacking(dataclasses.asdict(config))
     names = [name for name in names if not is_derived(config, name)] or names
     options = [f"{name}={getattr(config, name)}" for name in names]

@@ -1,9 +1,9 @@
-"""What Swin and SAM share: pictures of tokens cut into square windows. For attention, each window
-is a separate short row.
+"""Windowed attention, shared by Swin and SAM: cut a grid of tokens into square windows, and attend
+within each window as if it were a separate short row.
 
     [B, 4, 6, D], windows of 2     +--+--+--+
-                                   |0 |1 |2 |      -> [6 B, 4, D]: the windows of the first
-                                   +--+--+--+         picture, row by row, then of the next
+                                   |0 |1 |2 |      -> [6 B, 4, D]: the first picture's windows,
+                                   +--+--+--+         row by row, then the next picture's
                                    |3 |4 |5 |
                                    +--+--+--+
 """
@@ -19,8 +19,8 @@ from zigzag.parallel import low_rank
 
 
 def patches(params: Any, pictures: Array, c: Any) -> Array:
-    """Turn pictures [B, C, height, width], padded with zeros to whole patches, into pictures of
-    tokens [B, h, w, D]."""
+    """Turn pictures [B, C, height, width] into grids of tokens [B, h, w, D]. Zero-pads the pictures
+    to whole patches."""
     w, p = params["patch"], c.patch_size
     x = lax.conv_general_dilated(
         pictures.astype(w.dtype), w, (p, p), [(0, -n % p) for n in pictures.shape[2:]],
@@ -30,13 +30,13 @@ def patches(params: Any, pictures: Array, c: Any) -> Array:
 
 def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: Callable,
           shift: Any = None) -> Array:
-    """A block with attention within windows, on the stream x [B, T, D] of pictures of `size` = (h,
-    w) tokens. It rolls the picture by `shift` before cutting it. attend(w, q, k, v, size) computes
-    attention for the tokens [B W, t, H, N] of each window of a picture, padded to this size."""
+    """Run a block with windowed attention on the stream x [B, T, D] of pictures with `size` = (h,
+    w) tokens. It rolls each picture by `shift` before cutting it. attend(w, q, k, v, size) computes
+    attention for each window's tokens [B W, t, H, N], where `size` includes the padding."""
     w = low_rank.adapted(w)
     h = norm(w, "attn_norm", x, c)
     picture = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
-    picture = padded(picture, window)           # tokens see the padding: zeros plus bias
+    picture = padded(picture, window)           # tokens see the padding (zeros plus bias)
     whole = picture.shape[1:3]
     picture = picture if shift is None else jnp.roll(picture, (-shift, -shift), (1, 2))
     q, k, v = shard.columns(cut(picture, window), gathered=True, *[
@@ -49,8 +49,8 @@ def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: 
 
 
 def padded(x: Array, size: int) -> Array:
-    """Pictures [B, height, width, D] padded with zeros below and on the right to a multiple of the
-    window size."""
+    """Zero-pad pictures [B, height, width, D] at the bottom and right to a multiple of the window
+    size."""
     return jnp.pad(x, ((0, 0), *((0, -n % size) for n in x.shape[1:3]), (0, 0)))
 
 

@@ -1,8 +1,8 @@
 """Classification: a small vision transformer learns scikit-learn's handwritten digits.
 
     example     a picture of 8 x 8 pixels from 0 to 1, and its class
-    loss        the network's own, the cross-entropy of the class
-    metric      the share of held-out pictures whose argmax class is right
+    loss        the network's usual loss, the cross-entropy of the class
+    metric      the share of held-out pictures that the model classifies correctly
 
     python -m recipes.classify [flags of train.py]
 """

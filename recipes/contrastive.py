@@ -1,10 +1,10 @@
-"""Contrastive learning: match left halves of pictures with right halves, as CLIP matches pictures
-with texts (Radford et al., 2021).
+"""Contrastive learning: match the left and right halves of pictures, the way CLIP matches pictures
+and texts (Radford et al., 2021).
 
-    example     a handwritten digit of 8 x 8 pixels: its left half and its right half
+    example     the left half and the right half of a handwritten digit of 8 x 8 pixels
     loss        the cross-entropy of the correct partner among all rows of the batch, from left to
-                right and from right to left. `shard.all_rows` gets the rows from all devices
-    metric      the share of held-out left halves whose right half is the nearest of 360
+                right and from right to left. `shard.all_rows` collects the rows from all devices
+    metric      the share of held-out left halves whose own right half is the nearest of all 360
 
     python -m recipes.contrastive [flags of train.py]
 """

@@ -1,10 +1,10 @@
 """DDPG: a policy learns to swing a pendulum up and hold it there (Lillicrap et al., 2016).
 
-    trees       an actor, which chooses a torque, and a critic, which values it; slow averages of
-                both (the targets); the last CAPACITY moves; and the pendulums themselves
-    step        each pendulum makes a move with some noise. Then the critic and the actor get one
-                update each on --batch past moves, and the targets follow
-    metric      the mean return of 100 episodes of 200 moves, played without noise
+    trees       an actor that chooses a torque, and a critic that values it; slow averages of both
+                (the targets); the last CAPACITY moves; and the pendulums themselves
+    step        each pendulum makes a move with some noise. Then the critic and the actor each get
+                a single update on --batch past moves, and the targets follow
+    metric      the mean return over 100 episodes of 200 moves, played without noise
 
     python -m recipes.ddpg [flags of train.py]
 """
@@ -21,7 +21,7 @@ GAMMA, FOLLOW, NOISE, CAPACITY, PLAYERS, MOVES = 0.98, 0.01, 0.2, 50_000, 4, 200
 
 
 def move(state, torque):
-    """Return Pendulum-v1's (angle, speed) after one move, and the reward, as in Gymnasium."""
+    """Return Pendulum-v1's (angle, speed) after a move, and the reward, as in Gymnasium."""
     angle, speed = state[..., 0], state[..., 1]
     torque = 2 * jnp.clip(torque, -1, 1)
     off = (angle + jnp.pi) % (2 * jnp.pi) - jnp.pi
@@ -31,7 +31,7 @@ def move(state, torque):
 
 
 def begin(key, count):
-    """Draw pendulums [count, 2] at any angle, with a speed from -1 to 1."""
+    """Draw pendulums [count, 2] at random angles, with speeds from -1 to 1."""
     return jax.random.uniform(key, (count, 2), minval=-1, maxval=1) * jnp.array([jnp.pi, 1])
 
 
@@ -69,7 +69,7 @@ def init(key):
 
 
 def critic_loss(trees, batch):
-    """The critic's squared error against a move's reward plus the targets' discounted value."""
+    """Return the critic's squared error against the reward plus the targets' discounted value."""
     past, slow = batch["past"], trees["slow"]
     before, torque, reward, after = past[:, :2], past[:, 2], past[:, 3], past[:, 4:]
     want = reward + GAMMA * value(slow["critic"], after, act(slow["actor"], after))
@@ -86,12 +86,12 @@ def step(state, batch, gradients, update):
     trees, at = state["params"], state["step"]
     keys = jax.random.split(jax.random.key(batch["seeds"][0]), 3)
 
-    # Each pendulum makes a move. After MOVES moves they all start again.
+    # Each pendulum makes a move. After MOVES moves, they all restart.
     now = trees["world"]["now"]
     noise = NOISE * jax.random.normal(keys[0], (PLAYERS,))
     torque = jnp.clip(act(trees["actor"], now) + noise, -1, 1)
     after, reward = move(now, torque)
-    # Keep a tenth of the reward, so that values stay small.
+    # Store a tenth of the reward, to keep values small.
     made = jnp.concatenate([now, torque[:, None], reward[:, None] / 10, after], 1)
     past = jax.lax.dynamic_update_slice_in_dim(
         trees["world"]["past"], made, at * PLAYERS % CAPACITY, 0)
@@ -113,7 +113,7 @@ def step(state, batch, gradients, update):
 
 
 def returns(trees, batch):
-    """Return the sum of an episode's rewards from each row's start, without noise."""
+    """Play an episode from each row's start, without noise, and return the sum of its rewards."""
     def one(state, _):
         return move(state, act(trees["actor"], state))
 

@@ -1,8 +1,8 @@
 """Diffusion: a network turns noise into a picture of a digit, given its name (Ho et al., 2020).
 
-    example     a handwritten digit of 8 x 8 pixels and its class, "zero" to "nine"; one time in ten
-                the loss hides the class
-    loss        the squared error of the noise that was mixed into the picture, at a random timestep
+    example     a handwritten digit of 8 x 8 pixels and its class, "zero" to "nine"; the loss hides
+                the class in a tenth of the cases
+    loss        the squared error of the predicted noise in the picture, at a random timestep
     metric      right, the share of generated pictures that scikit-learn's nearest neighbors among
                 the real digits assign to the requested class (copies count as right)
 
@@ -21,7 +21,7 @@ import train
 
 TIMES, WIDTH, GUIDANCE = 100, 256, 2.0
 NAMES = "zero one two three four five six seven eight nine".split()
-# How much of the picture (its square) is left at each timestep.
+# The squared share of the picture that is left at each timestep.
 LEFT = jnp.cos((jnp.arange(TIMES) + 1) / (TIMES + 1) * jnp.pi / 2) ** 2
 
 
@@ -41,7 +41,7 @@ def init(key):
 
 
 def noise_in(w, x, time, text):
-    """Predict the noise [B, 64] in the pictures x at these timesteps [B], given texts [B, 5]."""
+    """Predict the noise [B, 64] in pictures x at these timesteps [B], given the texts [B, 5]."""
     of_text = w["letters"][jnp.arange(5), text].sum(1)
     h = jnp.concatenate([x @ w["into"], w["times"][time], of_text], -1)
     h = jax.nn.silu(h @ w["up"]) @ w["down"]
@@ -54,7 +54,7 @@ def mixed(picture, noise, time):
 
 
 def loss(params, batch):
-    def of_row(seed):       # a held-out batch has the rows' numbers instead of seeds
+    def of_row(seed):       # a held-out batch has row numbers instead of seeds
         keys = jax.random.split(jax.random.key(seed), 3)
         return (jax.random.normal(keys[0], (64,)), jax.random.randint(keys[1], (), 0, TIMES),
                 jax.random.bernoulli(keys[2], 0.9))
@@ -66,7 +66,7 @@ def loss(params, batch):
 
 
 def predict(params, batch):
-    """Generate a picture for each text from noise in TIMES steps, without new noise (DDIM)."""
+    """Generate a picture per text from noise in TIMES steps, without adding noise (DDIM)."""
     def step(x, time):
         times = jnp.full(len(x), time)
         without = noise_in(params, x, times, jnp.zeros_like(batch["text"]))

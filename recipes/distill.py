@@ -1,13 +1,13 @@
 """Distillation: a small model learns from the probabilities of a large one (Hinton et al., 2015).
 
     example     running text, in windows of --seq_len tokens (the source of Python's library)
-    loss        the cross-entropy against the teacher's probabilities, not against the next token
-    evaluated   on held-out text, by the cross-entropy of its tokens, as the teacher was
+    loss        the cross-entropy against the teacher's probabilities instead of the next token
+    evaluated   on held-out text by the usual cross-entropy of its tokens, like the teacher
 
     python train.py --out teacher --steps 2000
     python -m recipes.distill --teacher teacher [--alone] [flags of train.py]
 
---alone trains the student without its teacher, for comparison.
+For comparison, --alone trains the student without its teacher.
 """
 
 import sys

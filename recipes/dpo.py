@@ -1,10 +1,10 @@
-"""DPO: a model learns which of two answers is preferred (Rafailov et al., 2023).
+"""DPO: a model learns to prefer one of two answers (Rafailov et al., 2023).
 
-    example     a chosen and a rejected text with the same beginning, and the log-probability of
-                each under the reference, which is the initial weights
-    loss        -log sigmoid(BETA x margin), where margin is log p - log p of the reference for the
-                chosen answer, minus that difference for the rejected answer
-    logged      accuracy, the share of pairs whose margin is positive
+    example     a chosen and a rejected text with the same beginning, and each one's log-probability
+                under the reference, which is the initial weights
+    loss        -log sigmoid(BETA x margin). With d = log p - log p under the reference, the margin
+                is d of the chosen answer minus d of the rejected answer
+    logged      accuracy, the share of pairs with a positive margin
 
     python -m recipes.dpo [--model FOLDER] [--data PAIRS.jsonl] [flags of train.py]
 
@@ -30,7 +30,7 @@ BETA = 0.1
 
 
 def made_pairs(count=3000):
-    """Yield pairs of numbers as answers. The larger number is the chosen one."""
+    """Yield pairs of numbers as answers. The larger number is the chosen answer."""
     rng = np.random.default_rng(0)
     for a, b in rng.integers(100, 1000, (count, 2)).tolist():
         if a != b:
@@ -38,8 +38,8 @@ def made_pairs(count=3000):
 
 
 def encoded(paths, tokenizer, length):
-    """Yield the training examples, then the held-out ones: pairs of documents that data.py encodes
-    from the paths or, by default, from made_pairs. Leave out pairs with a text above `length`."""
+    """Yield the training examples, then the held-out ones. An example is a pair of documents that
+    data.py encodes from the paths (default: made_pairs). Skip pairs with a text above `length`."""
     with tempfile.TemporaryDirectory() as folder:
         if not paths:
             paths = [f"{folder}/made.jsonl"]
@@ -61,7 +61,7 @@ def encoded(paths, tokenizer, length):
 
 
 def collate(pairs, length):
-    """Return arrays [B, 2, T]: ids, targets, and weights, which are 0 for the common beginning."""
+    """Return arrays [B, 2, T]: ids, targets, and weights (0 for the common beginning)."""
     rows = data.collate([[part] for pair in pairs for part in pair[:2]], length)
     ids, targets, weights = (rows[name].reshape(len(pairs), 2, length)
                              for name in ("tokens", "targets", "weights"))
@@ -69,7 +69,7 @@ def collate(pairs, length):
 
 
 def dpo_loss(logs, reference):
-    """Return the loss and the margin of each pair, from log-probabilities [B, 2] of its answers."""
+    """Return each pair's loss and margin, from the log-probabilities [B, 2] of its answers."""
     moved = logs - reference
     margin = moved[:, 0] - moved[:, 1]
     return -jax.nn.log_sigmoid(BETA * margin), margin
@@ -79,7 +79,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     given = {word.partition("=")[0] for word in argv}
     own = [] if given & {"--model", "--init_from"} else ["--vocab_size", "257", "--lr", "0.001"]
-    # In float32 the reference and the loss compute the same log-probabilities on any device.
+    # In float32, the reference and the loss compute the same log-probabilities on any device.
     config = train.parse(["--out", "dpo", "--steps", "600", "--batch", "32", "--seq_len", "32",
                           "--weight_decay", "0", "--dtype", "float32", *own, *argv])
     weights, tokenizer, record = source.first_weights(config)
@@ -88,7 +88,7 @@ def main(argv=None):
     init, _, _ = train.language(config)
 
     def log_probabilities(params, batch):
-        """Return the log-probabilities [B, 2] of the two answers of each pair."""
+        """Return the log-probabilities [B, 2] of each pair's two answers."""
         ids, targets, counted = (batch[name].reshape(-1, length)
                                  for name in ("ids", "targets", "weights"))
         logits = jax.nn.log_softmax(network.forward(params, ids, config.network))
@@ -103,7 +103,7 @@ def main(argv=None):
     of_batch, size = jax.jit(log_probabilities), config.batch
 
     def with_reference(weights, pairs):
-        """Return the pairs, each with the log-probabilities of its answers under these weights."""
+        """Add to each pair the log-probabilities of its answers under these weights."""
         found = []
         for i in range(0, len(pairs), size):
             rows = (pairs[i:i + size] * size)[:size]    # fill up the last batch
@@ -116,7 +116,7 @@ def main(argv=None):
 
     learned, held_out = map(functools.partial(with_reference, first),
                             encoded(config.data, tokenizer, length))
-    del first           # free the memory for the run
+    del first           # free its memory for the run
     return train.fit(config, train.Task(init, lambda examples: collate(examples, length) | {
         "reference": np.stack([logs for _, _, logs in examples])}, loss, examples=learned,
         held_out=held_out, weights=weights, tokenizer=tokenizer, record=record))

@@ -1,11 +1,11 @@
 """DP-SGD: a classifier that learns little about any single example (Abadi et al., 2016).
 
     example     a point of one of three interleaved spirals
-    loss        the cross-entropy. It clips each row's gradient to a norm of CLIP before the sum
-    optimizer   adds noise of NOISE times CLIP to that sum, then Adam
-    metric      the share of held-out points that are right. `main` prints the privacy spent, an
-                estimate for batches that are random samples. Batches here are parts of a shuffle,
-                so it is no guarantee. Besides, whoever knows --seed can subtract the noise
+    loss        the cross-entropy. It clips each row's gradient to a norm of CLIP before summing
+    optimizer   adds noise of NOISE times CLIP to that sum, then applies Adam
+    metric      the share of held-out points classified correctly. `main` prints the privacy spent,
+                an estimate for randomly sampled batches. It's no guarantee, because batches here
+                are parts of a shuffle. Also, anyone who knows --seed can subtract the noise
 
     python -m recipes.dpsgd [flags of train.py]
 """
@@ -51,7 +51,7 @@ def of_row(params, row):
 
 
 def loss(params, batch):
-    """Return the sum of the rows' losses, whose gradient is the sum of their clipped gradients."""
+    """Return the sum of the row losses. Its gradient is the sum of the clipped row gradients."""
     start = jax.lax.stop_gradient(params)
     losses, grads = jax.vmap(jax.value_and_grad(of_row), (None, 0))(start, batch)
     norms = jax.vmap(optax.tree.norm)(grads)
@@ -62,8 +62,8 @@ def loss(params, batch):
 
 
 def epsilon(steps, share):
-    """Return epsilon, the privacy that this many steps spend at DELTA, each with this share of the
-    examples. It uses moments of the sampled Gaussian, orders 2 to 127 (Mironov et al., 2019)."""
+    """Return epsilon, the privacy spent at DELTA by this many steps, each on this share of the
+    examples. Use moments of the sampled Gaussian, orders 2 to 127 (Mironov et al., 2019)."""
     def moment(order):
         terms = [math.lgamma(order + 1) - math.lgamma(k + 1) - math.lgamma(order - k + 1)
                  + (order - k) * math.log1p(-share) + k * math.log(share)

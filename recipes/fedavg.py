@@ -1,11 +1,11 @@
-"""Federated averaging: each client trains on pictures that it keeps to itself; then every client
-gets the mean of their weights (McMahan et al., 2017).
+"""Federated averaging: each client trains on its own private pictures, and then every client gets
+the mean of all clients' weights (McMahan et al., 2017).
 
-    example     a client: its 28 handwritten digits, which are of one to three classes
-    loss        the loss of the current weights; its "gradient" for a client is how far LOCAL steps
-                of gradient descent on the client's pictures move the weights
-    optimizer   subtracts the mean over a batch of clients, which leaves the mean of their weights
-    metric      the share of held-out digits that are right
+    example     a client: its 28 handwritten digits, from one to three classes
+    loss        the loss at the current weights. A client's "gradient" is how far LOCAL steps of
+                gradient descent on its pictures move the weights
+    optimizer   subtracts the mean over a batch of clients, which yields their mean weights
+    metric      the share of held-out digits classified correctly
 
     python -m recipes.fedavg [flags of train.py]
 """
@@ -20,11 +20,11 @@ from sklearn.datasets import load_digits
 
 import train
 
-LOCAL, RATE, SIZE = 5, 0.3, 28      # steps of a client, their learning rate, pictures of a client
+LOCAL, RATE, SIZE = 5, 0.3, 28      # steps per client, their learning rate, pictures per client
 
 
 def clients():
-    """Return 51 clients to train on, with few classes each, and 12 held-out ones of any class."""
+    """Return 51 training clients with few classes each, and 12 held-out clients with any class."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))[:63 * SIZE]
     held_out, rest = order[:12 * SIZE], order[12 * SIZE:]
@@ -51,7 +51,7 @@ def logits(params, x):
 
 
 def of_client(params, client):
-    """The mean cross-entropy on a client's pictures."""
+    """Return the mean cross-entropy on a client's pictures."""
     logs = jax.nn.log_softmax(logits(params, client["x"]))
     return -jnp.take_along_axis(logs, client["labels"][:, None], 1).mean()
 
@@ -66,7 +66,7 @@ def learned(params, client):
 
 
 def loss(params, batch):
-    """Return the sum of the clients' losses, whose gradient is the sum of the clients' moves."""
+    """Return the sum of the clients' losses. Its gradient is the sum of the clients' moves."""
     start = jax.lax.stop_gradient(params)
     ends = jax.vmap(learned, (None, 0))(start, batch)
     moved = jax.tree.map(lambda w, ends: (w - ends).sum(0), start, ends)

@@ -1,17 +1,17 @@
-"""GRPO: a model learns to add from rewards alone, on answers that it samples itself (after Shao et
-al., 2024). It never sees a right answer.
+"""GRPO: a model learns to add from rewards alone, on answers it samples itself (after Shao et al.,
+2024). It never sees a correct answer.
 
     example     a sum, such as 37+45=; an answer that the model sampled before this update (280:
                 units first); and the advantage of each digit: its reward compared with the mean
                 over all answers to the same sum
-    loss        minus the advantage times the ratio of a digit's probability now to that when it was
-                sampled, minus a little entropy, without which all answers are soon the same
-    logged      reward, the share of right digits
-    metric      exact, the share of right greedy answers to held-out sums, which training never asks
-                in either order
+    loss        minus the advantage times the ratio of a digit's current probability to its
+                probability when sampled, minus a little entropy (without it, answers soon agree)
+    logged      reward, the share of correct digits
+    metric      exact, the share of correct greedy answers to held-out sums, which training never
+                asks in either order
 
-The paper rewards whole answers, and keeps the model near its initial weights with a KL penalty in
-place of the entropy. Here the model learns from each answer once, so no ratio is clipped.
+The paper rewards whole answers and, instead of the entropy, uses a KL penalty to keep the model
+near its initial weights. Here the model learns from each answer only once, so no ratio is clipped.
 
     python -m recipes.grpo [--model FOLDER] [flags of train.py]
 """
@@ -28,13 +28,13 @@ import train
 from zigzag.parallel.network import network_of
 from zigzag.run import source
 
-GROUP, LENGTH = 8, 3        # answers to a sum; ids in an answer, one for each digit
-CLIP, ENTROPY = 0.2, 0.07   # how far from 1 the ratio counts; weight of the entropy
+GROUP, LENGTH = 8, 3        # answers per sum; ids per answer, one per digit
+CLIP, ENTROPY = 0.2, 0.07   # how far from 1 the ratio counts; the entropy's weight
 
 
 def pairs(held_out):
-    """Return pairs of numbers below 100: those to learn from, or the held-out twentieth. A pair and
-    its swap are in the same set."""
+    """Return pairs of numbers below 100: the training pairs, or the held-out twentieth. A pair and
+    its swap are always in the same set."""
     hidden = np.triu(np.random.default_rng(0).random((100, 100)) < 0.05)
     return np.argwhere((hidden | hidden.T) == held_out).tolist()
 
@@ -48,13 +48,13 @@ def answer(a, b):
 
 
 def advantages(rewards):
-    """Normalize rewards [groups, GROUP, digits] by the mean and deviation of each group."""
+    """Normalize rewards [groups, GROUP, digits] by each group's mean and standard deviation."""
     mean, deviation = rewards.mean(1, keepdims=True), rewards.std(1, keepdims=True)
     return (rewards - mean) / (deviation + 1e-4)
 
 
 def grpo_loss(logits, answer, drawn, advantage):
-    """From logits [B, T, V], return the losses of answers [B] and their log-probabilities."""
+    """From logits [B, T, V], return the answers' losses [B] and log-probabilities [B, T]."""
     every = jax.nn.log_softmax(logits)
     logs = jnp.take_along_axis(every, answer[..., None], 2)[..., 0]
     ratio = jnp.exp(logs - drawn)
@@ -68,7 +68,7 @@ def main(argv=None):
     given = {word.partition("=")[0] for word in argv}
     own = [] if given & {"--model", "--init_from"} else [
         "--vocab_size", "257", "--layers", "2", "--d_model", "96", "--heads", "4", "--lr", "0.001"]
-    # In float32 sampling and the loss agree on probabilities on any device.
+    # In float32, sampling and the loss agree on probabilities on any device.
     c = train.parse(["--out", "grpo", "--steps", "1500", "--batch", "512", "--seq_len", "16",
                      "--weight_decay", "0", "--dtype", "float32", *own, *argv])
     weights, tokenizer, record = source.first_weights(c)
@@ -76,17 +76,17 @@ def main(argv=None):
     network, choices = network_of(c), pairs(held_out=False)
 
     def ids(a, b):
-        """Return the ids of (the question, the right answer)."""
+        """Return the ids of (the question, the correct answer)."""
         prompt = tokenizer.prompt(question(a, b))
         right = tokenizer.prompt(question(a, b) + answer(a, b))[len(prompt):]
         if len(right) != LENGTH:
             sys.exit(f"error: {c.init_from}: its tokenizer has no id of its own for each digit")
         return prompt, right
 
-    equal = 0           # updates in a row in which no answer was better than another
+    equal = 0           # updates in a row where no answer beat another
 
     def drawn(seed, step, weights):
-        """Sample the examples of one update."""
+        """Sample an update's examples."""
         nonlocal equal
         rng = np.random.default_rng((seed, step))
         asked = [ids(*choices[i]) for i in rng.integers(len(choices), size=c.batch // GROUP)]
@@ -115,7 +115,7 @@ def main(argv=None):
         both = jnp.concatenate([batch["prompt"], batch["answer"]], 1)
         logits = network.forward(params, both, c.network)[:, -LENGTH - 1:-1]
         losses, logs = grpo_loss(logits, batch["answer"], batch["drawn"], batch["advantage"])
-        if "seeds" not in batch:        # held out: only the metric means anything
+        if "seeds" not in batch:        # held out: only the metric is meaningful
             return losses.sum(), len(losses)
         return (losses.sum(), len(losses), {
             "reward": batch["reward"].sum(),
@@ -127,7 +127,7 @@ def main(argv=None):
     def metric(outputs, examples):
         return {"exact": float(np.mean((outputs == [one[1] for one in examples]).all(1)))}
 
-    # Held-out examples have the right answer.
+    # Held-out examples hold the correct answer.
     held_out = [(*ids(a, b), [0] * LENGTH, [1] * LENGTH, 1) for a, b in pairs(held_out=True)]
     init, _, _ = train.language(c)
     return train.fit(c, train.Task(init, collate, loss, predict, drawn, held_out, metric=metric,

@@ -1,17 +1,17 @@
-"""The tasks of EleutherAI's lm_eval (pip install lm_eval), with a run or a published model.
+"""Run the tasks of EleutherAI's lm_eval (pip install lm_eval) on a run or a published model.
 
     python recipes/lm_eval.py --model smollm2 --tasks hellaswag,arc_easy
     python recipes/lm_eval.py --run out --shards 2 --tasks lambada_openai --limit 100
 
     --model DIR         a Hugging Face folder with a published model
     --run DIR           or the --out of a train.py, with
-    --checkpoint STEP   its checkpoint of this step, or best (without: the newest)
-    --shards N          devices to split the model over
+    --checkpoint STEP   its checkpoint at this step, or best (default: the newest)
+    --shards N          how many devices to split the model over
     --mesh AXIS=N,...   or a mesh; data takes the remaining devices
     --edited true       load a published model into an edited model.py
 
-These flags are sample.py's. All other flags go to lm_eval's own command. A row with the ids to
-score must fit into seq_len, so the context is one token shorter than in lm_eval's model hf.
+These flags are sample.py's. All other flags go to lm_eval's own command. A row must fit into
+seq_len, including the ids to score, so the context is a token shorter than in lm_eval's model hf.
 """
 
 import sys
@@ -48,7 +48,7 @@ import sample
 from zigzag.commands.sampling import load_model
 from zigzag.generate.prompts import Flags
 
-# The flags of sample.py that say which model, and those that its tasks may set.
+# The flags of sample.py that choose the model, and those that lm_eval's tasks may set.
 FLAGS = {"model": str, "run": str, "checkpoint": str, "shards": int, "mesh": str,
          "edited": lambda text: text.lower() in ("true", "1", "yes")}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -56,7 +56,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @register_model("zigzag")
 class Zigzag(TemplateLM):
-    """A decoder, with the methods that lm_eval calls. `flags` are some of sample.py's."""
+    """A decoder with the methods that lm_eval calls. `flags` are among sample.py's."""
 
     def __init__(self, batch_size: str | int = 8, max_batch_size: int | None = None,
                  device: str | None = None, **flags):
@@ -80,8 +80,8 @@ class Zigzag(TemplateLM):
         return [int(i) for i in encode(string)]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """Return (log-probability, whether greedy decoding gives it) of each continuation. Requests
-        are (texts, ids of the context, ids of the continuation)."""
+        """Return (log-probability, whether greedy decoding yields it) for each continuation.
+        Requests are (texts, ids of the context, ids of the continuation)."""
         rows = [context + ids for _, context, ids in requests]
         given = [len(context) for _, context, _ in requests]
         found = []
@@ -91,7 +91,7 @@ class Zigzag(TemplateLM):
         return [(total, count == best) for total, count, best in found]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Return the log-probability of each text, in the windows that lm_eval cuts."""
+        """Return the log-probability of each text, split into windows by lm_eval."""
         windows = [(number, (None, *utils.make_disjoint_window(window)))
                    for number, request in enumerate(requests)
                    for window in utils.get_rolling_token_windows(
@@ -103,7 +103,7 @@ class Zigzag(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Generate the text after each prompt, up to the first of its stop texts."""
+        """Generate text after each prompt, up to the first of its stop texts."""
         texts = []
         for options, group in itertools.groupby(
                 (request.args for request in requests), key=lambda pair: pair[1]):

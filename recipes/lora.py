@@ -1,9 +1,9 @@
-"""LoRA: a model that can add learns to subtract with small adapters alone (Hu et al., 2022).
+"""LoRA: a model that can add learns to subtract by training only small adapters (Hu et al., 2022).
 
     example     the ids of a sum, such as 37+45=, and of its answer (280: units first); with
                 adapters, a difference (37-45= is 80-)
-    loss        the network's own, the cross-entropy of the answer
-    metric      exact, the share of right greedy answers to held-out questions
+    loss        the network's usual loss, the cross-entropy of the answer
+    metric      exact, the share of correct greedy answers to held-out questions
 
     python -m recipes.lora --out sums
     python -m recipes.lora --init_from sums --lora_rank 16 --lr 0.01 --out both     # differences
@@ -22,8 +22,8 @@ LENGTH = 3          # ids in an answer
 
 
 def asked(sign, held_out):
-    """Yield (question, answer) for pairs of numbers below 100: those to learn from, or the held-out
-    twentieth. A pair and its swap are in the same set."""
+    """Yield (question, answer) for pairs of numbers below 100: the training pairs, or the held-out
+    twentieth. A pair and its swap are always in the same set."""
     hidden = np.triu(np.random.default_rng(0).random((100, 100)) < 0.05)
     for a, b in np.argwhere((hidden | hidden.T) == held_out).tolist():
         answer = f"{a + b:03}" if sign == "+" else f"{a - b:+03}"
@@ -31,7 +31,7 @@ def asked(sign, held_out):
 
 
 def collate(examples):
-    """Make a batch in which the loss counts only the answers."""
+    """Make a batch whose loss counts only the answers."""
     rows = np.array([[*question, *answer] for question, answer in examples], np.int32)
     weights = np.ones((len(rows), rows.shape[1] - 1), np.float32)
     weights[:, :-LENGTH] = 0

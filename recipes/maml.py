@@ -1,9 +1,9 @@
-"""MAML: learns weights that adapt to a new sinusoid in one gradient step (Finn et al., 2017).
+"""MAML: learn weights that adapt to a new sinusoid in a single gradient step (Finn et al., 2017).
 
     example     a sinusoid: 10 points to learn from, and 10 more to test on
     loss        the error on the test points after a gradient step on the other points. Its gradient
-                has second derivatives; --first_order leaves them out (FOMAML)
-    metric      the error after 0, 1, 4 and 9 steps, on sinusoids that training never saw
+                has second derivatives; --first_order drops them (FOMAML)
+    metric      the error after 0, 1, 4 and 9 steps, on sinusoids not seen in training
 
     python -m recipes.maml [--first_order] [flags of train.py]
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 import train
 
-SHOTS, STEP = 10, 0.01      # points to learn from; learning rate of the gradient step on them
+SHOTS, STEP = 10, 0.01      # points to learn from; the learning rate for that gradient step
 
 
 def sinusoids(seed, count):
@@ -39,14 +39,14 @@ def init(key):
 
 
 def error(w, points):
-    """The mean squared error of the network w on points [N, 2]."""
+    """Return the mean squared error of the network w on points [N, 2]."""
     h = jax.nn.relu(points[:, :1] @ w["w0"] + w["b0"])
     h = jax.nn.relu(h @ w["w1"] + w["b1"])
     return jnp.mean((h @ w["w2"] + w["b2"] - points[:, 1:]) ** 2)
 
 
 def learned(w, points, first_order=False):
-    """Return the weights after one step of gradient descent on these points."""
+    """Return the weights after a gradient descent step on these points."""
     gradient = jax.grad(error)(w, points)
     gradient = jax.lax.stop_gradient(gradient) if first_order else gradient
     return jax.tree.map(lambda w, g: w - STEP * g, w, gradient)

@@ -1,11 +1,11 @@
 """PPO: a policy learns to balance a pole on a cart, from rewards (Schulman et al., 2017).
 
-    example     an episode of CartPole-v1 that the policy has just played: up to 500 moves, with the
-                log-probability and the advantage of each (generalized advantage estimation)
-    step        EPOCHS updates on the same episodes: the clipped ratio of the policy, the squared
-                error of the value, and a little entropy
+    example     a CartPole-v1 episode that the policy just played: up to 500 moves, each with its
+                log-probability and its advantage (generalized advantage estimation)
+    step        EPOCHS updates on the same episodes. The loss is the policy's clipped ratio, the
+                value's squared error, and a little entropy
     metric      the mean length of 100 episodes that the policy plays greedily. The held-out loss is
-                on episodes of the initial policy, and means nothing
+                meaningless, because it uses episodes of the initial policy
 
     python -m recipes.ppo [flags of train.py]
 """
@@ -22,7 +22,7 @@ GAMMA, LAMBDA, CLIP, EPOCHS, MOVES = 0.99, 0.95, 0.2, 4, 500
 
 
 def move(state, action):
-    """Return CartPole-v1's state after a move, as in Gymnasium, and whether the episode is over."""
+    """Return CartPole-v1's state after a move, and whether the episode is over, as in Gymnasium."""
     _, speed, angle, turn = jnp.moveaxis(state, -1, 0)
     force = jnp.where(action == 1, 10.0, -10.0)
     push = (force + 0.05 * turn**2 * jnp.sin(angle)) / 1.1
@@ -49,7 +49,7 @@ def output(tower, states):
 
 @jax.jit(static_argnames="greedy")
 def play(agent, begin, key, greedy=False):
-    """Play an episode from each state of begin [B, 4]. Return a dict of arrays [B, MOVES, ...].
+    """Play an episode from each state in begin [B, 4]. Return a dict of arrays [B, MOVES, ...].
     `alive` is True for moves up to the end."""
     def step(carry, key):
         state, alive = carry
@@ -66,12 +66,12 @@ def play(agent, begin, key, greedy=False):
     def back(carry, move):
         value, advantage = carry        # of the next move
         goes_on = ~move["over"]
-        # A move's reward is 1 - GAMMA, not 1, so that no value is above 1.
+        # A move's reward is 1 - GAMMA instead of 1, so that values stay at most 1.
         error = 1 - GAMMA + GAMMA * value * goes_on - move["value"]
         advantage = error + GAMMA * LAMBDA * advantage * goes_on
         return (move["value"], advantage), advantage
 
-    # An episode that is cut after MOVES moves would have gone on: the last value stands for that.
+    # An episode cut off after MOVES moves would have continued: the last value represents the rest.
     end = output(agent["value"], last)[:, 0] * alive
     _, advantage = jax.lax.scan(back, (end, jnp.zeros_like(end)), moves, reverse=True)
     moves["advantage"], moves["back"] = advantage, advantage + moves["value"]
@@ -79,7 +79,7 @@ def play(agent, begin, key, greedy=False):
 
 
 def episodes(agent, count, key):
-    """Play `count` episodes, and return them as a list for collate."""
+    """Play `count` episodes and return them as a list for collate."""
     first, rest = jax.random.split(key)
     begin = jax.random.uniform(first, (count, 4), minval=-0.05, maxval=0.05)
     moves = jax.device_get(play(agent, begin, rest))
@@ -123,7 +123,7 @@ def main(argv=None):
         return episodes(trees["agent"], config.batch, key)
 
     def predict(trees, batch):
-        """Return how long the greedy policy balances the pole from the first state of each row."""
+        """Return how long the greedy policy balances the pole from each row's first state."""
         now = play(trees["agent"], batch["state"][:, 0], jax.random.key(0), greedy=True)
         return now["alive"].sum(1)
 

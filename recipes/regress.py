@@ -1,8 +1,8 @@
-"""Regression: gradient descent finds the least-squares line through scikit-learn's diabetes data.
+"""Regression: gradient descent finds the least-squares fit to scikit-learn's diabetes data.
 
-    example     ten numbers of a patient, and how far the illness is a year later
+    example     a patient's ten measurements, and how far the disease has progressed a year later
     loss        the squared error
-    metric      the explained share of the variance (R2), next to that of numpy's solution
+    metric      the share of variance explained (R2), next to that of numpy's solution
 
     python -m recipes.regress [flags of train.py]
 """
@@ -18,7 +18,7 @@ import train
 
 
 def patients():
-    """Return rows [442, 10] and targets [442], each column with mean 0 and deviation 1."""
+    """Return rows [442, 10] and targets [442], standardized to mean 0 and deviation 1."""
     x, y = load_diabetes(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     return [((a - a.mean(0)) / a.std(0))[order].astype(np.float32) for a in (x, y)]

@@ -1,8 +1,8 @@
 """Text from text: an encoder and a decoder learn to write words backwards.
 
     example     (ids of a text, ids of the reversed text)
-    loss        the network's own, the cross-entropy of the target
-    metric      exact, the share of held-out texts that greedy decoding reverses without an error
+    loss        the network's usual loss, the cross-entropy of the target
+    metric      exact, the share of held-out texts that greedy decoding reverses without errors
 
     python -m recipes.seq2seq [flags of train.py]
 """

@@ -1,9 +1,9 @@
-"""The run of the UvA notebook on 3D parallelism: its transformer memorizes one batch.
+"""The run from the UvA notebook on 3D parallelism: its transformer memorizes a single batch.
 
-    example     one of 32 rows of 8 random tokens, the same 32 in every update
-    loss        the network's own (dropout is on), with its accuracy
-    optimizer   the notebook's: Adam, ten steps of warmup to 2e-4, then 0.99 times that in each step
-    result      loss and accuracy of the 22nd step. The notebook printed 1.063429 and 0.855469
+    example     one of 32 rows of 8 random tokens; every update uses the same 32
+    loss        the network's usual loss, with dropout on and accuracy logged
+    optimizer   the notebook's: Adam, warmed up to 2e-4 in ten steps, then decayed by 0.99 per step
+    result      the loss and accuracy at step 22. The notebook printed 1.063429 and 0.855469
 
     python -m recipes.uva3d [--mesh data=2,pipe=2,tensor=2] [flags of train.py]
 """
@@ -17,7 +17,7 @@ import train
 
 
 def rows():
-    """Yield (inputs, targets) of each row. The inputs are a 0, then the targets but the last."""
+    """Yield each row's (inputs, targets). The inputs are a 0, then all targets but the last."""
     for targets in np.random.default_rng(42).integers(1, 100, (32, 8)):
         yield np.append(0, targets[:-1]), targets
 

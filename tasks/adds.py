@@ -18,11 +18,11 @@ class OfTraining:
     """Flags of train.py."""
     # data (rare)
     fields: tuple[str, ...] = flag(("source", "target"), of=("pairs",), check=_check_fields)
-                                    # names of the two texts in a file of pairs
+                                    # field names of the two texts in a file of pairs
 
     # evaluation (rare)
     metric: str = flag("", one_of=("", *metrics.TEXT_METRICS, "accuracy"), of=("pairs", "arrays"))
-                                    # score answers to held-out pairs of texts by exact, f1, rouge
-                                    # or rouge_stemmed (which needs the package nltk), and predicted
-                                    # classes by accuracy or f1
-    beams: int = flag(0, of=("pairs",))     # beam width of these answers; 0: greedy
+                                    # score answers to held-out text pairs by exact, f1, rouge or
+                                    # rouge_stemmed (needs the package nltk), or predicted classes
+                                    # by accuracy or f1
+    beams: int = flag(0, of=("pairs",))     # beam width for these answers; 0: greedy

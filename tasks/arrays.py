@@ -1,5 +1,5 @@
-"""Arrays with a row for each example: pictures, sound, classes. A batch is the rows themselves;
-tasks/examples.py reads them."""
+"""Arrays with a row per example: pictures, sound, classes. A batch is just these rows, which
+tasks/examples.py reads."""
 
 import contextlib
 from pathlib import Path
@@ -16,7 +16,7 @@ from zigzag.run.task import Learned, Task, language
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[Learned]:
-    """Open the .npz or folder of .npy files of --data, and of --held_out."""
+    """Open the .npz, or folder of .npy files, that --data names, and likewise --held_out."""
     network = network_of(config)
     shapes, limits = network.batch_shapes(config.network, 1), network.limits(config.network)
     for flag, paths in (("--data", config.data), ("--held_out", config.held_out)):
@@ -38,7 +38,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 
 
 def scored(config: Any, network: Any) -> dict[str, Callable]:
-    """With --metric, return the functions predict and metric for a model with classes."""
+    """With --metric, return predict and metric functions for a model with classes."""
     if not config.metric:
         return {}
     if network.gives(config.network) != "classes" or config.network.labels < 2:

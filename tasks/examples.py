@@ -1,13 +1,13 @@
 """Examples other than windows of one long text.
 
     Pairs     lines of JSON, each with two texts     -> (source ids, target ids)
-              or the name of an array and a text     -> (source array, target ids)
+              or an array's name and a text          -> (source array, target ids)
     Arrays    a folder of .npy files, or a .npz      -> {name: a row of that array}
 
-Each has `train` and `held_out`, two sequences of examples (a tenth is held out; none, if `whole`);
-`fingerprint`, a digest of the data; and str(), a description to print. Memory holds only the
-offsets of the examples, and reads each on demand; a .npz is loaded whole. This file needs numpy,
-not jax.
+Each has `train` and `held_out`, two sequences of examples (a tenth is held out; none if `whole`);
+`fingerprint`, a digest of the data; and str(), a description to print. Memory holds only each
+example's location, and `[i]` reads an example on demand, but a .npz is loaded whole. This file
+needs numpy, not jax.
 """
 
 import array
@@ -28,8 +28,8 @@ from zigzag.disk.tokenizers import Tokenizer, is_tenth
 
 
 def _split(examples, is_held_out, what, whole):
-    """Return (train, held_out), two `Part`s, by a mark for each example. If the marks hold out too
-    few or too many, hold out the last tenth instead. If `whole`, hold out nothing."""
+    """Split the examples by their marks into two `Part`s, (train, held_out). If the marks hold out
+    too few or too many, hold out the last tenth instead. If `whole`, hold out nothing."""
     marks = np.array(is_held_out, bool)
     if whole:
         marks[:] = False
@@ -42,8 +42,8 @@ def _split(examples, is_held_out, what, whole):
 
 
 def opened(config: Any, read: Callable) -> tuple[Any, Part, str, str]:
-    """Return (the data set that read(paths, whole=...) makes of --data, the held-out examples, a
-    description, a digest). Held-out examples come from --held_out if that is given."""
+    """Read --data with read(paths, whole=...). Return (the data set, the held-out examples, a
+    description, a digest). Held-out examples come from --held_out if given."""
     own = read(config.data, whole=bool(config.held_out))
     if not config.held_out:
         return own, own.held_out, str(own), own.fingerprint
@@ -57,8 +57,8 @@ def opened(config: Any, read: Callable) -> tuple[Any, Part, str, str]:
 
 class Pairs:
     """Pairs of texts from *.jsonl files, or folders of them; each line is an object with two texts.
-    The hash of its source decides whether a pair is held out. So adding a line moves no other, and
-    training never sees the source of a held-out pair. For a model that reads pictures or sound,
+    A hash of the source decides whether a pair is held out. So adding a line never moves another,
+    and training never sees a held-out pair's source. For a model that reads pictures or sound,
     `shape` is the shape of a source, and the first text names its file (named_array)."""
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,
@@ -69,13 +69,13 @@ class Pairs:
         self.name = " ".join(map(str, paths))
         self.files = [file for path in paths for file in _jsonl_files(path)]
         self.states = list(map(_state, self.files))
-        # Three numbers for each pair: its file, its line, and the offset of its first byte.
+        # Three numbers per pair: its file, its line, and the offset of its first byte.
         self.places, is_held_out, arrays = array.array("q"), bytearray(), set()
         digest = hashlib.sha256(json.dumps(self.fields).encode())
         for number, file in enumerate(self.files):
             start = 0
             with open(file, "rb") as f:
-                for line, raw in enumerate(f, 1):       # only \n ends a line of bytes
+                for line, raw in enumerate(f, 1):       # in bytes, only \n ends a line
                     if raw.strip():
                         where = f"{file} line {line}"
                         source, _ = texts_of(raw, where, self.fields)
@@ -95,7 +95,7 @@ class Pairs:
         self.train, self.held_out = _split(self, is_held_out, self.name, whole)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source ids or array, target ids), with the ends that the tokenizer adds."""
+        """Return (source ids or array, target ids). Ids include the ends the tokenizer adds."""
         number, line, start = self.places[3 * i:3 * i + 3]
         file = self.files[number]
         where = f"{file} line {line}"
@@ -110,7 +110,7 @@ class Pairs:
 
     def _ids(self, text, where, field):
         ids, count = np.array(self.tokenizer.with_ends(text), np.int64), self.tokenizer.vocab_size
-        # Given an id out of range, a lookup would silently take another row.
+        # For an id out of range, a lookup would silently take another row.
         if (bad := (ids < 0) | (ids >= count)).any():
             raise ConfigError(f"{where}: {field!r} has the id {ids[bad][0]}; the vocabulary has "
                               f"{count}")
@@ -122,14 +122,14 @@ class Pairs:
 
 
 def _state(path):
-    """A value that changes when the file is written to."""
+    """Return a value that changes when the file is written to."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
 
 
 def named_array(name: str, where: str, beside: str | Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Read the array of this shape that a line of the file `beside` names. The name is a .npy file,
-    relative to the folder of `beside`, or one row of it: "cat.npy", "pictures.npy:3"."""
+    """Read an array of this shape that a line in the file `beside` names. The name is a .npy file,
+    relative to the folder of `beside`, or a single row of it: "cat.npy", "pictures.npy:3"."""
     path, row = array_file(name, beside)
     expected = (f"{where}: {name!r}: expected a .npy file with an array of {list(shape)}, or "
                 f"one of its rows, as in pictures.npy:3")
@@ -144,7 +144,7 @@ def named_array(name: str, where: str, beside: str | Path, shape: tuple[int, ...
 
 
 def array_file(name: str, beside: str | Path) -> tuple[Path, str]:
-    """Return (file, row or "") of the array that a line of the file `beside` names."""
+    """Return (file, row or "") for the array that a line in the file `beside` names."""
     path, _, row = name.partition(".npy:")
     return Path(beside).parent / (f"{path}.npy" if row else path), row
 
@@ -173,10 +173,10 @@ OPTIONAL = {"mask": False, "token_types": True, "segments": True, "positions": T
 
 
 class Arrays:
-    """The arrays of a folder of .npy files, mapped into memory, or of a .npz, which is held there.
-    They have the names of a batch's entries, and each has one row per example. `shapes` are the
-    shapes of a model's batch; ids and classes must be below their `limits`, {name: count}. The last
-    tenth is held out. It never unpickles anything."""
+    """The arrays in a folder of .npy files (memory-mapped) or in a .npz (loaded). Each array has
+    the name of a batch entry and a row per example. `shapes` are the shapes of a model's batch; ids
+    and classes must be below their `limits`, {name: count}. The last tenth is held out. Nothing is
+    ever unpickled."""
 
     def __init__(self, path: str | Path, shapes: Mapping[str, Any] = {},
                  limits: Mapping[str, int] = {}, whole: bool = False):
@@ -208,7 +208,7 @@ class Arrays:
                 self.below[name] = limits[name]
         self.fingerprint = hashlib.sha256("".join(
             p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
-        marks = np.zeros(next(iter(lengths.values())), bool)        # so _split takes the last tenth
+        marks = np.zeros(next(iter(lengths.values())), bool)    # so _split holds out the last tenth
         self.train, self.held_out = _split(self, marks, path, whole)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
@@ -228,8 +228,8 @@ class Arrays:
 
 
 def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Make the batch {name: array [rows, ...]} of examples {name: row}. Convert numbers of 64 bits
-    to 32, which devices compute in."""
+    """Stack examples {name: row} into a batch {name: array [rows, ...]}. Convert 64-bit numbers to
+    32 bits, which devices compute in."""
     batch = {name: np.stack([e[name] for e in examples]) for name in examples[0]}
     for name, x in batch.items():
         if x.dtype.itemsize == 8:

@@ -1,7 +1,7 @@
 """Metrics: numbers that compare predictions with references.
 
-Each function takes two lists of the same length, predictions and references, of texts or of lists
-of ids. It returns a dict of numbers, means over examples (accuracy: over tokens).
+Each function takes two lists of the same length, predictions and references, whose items are texts
+or lists of ids. It returns a dict of means over examples (accuracy: over tokens).
 `Task(metric=...)` takes any function of outputs and examples, for example
 
     lambda outputs, examples: exact(texts_of(outputs), [target for _, target in examples])
@@ -16,13 +16,13 @@ from zigzag.core.errors import ConfigError, optional_package
 
 
 def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """The share of predictions that are equal to their references."""
+    """Return the share of predictions equal to their references."""
     return {"exact": _mean(_items(p) == _items(r) for p, r in _pairs(predictions, references))}
 
 
 def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """The share of reference tokens that the prediction has at the same index. A reference may be a
-    single id, such as a class."""
+    """Return the share of reference tokens that the prediction has at the same index. A reference
+    may be a single id, such as a class."""
     right = []
     for pair in _pairs(predictions, references):
         p, r = (x if isinstance(x, (str, list)) else [x] for x in map(_items, pair))
@@ -31,8 +31,8 @@ def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
 
 
 def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """F1 of the words (or ids), in any order, as in SQuAD's script: it ignores case, punctuation
-    and the articles a, an, the."""
+    """Return the F1 score of the words (or ids), in any order. As in SQuAD's script, ignore case,
+    punctuation and the articles a, an, the."""
     def score(p, r):
         p, r = _squad_words(p), _squad_words(r)
         if not p or not r:
@@ -45,9 +45,8 @@ def f1(predictions: Sequence, references: Sequence) -> dict[str, float]:
 
 def rouge(predictions: Sequence, references: Sequence, stem: Callable = lambda word: word
           ) -> dict[str, float]:
-    """ROUGE-1 (common words), ROUGE-2 (common bigrams) and ROUGE-L (the longest common
-    subsequence), as F1. Words are runs of letters and digits in lower case. The scores compare
-    stem(word)."""
+    """Return ROUGE-1 (common words), ROUGE-2 (common bigrams) and ROUGE-L (the longest common
+    subsequence), as F1 scores of stem(word). Words are runs of letters and digits, lowercased."""
     pairs = [[[stem(word) for word in _words(x)] for x in pair]
              for pair in _pairs(predictions, references)]
 
@@ -61,7 +60,7 @@ def rouge(predictions: Sequence, references: Sequence, stem: Callable = lambda w
 
 
 def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """ROUGE of Porter's stems, as the package rouge_score computes it with use_stemmer=True: nltk
+    """Return ROUGE over Porter stems, as the package rouge_score does with use_stemmer=True: nltk
     stems words of more than three letters."""
     stem = functools.cache(optional_package(
         "nltk.stem.porter", "--metric rouge_stemmed").PorterStemmer().stem)
@@ -70,8 +69,8 @@ def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, floa
 
 
 def f1_of_classes(predictions: Sequence, references: Sequence, labels: int) -> dict[str, float]:
-    """F1 of classes: of class 1, if there are two labels; else the mean over the classes in the
-    predictions or references, as scikit-learn's "macro"."""
+    """Return the F1 score of class 1 if there are two labels. Otherwise return the mean over all
+    classes in the predictions or references, like scikit-learn's "macro"."""
     pairs = [(int(p), int(r)) for p, r in _pairs(predictions, references)]
     classes = [1] if labels == 2 else {c for pair in pairs for c in pair}
 
@@ -82,7 +81,7 @@ def f1_of_classes(predictions: Sequence, references: Sequence, labels: int) -> d
     return {"f1": _mean(map(score, classes))}
 
 
-# The choices of --metric, for pairs of texts and for classes. The latter take the count of classes.
+# The choices of --metric, for text pairs and for classes. The latter also take the class count.
 TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge,
                                       "rouge_stemmed": rouge_stemmed, "f1": f1}
 CLASS_METRICS: dict[str, Callable] = {"accuracy": lambda p, r, labels: accuracy(p, r),
@@ -90,7 +89,7 @@ CLASS_METRICS: dict[str, Callable] = {"accuracy": lambda p, r, labels: accuracy(
 
 
 def names(metric: str) -> tuple[str, ...]:
-    """The names of the numbers that this choice of --metric returns."""
+    """Return the names of the numbers that this choice of --metric computes."""
     return (metric,) if metric in CLASS_METRICS else tuple(TEXT_METRICS[metric]([], []))
 
 
@@ -110,7 +109,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _items(x: Any) -> Any:
-    """Convert arrays to lists, so that == returns one bool; leave texts and scalars unchanged."""
+    """Convert arrays to lists, so == returns a single bool; leave texts and scalars unchanged."""
     return x if isinstance(x, str) or not hasattr(x, "__iter__") else list(x)
 
 
@@ -126,13 +125,13 @@ def _squad_words(x):
 
 
 def _f_measure(common, predicted, wanted):
-    """The harmonic mean of common / predicted and common / wanted."""
+    """Return the harmonic mean of common / predicted and common / wanted."""
     return 2 * common / (predicted + wanted) if common else 0.0
 
 
 def _longest_common(a, b):
-    """The length of the longest common subsequence."""
-    row = [0] * (len(b) + 1)        # row[j]: for the items of a so far and the first j of b
+    """Return the length of the longest common subsequence."""
+    row = [0] * (len(b) + 1)        # row[j]: the result for the items of a so far and b[:j]
     for x in a:
         diagonal = 0
         for j, y in enumerate(b, 1):

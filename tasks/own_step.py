@@ -1,21 +1,21 @@
-"""A custom step, fit(step=...): for several networks or losses, and for state next to the weights
-(an average, statistics, a buffer).
+"""A custom step, fit(step=...): for several networks or losses, and for extra state besides the
+weights (a running average, statistics, a buffer).
 
-    init(key) -> {name: tree}       the networks, and everything else that the run keeps
+    init(key) -> {name: tree}       the networks, and all other state of the run
     step(state, batch, gradients, update) -> state, metrics
 
         state                               {"params": {name: tree}, "opt": ..., "step": number}
-        gradients(loss, trees, name, batch) the gradient, with respect to trees[name], of the mean
-                                            of loss(trees, batch), and a dict of numbers to log
-        update(state, name, gradient)       the state after the optimizer's update of that tree
+        gradients(loss, trees, name, batch) the gradient of the mean of loss(trees, batch) with
+                                            respect to trees[name], and a dict of numbers to log
+        update(state, name, gradient)       the state after the optimizer updates that tree
 
 Only the losses run in shards, inside train.make_step's shard_map. Everything else in a step is
 ordinary jax on whole arrays, which the compiler splits. OwnStep prepares a step in four stages:
 
-    calls       traces the step once with shapes, to see which gradients it asks for
-    places      shows the rule all losses together, so each weight has one place for all of them
-    plans       makes a Plan for each call: a loss, and the tree to differentiate it by
-    check       compares each call with one device, on batches that the step makes
+    calls       traces the step once with shapes, to see which gradients it requests
+    places      gives the rule all losses at once, so each weight gets a single place for them all
+    plans       makes a Plan per call: a loss, and the tree to differentiate with respect to
+    check       checks each call against a single device, on batches that the step makes
 """
 
 import dataclasses
@@ -50,15 +50,15 @@ from zigzag.run.plan import (
 )
 from zigzag.run.task import Task
 
-# The numbers that `gradients` returns, which a step may log.
+# The names of the numbers that `gradients` returns; a step may log them.
 NUMBERS = {"loss", "grad_norm", "tokens", "skipped"}
 
 
 class Call(NamedTuple):
-    """A call of `gradients`; or, with the name "", the evaluation of fit's loss."""
+    """A call of `gradients`. With the name "", it is the evaluation of fit's loss."""
     loss: Callable
     trees: Any              # shapes
-    name: str               # of the tree to differentiate by
+    name: str               # of the tree to differentiate with respect to
     batch: Any              # shapes
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class Call(NamedTuple):
 
 
 class OwnStep:
-    """A user's step, and the plans for it.
+    """A user's step, with its plans.
 
-    make_optimizer(config, decisions, name)     the optimizer of a tree
-    schedule(step)                      fit's schedule, or None: then default_rate(step) applies
+    make_optimizer(config, decisions, name)     makes a tree's optimizer
+    schedule(step)                      fit's schedule; if None, default_rate(step) applies
     make_gradients(plan), make_evaluate(plan)   functions of train.py"""
 
     def __init__(self, step: Callable, config: Any, mesh: Any, task: Task, batch: Any,
@@ -92,12 +92,12 @@ class OwnStep:
         self.optimizers = {name: make_optimizer(self.config, self.places[name], name)
                            for name in self.updated}
         make_optimizer.check(by_path(self.params))
-        self.plans = {}                 # {the number of a call: Plan}
-        self.as_one_device = set()      # the numbers of calls whose loss runs as on one device
-        self.number, self.skipped = 0, []       # in the trace in progress: calls made, and whether
-                                                # each loss or gradient was not finite
+        self.plans = {}                 # {call number: Plan}
+        self.as_one_device = set()      # numbers of the calls whose loss runs as on one device
+        self.number, self.skipped = 0, []       # in the current trace: how many calls so far, and
+                                                # whether each loss or gradient was not finite
 
-    # -- the first trace, with shapes alone
+    # -- the first trace, with shapes only
 
     def _record(self, batch):
         """Fill `calls` and `updated`."""
@@ -150,7 +150,7 @@ class OwnStep:
                               f"in trees, or in batch if it has a row for each example")
 
     def _check_results(self, results):
-        """Refuse results other than (state, metrics)."""
+        """Reject results other than (state, metrics)."""
         new, metrics = results if isinstance(results, tuple) and len(results) == 2 else ({}, {})
         is_state = isinstance(new, dict) and {"params", "opt", "step"} <= new.keys()
         if not is_state or not isinstance(metrics, dict) or jnp.shape(
@@ -165,7 +165,7 @@ class OwnStep:
     # -- where weights live, and how each loss runs
 
     def _places(self, overrides):
-        """Return a Decision for every array of the trees, from all losses together."""
+        """Return a Decision for every array in the trees, considering all losses together."""
         c, parts = self.config, row_groups(self.mesh) * self.config.accumulate
         dtype = c.network.dtype
 
@@ -187,7 +187,7 @@ class OwnStep:
         return see_matrices(decisions, all_losses, weights, given(1))
 
     def plan(self, number: int, call: Call) -> Plan:
-        """The Plan of call number `number` in a trace."""
+        """Return the Plan for the call with this number in a trace."""
         if number not in self.plans:
             def init(key):
                 known = {n: x for n, x in self.task.init(key).items() if n in call.trees}
@@ -204,7 +204,7 @@ class OwnStep:
             decisions = {n: jax.tree.map(lambda d, place: dataclasses.replace(
                 d, reason=place.reason), plan.decisions[n], places) for n, places in known.items()}
             self.plans[number] = dataclasses.replace(plan, decisions=plan.decisions | decisions)
-        # Each trace has a new loss function, which may close over different numbers.
+        # Each trace makes a new loss function, which may close over different numbers.
         return dataclasses.replace(self.plans[number], loss=with_checked_sums(call.loss)[0])
 
     # -- what a step calls
@@ -227,7 +227,7 @@ class OwnStep:
         updates, new_opt = self.optimizers[name].update(gradient, opt, params)
         rate = self.rate(state["step"])
         new = jax.tree.map(lambda p, u: p - rate * u, params, updates), new_opt
-        # A gradient that is not finite would spoil every weight for good.
+        # A non-finite gradient would ruin every weight permanently.
         learns = jnp.isfinite(optax.tree.norm(gradient))
         params, opt = jax.tree.map(lambda a, b: jnp.where(learns, a.astype(b.dtype), b),
                                    new, (params, opt))
@@ -253,7 +253,7 @@ class OwnStep:
                                                 self.make_evaluate(plan)), own=self)
 
     def _optimizer(self):
-        """Combine the optimizers of all trees into one."""
+        """Combine the optimizers of all trees into a single optimizer."""
         def init(trees):
             return {name: one.init(trees[name]) for name, one in self.optimizers.items()}
 
@@ -269,9 +269,9 @@ class OwnStep:
 
     def check(self, program: Program, make_batch: Callable, evaluates: Any, say: Callable
               ) -> Program:
-        """Compare every gradient that the step asks for, and the evaluation, with one device.
+        """Check each gradient the step requests, and the evaluation, against a single device.
         Return a program that agrees with it."""
-        # Computed on first use. On one device nothing uses it.
+        # Compute it on first use: on a single device nothing uses it.
         made = functools.cache(lambda: self._made(program, make_batch))
         for number, call in enumerate(self.calls):
             with naming(str(call)):
@@ -296,8 +296,8 @@ class OwnStep:
                           lambda text: say(f"{call}: {text}"))
 
     def _made(self, program, make_batch):
-        """For the first three updates and each call, return the trees that only the step has
-        computed, and the batch, at the initial weights and on one device."""
+        """Return the batch of each call in each of the first three updates, and the trees that only
+        the step computes, all at the initial weights on a single device."""
         def made(state, batch):
             found = []
 
@@ -315,13 +315,13 @@ class OwnStep:
         compiled = jax.jit(made, compiler_options=program.plan.compiler_options,
                            out_shardings=NamedSharding(self.mesh, P()))
         state = _of_user(program.start(jax.random.key(self.config.seed), None))
-        # One after the other: a CPU's devices could deadlock, waiting for each other.
+        # Run them one at a time: a CPU's devices could deadlock, waiting for each other.
         return [jax.block_until_ready(compiled(state, make_batch(at, 0))) for at in range(3)]
 
 
 def _check_config(c, mesh):
     check_batch(c, mesh)
-    # With chunks, layers of trees in no loss would have a different order than the others.
+    # With chunks, trees that are in no loss would order their layers differently than the rest.
     for name, usual, why in (
             ("lora_rank", 0, "has no adapters"), ("chunks", 1, "sees layers in their own order"),
             ("ema", 0, "keeps its own average, as a tree of init's that the step updates")):
@@ -342,8 +342,8 @@ def _shapes(tree):
 
 
 def _means(gradient, sums):
-    """Return the gradient of the mean, and the numbers to log. If the loss is not finite, or its
-    count is 0, the gradient means nothing: it becomes NaN, so that `update` changes nothing."""
+    """Return the gradient of the mean, and the numbers to log. If the loss isn't finite or its
+    count is 0, that gradient is meaningless, so make it NaN, for which `update` changes nothing."""
     total, count, others = sums
     divisor = jnp.where(count == 0, 1, count)
     gradient = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), gradient)
@@ -355,7 +355,7 @@ def _means(gradient, sums):
 
 
 def _check_like(what, found, wanted, kind):
-    """Refuse a tree whose leaves differ from those of `wanted` in path or kind."""
+    """Reject a tree whose leaves differ from those of `wanted` in path or kind."""
     found, wanted = ({path: kind(x) for path, x in by_path(_shapes(tree)).items()}
                      for tree in (found, wanted))
     for path in [*wanted, *found]:

@@ -1,5 +1,5 @@
-"""Pairs: an encoder-decoder learns the target, a text, given the source, which is a text, a picture
-or sound.
+"""Pairs: an encoder-decoder learns a target text given its source, which is a text, a picture or
+sound.
 
     *.jsonl --tasks/examples.py: Pairs--> (source, target ids) --collate--> batch
 """
@@ -28,7 +28,7 @@ from zigzag.run.task import Learned, Task, language
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[Learned]:
-    """Open the lines of JSON of --data, and of --held_out."""
+    """Open the JSON lines that --data and --held_out name."""
     tokenizer = tokenizer or Bytes()
     shape = network_of(config).source_shape(config.network)
     read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields,
@@ -42,7 +42,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 
 
 def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequence) -> Task:
-    """The Task of learning the targets, with answers to held-out sources at each evaluation."""
+    """Make the Task of learning the targets. Each evaluation answers held-out sources."""
     if config.metric not in ("", *metrics.TEXT_METRICS):
         raise ConfigError(f"--metric {config.metric}: is for classes; expected one of "
                           f"{', '.join(metrics.TEXT_METRICS)} for pairs of texts")
@@ -51,7 +51,7 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
     network = network_of(config)
     width, *is_array = network.source_shape(config.network)
     length = config.network.seq_len
-    if begin := network.source_ids(config.network):     # a decoder, with ids in place of the source
+    if begin := network.source_ids(config.network):     # a decoder, with ids instead of the source
         begin, end, pad = [*begin, tokenizer.prompt("")[-1]], tokenizer.ends[0], 0
     else:
         *begin, end, pad = special_ids(config.network, tokenizer)
@@ -92,16 +92,16 @@ def collate(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int, 
             begin: Sequence[int], end: int | None = None, pad: int = 0) -> dict[str, np.ndarray]:
     """Make a batch for an encoder and a decoder from pairs (source ids, target ids): source and
     source_mask [B, S]; tokens, targets and weights [B, T], where weight 0 means no target. The
-    decoder reads the ids `begin`, then its targets shifted by one. If a target begins with the last
-    id of `begin`, the batch has this id only once:
+    decoder reads the ids `begin`, then its targets shifted by one position. If a target already
+    begins with the last id of `begin`, that id isn't repeated:
 
-        begin            ids of the target    tokens             targets
+        begin            target ids           tokens             targets
         T5: <pad>        a b </s>             <pad> a b          a b </s>
         BART: </s>       <s> a b </s>         </s> <s> a b       <s> a b </s>
         (others): <s>    <s> a b </s>         <s> a b            a b </s>
 
-    It cuts sources and targets that are too long; they still end with `end` if they did. With a
-    source_len of 0 sources are arrays, source [B, ...], and every target ends with `end`."""
+    Sources and targets that are too long are truncated, but keep their `end` if they had it. With a
+    source_len of 0, sources are arrays, source [B, ...], and every target ends with `end`."""
     sources, rows = zip(*examples)
     if source_len:
         source, source_mask = np.zeros((2, len(rows), source_len), np.int32)
@@ -116,9 +116,9 @@ def collate(examples: Sequence[tuple[np.ndarray, np.ndarray]], source_len: int, 
 
     tokens, targets = np.full((2, len(rows), target_len), pad, np.int32)
     weights = np.zeros(tokens.shape, np.float32)
-    first = len(begin) - 1      # the place of the first target
+    first = len(begin) - 1      # the first target's index
     for row, ids in enumerate(rows):
-        # Where one id is both start and end, a target of that id alone is an empty text.
+        # If an id is both start and end, a target with only that id is an empty text.
         ids = ids[1:] if len(ids) > 1 and ids[0] == begin[-1] else ids
         ids = _cut(ids, target_len - first, end)
         last = first + len(ids)

@@ -1,10 +1,10 @@
-"""Tools around a run: things to do with a model besides training and plain sampling.
+"""Tools around a run: what else you can do with a model besides training and plain sampling.
 
     beams  scores  choices  chat    sample.py --beams, --score, --choices, --chat
     bench  generation_speed         --bench of train.py, and of sample.py
     plots  trackers                 train.py --plot, --log
     adds                            the flags that these files add
 
-recipes/lm_eval.py needs tools/scores.py; --beams in tasks/pairs.py needs tools/beams.py.
-Imports zigzag/ and the five files. Delete this folder, and these flags are gone.
+recipes/lm_eval.py needs tools/scores.py; --beams in tasks/pairs.py needs tools/beams.py. The folder
+imports zigzag/ and the five files. If you delete it, these flags are gone.
 """

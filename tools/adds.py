@@ -17,25 +17,25 @@ def _check_save(picture):
 class OfTraining:
     """Flags of train.py."""
     # training
-    minutes: float = flag(0.0, recorded=False)  # train for this long instead of --steps, judging by
-                                    # the speed of a few steps that it measures first
+    minutes: float = flag(0.0, recorded=False)  # train for this long instead of --steps, based on
+                                    # the speed of a few trial steps
     # saving
-    log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop that
+    log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop logging
 
     # measuring
     bench: bool = flag(False, recorded=False)
-                                    # measure how fast it trains here; keeps nothing on disk
+                                    # measure the training speed here; keeps nothing on disk
     plot: tuple[str, ...] = flag((), recorded=False)
-                                    # draw loss, rate and speed of these runs as text, and exit
+                                    # plot loss, rate and speed of these runs as text, then exit
 
     # measuring (rare)
     save: str = flag("", recorded=False, check=_check_save)
-                                    # with --plot: a picture to write instead (.png, .pdf, .svg)
+                                    # with --plot: write a picture instead (.png, .pdf, .svg)
 
 
 COMMANDS = {
     "bench": Command("tools.bench", Unused(("saving", "evaluation"),
-                                           ("check", "profile", "topology"))),
+                                           ("check", "profile", "topology", "minutes"))),
     "plot": Command("tools.plots", beside=("save",))}
 
 
@@ -43,22 +43,22 @@ COMMANDS = {
 class OfSampling:
     """Flags of sample.py."""
     # what to do
-    chat: bool = False          # answer each prompt as a message, by the model's chat template
+    chat: bool = False          # answer each prompt as a message, using the model's chat template
     system: str = ""            # system message of a conversation
     score: str = ""             # print the log-probability of this file's text, or of each text in
                                 # a file of JSON objects with "text"
     by: str = flag("", one_of=("", "line"))     # with --score: line, to score each line of a text
-                                                # by itself
-    choices: str = ""           # choose an answer to each question of this .jsonl file, by the
-                                # log-probabilities of its choices, and print the accuracy
+                                                # separately
+    choices: str = ""           # answer each question in this .jsonl file by the log-probabilities
+                                # of its choices, and print the accuracy
     bench: bool = False         # measure how fast the model generates here
     # which ids
-    beams: int = 0              # print this many continuations, by beam search (no temperature)
+    beams: int = 0              # print this many continuations from beam search (no temperature)
     length_penalty: float = flag(1.0, least=-math.inf)
                                         # beam search divides scores by length to this power
 
 
-# Flags of sample.py about prompts, which the commands below do not use.
+# Flags of sample.py about prompts, which the commands below don't use.
 OF_PROMPTS = ("prompt", "prompts", "chat", "logprobs")
 SAMPLING = {"bench": "tools.generation_speed", "score": "tools.scores", "choices": "tools.choices"}
 NOT_USED = {"bench": Unused(("which ids",), (*OF_PROMPTS, "score", "choices", "source", "system",

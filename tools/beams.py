@@ -1,9 +1,9 @@
-"""Beam search: each prompt has K running beams, and the K best finished ones.
+"""Beam search: each prompt keeps K running beams and the K best finished ones.
 
-    best_beams      the best beams of each prompt
-    ids_of_rows     the best beam of each row; may be a part of a compiled function
+    best_beams      the best beams for each prompt
+    ids_of_rows     the best beam for each row; can be called inside a compiled function
     write           sample.py --beams
-    next_beams      a step: K times V candidates -> the K best running, the K best finished beams
+    next_beams      a step: K times V candidates -> the K best running and K best finished beams
 """
 
 import itertools
@@ -25,19 +25,19 @@ from zigzag.generate.passes import of_padded, prefill, room_for
 from zigzag.generate.prompts import Prompt
 from zigzag.generate.rows import cut_at_end, on_host, padded_length, prompt_arrays
 
-NEG_INF = -1e9          # the sum of log-probabilities of a beam that does not exist
-LOWEST = -3e38          # the score of such a beam: below all real ones, which may be below -1e9
-FINISHED = ("finished", "finished_scores")      # where the state has the best finished beams
+NEG_INF = -1e9          # the log-probability sum of a nonexistent beam
+LOWEST = -3e38          # a nonexistent beam's score, below all real ones (which may be below -1e9)
+FINISHED = ("finished", "finished_scores")      # the state's entries for the best finished beams
 
 
 def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], beams: int,
                tokens: int, eos: Any, source: Any, length_penalty: float, early_stop: bool | str
                ) -> list[list[tuple[list[int], float]]]:
-    """Return, for each prompt, the `beams` best continuations it finds: (ids, score), best first.
-    The score is the sum of log-probabilities, divided by length ** length_penalty. An id in `eos`
-    ends a continuation; it counts in the score but is not returned. early_stop says when the search
-    ends. False: when no running beam, at its present length, can beat a finished one. "never": when
-    none can at any length. True: as soon as `beams` beams have finished."""
+    """Return the `beams` best continuations found for each prompt: (ids, score), best first. The
+    score is the sum of log-probabilities divided by length ** length_penalty. An id in `eos` ends a
+    continuation; it counts in the score but isn't returned. early_stop sets when the search ends.
+    False: when no running beam can beat a finished beam at its current length. "never": when none
+    can at any length. True: as soon as `beams` beams have finished."""
     vocab_size = engine.config.vocab_size
     if not (1 <= beams <= vocab_size and tokens >= 1 and math.isfinite(length_penalty)
             and early_stop in (True, False, "never")):
@@ -57,19 +57,19 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
 
 def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
                 ends: Sequence[int], beams: int) -> Array:
-    """Return the best beam [B, tokens] of these rows. It may be a part of a compiled function."""
+    """Return the best beam [B, tokens] for these rows. Can be called inside a compiled function."""
     return of_padded(engine, params, rows, lambda params, rows: _search(
         engine, params, rows, ends, beams, tokens, tokens)["finished"][:, 0])
 
 
 def write(model: Model, prompts: Sequence[Prompt]) -> None:
-    """sample.py --beams: print the best beams of each prompt, with their scores."""
+    """sample.py --beams: print each prompt's best beams with their scores."""
     flags = model.flags
 
     def room(prompt):
         return min(flags.tokens, model.room(prompt))
 
-    # Search in groups of equal room, so that a long prompt does not cut the answers of others.
+    # Search in groups with equal room, so a long prompt doesn't shorten other prompts' answers.
     for most, group in itertools.groupby(prompts, room):
         while some := list(itertools.islice(group, flags.batch)):
             if most < flags.tokens:
@@ -84,8 +84,8 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
 
 
 def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, early_stop=False):
-    """Find the best beams of these rows, of at most `limit` ids with their ends. Return `finished`
-    [B, beams, size] and finished_scores."""
+    """Find these rows' best beams, with at most `limit` ids each including the end. Return
+    `finished` [B, beams, size] and finished_scores."""
     slots, length = room_for(engine, rows, limit)
     state = prefill(engine, params, rows, slots, length)
     state |= {"ends": np.array(ends or [-1], np.int32), "limit": np.int32(limit)}
@@ -94,7 +94,7 @@ def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, 
 
 @jax.jit(static_argnames=("engine", "length", "beams", "size", "length_penalty", "early_stop"))
 def _search_after(engine, params, state, length, beams, size, length_penalty, early_stop):
-    """Run _search after prefill. The beams of all prompts are rows [B * beams] of the cache."""
+    """Run _search after prefill. All prompts' beams are rows [B * beams] of the cache."""
     network, config = engine.network, engine.config
 
     def search(params, specs, state):
@@ -113,7 +113,7 @@ def _search_after(engine, params, state, length, beams, size, length_penalty, ea
                       for name, a in layer.items()} for layer in cache]
             return found, cache, any_device(goes_on) & (found["count"] < limit)
 
-        # All beams of a prompt are still equal, so only the first counts.
+        # A prompt's beams are still all equal, so only the first counts.
         newest = jnp.repeat(state["newest"][:, None], beams, 1)
         none, ids = jnp.zeros(newest.shape), jnp.zeros((*newest.shape, size), jnp.int32)
         found = {"newest": newest, "running": ids, "finished": ids,
@@ -128,7 +128,7 @@ def _search_after(engine, params, state, length, beams, size, length_penalty, ea
 
 
 def _gather_beams(tree, beams):
-    """Take the beams with the numbers `beams` [B, k] from arrays [B, K, ...]."""
+    """Select the beams with indices `beams` [B, k] from arrays [B, K, ...]."""
     return jax.tree.map(lambda a: jnp.take_along_axis(
         a, beams.reshape(*beams.shape, *(1,) * (a.ndim - 2)), 1), tree)
 
@@ -136,14 +136,14 @@ def _gather_beams(tree, beams):
 def next_beams(state: dict[str, Any], logits: Array, ends: Array, limit: Array,
                length_penalty: float, early_stop: bool | str
                ) -> tuple[dict[str, Any], Array, Array]:
-    """Add one id to each beam, chosen by the logits [B * K, V] after it. Return the new state; the
+    """Extend each beam by an id, chosen by its next logits [B * K, V]. Return the new state; the
     beam [B, K] that each running beam continues; and whether each prompt's search goes on [B]. A
     beam has at most `limit` ids. The options are those of best_beams."""
     def score(sums, length):
         return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
 
     (B, K), V, count = state["running_scores"].shape, logits.shape[-1], state["count"]
-    # The best continuations of all beams together, enough that K of them can go on.
+    # The best continuations over all beams, enough for K of them to keep running.
     scores = jax.nn.log_softmax(logits).reshape(B, -1, V) + state["running_scores"][..., None]
     candidates = min(max(2, 1 + len(ends)) * K, K * V)
     scores, best = lax.top_k(scores.reshape(B, -1), candidates)
@@ -152,11 +152,11 @@ def next_beams(state: dict[str, Any], logits: Array, ends: Array, limit: Array,
         _gather_beams(state["running"], parents), new_ids[..., None], count, 2)
     stops = (new_ids[..., None] == ends).any(-1) | (count + 1 >= limit)
 
-    # The K best that go on.
+    # The K best that keep running.
     running_scores, chosen = lax.top_k(scores + jnp.where(stops, NEG_INF, 0.0), K)
     parents, running, newest = _gather_beams((parents, ids, new_ids), chosen)
 
-    # The K best that have finished, now or before.
+    # The K best that have finished, now or earlier.
     may_finish = stops & (jnp.arange(candidates) < K) & (scores > NEG_INF / 2)
     may_finish &= state["can_improve"][:, None]
     if early_stop is True:

@@ -1,5 +1,5 @@
-"""python train.py --bench: the time of training steps, and the rate of matrix products to compare.
-Also turns --minutes into a number of steps. For sample.py --bench, see generation_speed.py."""
+"""python train.py --bench: time training steps, and compare their speed with a plain matmul's.
+Also converts --minutes to a step count. For sample.py --bench, see generation_speed.py."""
 
 import contextlib
 import dataclasses
@@ -18,28 +18,28 @@ import jax.numpy as jnp
 import train
 from zigzag.commands import programs
 from zigzag.commands.training import opener
+from zigzag.core import hosts
 from zigzag.core.chips import USUAL_COUNT, memory_in_use, mfu
-from zigzag.core.errors import ConfigError, human_bytes
+from zigzag.core.errors import human_bytes
 from zigzag.core.mesh import platform
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_shapes
-from zigzag.disk.checkpoint import newest_step
 from zigzag.run import source
 from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
 from zigzag.run.plan import Program
 from zigzag.run.task import Task
 
-# Updates before the measurement; updates in it; and updates in it for --minutes.
+# Updates before timing; timed updates; and timed updates for --minutes.
 WARM, TIMED, FEW = 6, 60, 20
 
 
 class BenchReporter(Reporter):
-    """Keeps how long each step took, and prints it only on a terminal."""
+    """Records how long each step took, and prints it only on a terminal."""
 
     def __init__(self, steps: int):
         super().__init__(steps)
         self.begin, self.took, self.first_step = time.perf_counter(), [], 0.0
-        self.tokens = 0.0       # that a step computes
+        self.tokens = 0.0       # computed per step
 
     def step(self, row: dict, took: float, memory: int, computed: float = 0, *_: Any) -> None:
         self.tokens = computed
@@ -56,26 +56,23 @@ def run(config: Any) -> None:
         bench(config, mesh, task)
 
 
-def steps_in(minutes: float, config: Any, mesh: Any) -> int:
-    """Return how many steps of a new run fit into this time, by the speed of some steps whose
-    results it drops. Compiling, evaluations and saves do not count."""
-    if newest_step(config.out):
-        raise ConfigError(f"--minutes {minutes:g}: --out {config.out} holds a run, and its steps "
-                          f"follow from the time it was given first; leave --minutes out to go on "
-                          f"to its end, or give --steps")
-    with opened(config) as (small, task):
-        say = BenchReporter(WARM + FEW)
-        say.is_quiet = True
-        train_some(small, mesh, task, say)
-    step = statistics.median(say.took[WARM:])
+def steps_in(minutes: float, config: Any, mesh: Any, task: Task) -> int:
+    """Return how many steps of a new run fit in this time. Measure the speed on a few steps and
+    discard their results. Compiling, evaluations and saves don't count."""
+    say = BenchReporter(WARM + FEW)
+    is_first, say.is_quiet = not say.is_quiet, True
+    train_some(config, mesh, task, say)
+    step = hosts.process_allgather(statistics.median(say.took[WARM:]))[0]
     steps = max(1, round(60 * minutes / step))
-    print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {steps:,} steps")
+    if is_first:
+        print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {steps:,} steps")
+    hosts.watchdog.arm("beginning")
     return steps
 
 
 @contextlib.contextmanager
 def opened(config: Any) -> Iterator[tuple[Any, Task]]:
-    """Yield the configuration for --data and the task, in a temporary folder."""
+    """Open --data in a temporary folder. Yield the config for it, and the task."""
     _, tokenizer, _ = source.first_weights(config)
     with tempfile.TemporaryDirectory() as folder, opener(source.kind_of(config))(
             config, tokenizer, Path(folder) / "run") as learned:
@@ -85,7 +82,7 @@ def opened(config: Any) -> Iterator[tuple[Any, Task]]:
 def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[Program, Callable]:
     """Train for say.steps updates and keep nothing. Every second update uses the first batch again.
     Return the program, and the function that makes the batch of an update."""
-    config = dataclasses.replace(config, out="", profile=0, steps=say.steps + 1)
+    config = dataclasses.replace(config, out="", profile=0, log=(), steps=say.steps + 1)
     shapes = batch_shapes(config.batch, task.first_row)
     program = train.build(config, mesh, task, shapes)
     next_batch = functools.partial(train.training_batch, config, mesh, task, shapes)
@@ -97,16 +94,15 @@ def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[
             batch = same if at % 2 else next_batch(at)
             loop.state, metrics = step(loop.state, batch)
             loop.at += 1
-            # As in a training run, the host makes the next batch while the devices compute a step.
+            # As in a training run, the host makes the next batch while the devices run a step.
             flush_metrics(loop)
             loop.pending = loop.at, metrics
     return program, next_batch
 
 
 def bench(config: Any, mesh: Any, task: Task) -> None:
-    """--bench: time the updates of a run on --data, keep nothing, and print the results, the last
-    line as JSON. Every second update uses the first batch again, which shows what the loader costs.
-    """
+    """--bench: time updates of a run on --data, keeping nothing. Print the results, with the last
+    line as JSON. Every second update reuses the first batch, which shows what the loader costs."""
     say = BenchReporter(WARM + TIMED)
     program, next_batch = train_some(config, mesh, task, say)
     begin = time.perf_counter()
@@ -114,7 +110,7 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
         next_batch(at)
     loader = (time.perf_counter() - begin) / 10
 
-    # Updates alternate between the batch that is used again and a new one.
+    # Updates alternate between the reused batch and a new one.
     reused, took = say.took[WARM::2], say.took[WARM + 1::2]
     step, flops, tokens = statistics.median(took), task.flops, say.tokens
     best, share = matmul_rate(program.mesh, config.network.dtype), mfu(flops, step, program.mesh)
@@ -126,7 +122,7 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
              f"(counting {USUAL_COUNT}), {flops / step / best:.0%} of the "
              f"{best / 1e9:,.0f} that a matrix product reaches here, mfu "
              + ("n/a" if share is None else f"{share:.1%}"))
-    # Compare neighbors: the machine's other work changes more than this from second to second.
+    # Compare neighbors: the machine's other load varies more than this from second to second.
     costs = statistics.median(new / old for new, old in zip(took, reused)) - 1
     say.line(f"loader   a batch in {loader * 1e3:.1f} ms, while devices work, which adds "
              f"{costs:.1%} to the time of a step with one batch that is used again")
@@ -138,8 +134,8 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
 
 
 def matmul_rate(mesh: Any, dtype: str) -> float:
-    """Measure FLOPs per second in products of large square matrices, on all devices together."""
-    # Sizes that reach the peak. Simulated devices share the cores, so one product is enough.
+    """Measure FLOPs per second for large square matmuls, over all devices together."""
+    # These sizes reach the peak. Simulated devices share the cores, so a single matmul is enough.
     size, count, devices = (2048, 1, 1) if platform(mesh) == "cpu" else (8192, 8, mesh.size)
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: jax.lax.fori_loop(0, count, lambda _, x: x @ a * (1 / size), a))

@@ -1,4 +1,4 @@
-"""Conversations with a model, through its chat template (zigzag/disk/chats.py)."""
+"""Conversations with a model, using its chat template (zigzag/disk/chats.py)."""
 
 import contextlib
 import importlib
@@ -14,28 +14,28 @@ from zigzag.generate.rows import context_of
 
 def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template: str = "default",
                 add_generation_prompt: bool = True, **more: Any) -> str:
-    """Return the text that a model continues, for a conversation such as [{"role": "user",
-    "content": "Hello"}]. With `add_generation_prompt` it ends where the answer begins. It spells
-    out special tokens: encode it with a tokenizer's `with_places`. `more` goes to the template, for
-    example tools."""
+    """Return the text for a model to continue, for a conversation such as [{"role": "user",
+    "content": "Hello"}]. With `add_generation_prompt`, the text ends where the answer begins. The
+    text spells out special tokens, so encode it with a tokenizer's `with_places`. `more` is passed
+    to the template (for example, tools)."""
     return Template(folder, template).render(messages, add_generation_prompt, **more)
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the ids of chat_prompt's text. As in training, a special token that the template
-    spells out is one id."""
+    """Return the ids of chat_prompt's text. As in training, a special token spelled out by the
+    template becomes a single id."""
     return tokenizer.with_places(chat_prompt(tokenizer.folder, messages))[0].tolist()
 
 
 def user(text: str) -> dict[str, str]:
-    """A user's message to the model."""
+    """Return a user's message to the model."""
     return {"role": "user", "content": text}
 
 
 def fitting_ids(tokenizer: Any, messages: list[dict[str, Any]], context: int,
                 say: Callable[[str], Any]) -> list[int]:
-    """Return the ids of a conversation that ends with a message to the model. While less than a
-    quarter of the context is left for the answer, drop the oldest turn from `messages`."""
+    """Return the ids of a conversation that ends with a message to the model. Drop the oldest turns
+    from `messages` until a quarter of the context is left for the answer."""
     first = 1 if messages[0]["role"] == "system" else 0
     while True:
         ids = chat_ids(tokenizer, messages)
@@ -50,27 +50,27 @@ def fitting_ids(tokenizer: Any, messages: list[dict[str, Any]], context: int,
 # The command
 
 def system(model: Model) -> list[dict[str, str]]:
-    """The messages that begin a conversation: --system, if given."""
+    """Return the messages that begin a conversation: --system, if given."""
     return [{"role": "system", "content": model.flags.system}] if model.flags.system else []
 
 
 def message(model: Model, messages: list[dict[str, str]]) -> Prompt:
-    """Make the Prompt whose continuation is the model's answer to the last of these messages. If
-    they do not fit, drop the oldest from `messages`."""
+    """Make the Prompt that asks for the model's answer to the last of these messages. If they don't
+    fit, drop the oldest from `messages`."""
     ids = fitting_ids(model.tokenizer, messages, context_of(model.network, model.c), note)
     return Prompt(messages[-1]["content"], ids)
 
 
 def messages_of(model: Model, texts: Sequence[str]) -> list[Prompt]:
-    """--chat: make each text the only message of a conversation."""
+    """--chat: make each text a separate conversation, after any --system message."""
     return [message(model, [*system(model), user(text)]) for text in texts]
 
 
 def converse(model: Model) -> None:
-    """Answer the lines that a user types, as a conversation if the model has a chat template, or
-    else by continuing each line."""
+    """Answer the lines a user types. With a chat template, they form a conversation; without one,
+    the model continues each line."""
     with contextlib.suppress(ImportError):      # not every Python has readline
-        importlib.import_module("readline")     # makes lines editable
+        importlib.import_module("readline")     # makes input lines editable
     greeting = "Talk to the model" if model.has_template else "Each line is continued"
     print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
     said, tokens = system(model), model.flags.tokens

@@ -1,12 +1,12 @@
-"""Questions with several choices (--choices), scored as lm_eval scores HellaSwag and ARC.
+"""Multiple-choice questions (--choices), scored the way lm_eval scores HellaSwag and ARC.
 
     {"question": "The sky is", "choices": ["green", "blue"], "answer": 1}
 
     The sky is | blue       what the model reads: the question, a space and the choice
-                 ^^^^       its log-probability: the sum over the tokens of the choice
+                 ^^^^       its log-probability: the sum over the choice's tokens
 
-    acc         share of the questions whose answer has the largest log-probability
-    acc_norm    the same, with log-probabilities divided by the number of characters of the choice
+    acc         share of questions whose answer has the highest log-probability
+    acc_norm    the same, with log-probabilities divided by the choice's length in characters
 """
 
 import json
@@ -19,7 +19,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.prompts import Input
 
-# The fields of a line: our names first, then those of published files.
+# A line's fields: our names first, then those in published files.
 QUESTION = ("question", "query", "ctx")
 CHOICES = ("choices", "endings")
 ANSWER = ("answer", "answerKey", "gold", "label")
@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
 
 def read_items(lines: Iterable[tuple[str, str]]) -> list[Item]:
-    """Parse the questions of a file, from pairs (the line's place, the line)."""
+    """Parse a file's questions from pairs (the line's place, the line)."""
     items = []
     for where, line in lines:
         try:
@@ -46,7 +46,7 @@ def read_items(lines: Iterable[tuple[str, str]]) -> list[Item]:
 
 
 def _item(record):
-    """Parse the question of a line; any error means that it has none."""
+    """Parse a line's question. Any error means the line has none."""
     question, choices, answer = (
         record[[name for name in names if name in record][0]]
         for names in (QUESTION, CHOICES, ANSWER))
@@ -65,14 +65,14 @@ def _item(record):
 
 
 def split_ids(tokenizer: Tokenizer, context: str, text: str) -> tuple[Sequence[int], int]:
-    """Return (the ids of context + text, how many of them belong to the context). As in lm_eval,
-    one call encodes both, and spaces at the end of the context count as a part of the text."""
+    """Return (the ids of context + text, how many of them belong to the context). As in lm_eval, a
+    single call encodes both, and spaces at the end of the context count as part of the text."""
     ids = tokenizer.prompt(context + text)
     return ids, min(len(tokenizer.prompt(context.rstrip())), len(ids) - 1)
 
 
 def logprobs(model: Model, items: Sequence[Item]) -> list[list[float]]:
-    """The log-probabilities of the choices of each question."""
+    """Return the log-probabilities of each question's choices."""
     ids, given = zip(*(split_ids(model.tokenizer, item.question, f" {choice}")
                        for item in items for choice in item.choices))
     totals = iter(sample.score(model.params, ids, model.c, batch=model.flags.batch, given=given))
@@ -80,8 +80,8 @@ def logprobs(model: Model, items: Sequence[Item]) -> list[list[float]]:
 
 
 def run(model: Model, file: Input) -> None:
-    """sample.py --choices: print the share of questions in the file that the model answers right.
-    With --json, first print an object for each question."""
+    """sample.py --choices: print the share of the file's questions that the model answers
+    correctly. With --json, first print an object for each question."""
     items, flags, right, right_norm = read_items(file.lines), model.flags, [], []
     for at in range(0, len(items), 16 * flags.batch):
         some = items[at:at + 16 * flags.batch]
@@ -106,6 +106,6 @@ def run(model: Model, file: Input) -> None:
 
 
 def _mean_and_error(right):
-    """The share of True, and its standard error."""
+    """Return the share of True, and its standard error."""
     mean = sum(right) / len(right)
     return mean, math.sqrt(mean * (1 - mean) / max(1, len(right) - 1))

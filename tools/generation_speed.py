@@ -1,8 +1,8 @@
-"""python sample.py --bench: how fast a model generates here, compared with a lower bound.
+"""python sample.py --bench: how fast a model generates here, compared with a lower bound on time.
 
-To decode one token of one row, a device must read all its weights once. So the time of that read,
-measured on an array of the same size, is the lower bound. `run` alternates the two measurements
-and prints medians.
+To decode a token of a single row, a device must read all its weights once. So the lower bound is
+the time that read takes, measured on an array of the same size. `run` alternates the two
+measurements and prints medians.
 """
 
 import statistics
@@ -20,8 +20,8 @@ PROMPT, TOKENS, TURNS = 128, 128, 3
 
 
 def run(model: Model, file: None = None) -> None:
-    """Print how many tokens per second sample.stream generates with these weights, greedily, in
-    batches of 1 and 8."""
+    """Print how many tokens per second sample.stream generates greedily with these weights, at
+    batch sizes 1 and 8."""
     params, c = model.params, model.c
     weight_bytes = sum(w.addressable_shards[0].data.nbytes for w in jax.tree.leaves(params))
     array, total = jnp.ones(weight_bytes // 4, jnp.float32), jax.jit(jnp.sum)
@@ -31,7 +31,7 @@ def run(model: Model, file: None = None) -> None:
     for rows in (1, 8):
         prompts = rng.integers(0, c.vocab_size, (rows, PROMPT)).tolist()
         found = []
-        for _ in range(1 + TURNS):      # the first turn compiles and does not count
+        for _ in range(1 + TURNS):      # the first turn compiles and doesn't count
             begin = time.perf_counter()
             pieces = sample.stream(params, prompts, c, TOKENS, temperature=0, piece=TOKENS // 2)
             next(pieces)

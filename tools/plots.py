@@ -1,10 +1,10 @@
-"""python train.py --plot RUN ... [--save FILE]: the curves of runs, from their metrics.jsonl alone.
+"""python train.py --plot RUN ... [--save FILE]: plot runs' curves, using only their metrics.jsonl.
 
-    curves_of       reads the curves of a run, by the names of its numbers
-    text_chart      draws a panel for each number as text, for a terminal
-    picture         draws the panels with matplotlib, into a file
+    curves_of       reads a run's curves, keyed by metric name
+    text_chart      draws a panel per metric as text, for a terminal
+    picture         draws the panels into a file with matplotlib
 
-Nothing here imports jax, so a chart appears at once, even while the run is training.
+Nothing here imports jax, so a chart appears immediately, even while the run is training.
 """
 
 import json
@@ -18,16 +18,16 @@ import numpy as np
 from zigzag.core.errors import ConfigError, optional_package
 from zigzag.core.files import numbers_of
 
-# Numbers without a panel. Every other number of a run, such as its metric, has one.
+# Numbers without a panel. All of a run's other numbers have one.
 HIDDEN = {"train_loss", "tokens", "mfu", "skipped", "save_seconds"}
-MARKS = "*o+x#@%&"      # a character for each run, in a text chart
-ROWS, WIDTH = 9, 72     # size of a panel in a text chart, in characters
+MARKS = "*o+x#@%&"      # a character per run, for text charts
+ROWS, WIDTH = 9, 72     # size of a text chart's panel, in characters
 
 Curves = dict[str, np.ndarray]      # {name: [[step, number], ...]}
 
 
 def run(plot: Sequence[str], save: str = "") -> None:
-    """Print the charts of these runs, or write them to a file."""
+    """Print charts of these runs, or write them to a file."""
     runs = {run: curves_of(run) for run in plot}
     if save:
         picture(runs, save)
@@ -37,7 +37,7 @@ def run(plot: Sequence[str], save: str = "") -> None:
 
 
 def curves_of(run: str) -> Curves:
-    """Read the curves of a run, without numbers that are not finite."""
+    """Read a run's curves, skipping non-finite numbers."""
     path, found = Path(run) / "metrics.jsonl", {}
     try:
         lines = path.read_bytes().splitlines()
@@ -62,7 +62,7 @@ def _names(runs):
 
 
 def text_chart(runs: dict[str, Curves], width: int = WIDTH) -> str:
-    """Draw a panel for each number, one below the other, with a mark for each run."""
+    """Draw a panel per metric, stacked vertically, with a different mark for each run."""
     marks = {run: MARKS[i % len(MARKS)] for i, run in enumerate(runs)}
     last = max(curve[-1, 0] for curves in runs.values() for curve in curves.values())
     lines = [f"{marks[run]} {run}: step {max(curve[-1, 0] for curve in curves.values()):,.0f}"
@@ -75,7 +75,7 @@ def text_chart(runs: dict[str, Curves], width: int = WIDTH) -> str:
 
 
 def _columns(curve, last, width):
-    """The mean of a curve in each column; NaN where it has no points."""
+    """Return a curve's mean in each column, NaN where it has no points."""
     column = np.minimum(curve[:, 0] / max(last, 1) * width, width - 1).astype(int)
     count = np.bincount(column, minlength=width)
     with np.errstate(invalid="ignore"):
@@ -83,7 +83,7 @@ def _columns(curve, last, width):
 
 
 def _panel(curves, width):
-    """The lines of one panel; `curves` is {mark: the means of its columns}."""
+    """Return a panel's lines. `curves` is {mark: its column means}."""
     low, high = (which(list(curves.values())) for which in (np.nanmin, np.nanmax))
     grid = [[" "] * width for _ in range(ROWS)]
     for mark, columns in curves.items():
@@ -95,7 +95,7 @@ def _panel(curves, width):
 
 
 def picture(runs: dict[str, Curves], path: str) -> None:
-    """Draw the panels into a file, in the format of its suffix."""
+    """Draw the panels into a file, in the format its suffix names."""
     figures = optional_package("matplotlib.figure", f"--save {path}")
     names = _names(runs)
     columns = min(3, len(names))
@@ -109,5 +109,5 @@ def picture(runs: dict[str, Curves], path: str) -> None:
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as e:      # ValueError: a format that matplotlib does not know
+    except (OSError, ValueError) as e:      # ValueError: a format matplotlib doesn't support
         raise ConfigError(f"--save {path}: {e}") from None

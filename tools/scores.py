@@ -1,6 +1,6 @@
-"""Log-probabilities of given ids, summed for each row: sample.score, and sample.py --score.
+"""Log-probabilities of given ids, summed per row, for sample.score and sample.py --score.
 
-The model reads a row that is longer than the context in windows that overlap by half:
+The model reads a row longer than the context in windows that overlap by half:
 
     a b c d e f g       a context of 4 tokens
     a b c d             b c d are scored
@@ -27,12 +27,12 @@ from zigzag.parallel.products import LOGITS
 
 def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any,
                 batch: int, given: Sequence[int] | None = None) -> list[tuple[float, int, int]]:
-    """Return, for each row of ids, the sum of their log-probabilities, how many it counts, and how
-    many of these ids are the model's argmax. Every id has a log-probability except the first, or
-    the first given[row] ids. The model reads a row longer than the context in windows that overlap
-    by half. It leaves out given ids that do not fit into one window with the others."""
+    """For each row, return the sum of its ids' log-probabilities, how many ids that counts, and how
+    many of them are the model's argmax. All ids count except the first, or the first given[row]
+    ids. The model reads a row longer than the context in windows that overlap by half, dropping
+    given ids that don't fit into a single window with the rest."""
     length = engine.config.seq_len - len(engine.network.source_ids(engine.config))
-    # Batch rows of similar length, which need little padding.
+    # Batch rows of similar length, to keep padding small.
     windows = sorted(overlapping_windows(rows, length, given), key=lambda one: len(one[1]))
     totals = np.zeros((len(rows), 3))
     with mesh_of_weights(params):
@@ -47,9 +47,9 @@ def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sour
 
 def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
                         given: Sequence[int] | None = None) -> Iterator[tuple[int, Any, int]]:
-    """Yield windows of the rows that overlap by half: (the row's number, the window's ids, how many
-    of them are only context and not scored). The first given[row] ids of a row, by default one, are
-    never scored. If the row is longer than a window, leave out as many of these as needed."""
+    """Split the rows into windows that overlap by half. Yield (the row's number, the window's ids,
+    how many of them are unscored context). The first given[row] ids of a row (default: 1) are never
+    scored. If the row is longer than a window, drop as many of these as needed."""
     if length < 2:
         raise ConfigError(f"seq_len {length}: to score a token, the context must be at least 2")
     half = length // 2
@@ -62,14 +62,14 @@ def overlapping_windows(rows: Sequence[Sequence[int]], length: int,
 
 
 def _sums(engine, params, windows, sources):
-    """The sums [B, 2] of read_chunk over the scored ids of these windows."""
+    """Return read_chunk's sums [B, 2] over these windows' scored ids."""
     rows = prompt_arrays(engine.network, [ids for _, ids, _ in windows], engine.config, 0,
                          None if sources is None else [sources[n] for n, *_ in windows])
     scored = pad_rows(np.array([len(ids) - context for _, ids, context in windows]))
     (B, size), chunk = rows["tokens"].shape, CHUNK
     while chunk > 16 and B * chunk * engine.config.vocab_size > LOGITS:     # must fit in memory
         chunk //= 2
-    # Rolling makes the first token the last target. Its weight is 0.
+    # Rolling makes the first token the last target, with weight 0.
     weights = np.arange(size) >= size - scored[:, None]
     rows |= {"targets": np.roll(rows["tokens"], -1, 1), "weights": np.roll(weights, -1, 1)}
     return on_host(prefill(engine, params, rows, *room_for(engine, rows, 0), chunk)["sums"])
@@ -79,12 +79,12 @@ def _sums(engine, params, windows, sources):
 # The command
 
 def run(model: Model, file: Input) -> None:
-    """sample.py --score: print the log-probability, the number of scored tokens and the perplexity
-    of each text of the file, and of all texts together."""
-    flags, texts = model.flags, [file.text]     # running text is one document
+    """sample.py --score: print the log-probability, scored token count and perplexity of each text
+    in the file, and of all texts together."""
+    flags, texts = model.flags, [file.text]     # running text is a single document
     if flags.by == "line" or file.has_objects:
         texts = file.texts("text")
-    # The first id has no score: it is the tokenizer's start id or, without one, the text's.
+    # The first id, which is the tokenizer's start id or else the text's first id, has no score.
     rows, found = [model.tokenizer.prompt(text) for text in texts], []
     if not flags.json:
         print("log-probability    tokens  perplexity  text")
@@ -101,7 +101,7 @@ def run(model: Model, file: Input) -> None:
 
 
 def score_line(flags: Flags, name: str, text: Any, logprob: float, tokens: int) -> str:
-    """A line of the table of scores, or a JSON object with --json."""
+    """Format a line of the score table or, with --json, a JSON object."""
     perplexity = math.exp(min(-logprob / tokens, 700)) if tokens else None
     if flags.json:
         return json.dumps({name: text, "logprob": logprob, "tokens": tokens,

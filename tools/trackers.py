@@ -1,8 +1,8 @@
 """--log: send a run's numbers to TensorBoard, Weights & Biases or trackio, besides metrics.jsonl.
 
-A logger is a function log(step, numbers). To add one, write a function that opens it, like
-`_tensorboard`, and name it in LOGGERS; or pass a custom log to fit. zigzag/run/loggers.py calls
-them.
+A logger is a function log(step, numbers). To add a logger, write a function that opens it, like
+`_tensorboard`, and add that to LOGGERS, or pass a custom log to fit. zigzag/run/loggers.py calls
+the loggers.
 """
 
 import os
@@ -13,13 +13,13 @@ import jax
 
 from zigzag.core.errors import ConfigError, did_you_mean, optional_package
 
-# A function that opens a logger takes the run's folder, the id under which loggers know the run
-# (the same when it continues), the updates made by earlier starts, and config.json. It returns two
-# functions: log(step, {name: number}) and close().
+# A function that opens a logger takes the run's folder, the run's id in loggers (unchanged when it
+# resumes), the number of updates made by earlier starts, and config.json. It returns two functions:
+# log(step, {name: number}) and close().
 
 
 def _tensorboard(out, own_id, began, config):
-    """Write event files in OUT/tensorboard, for which the package `tensorboard` is enough."""
+    """Write event files in OUT/tensorboard. This needs only the package `tensorboard`."""
     writers, event_pb2, summary_pb2 = (
         optional_package(f"tensorboard.{module}", "--log tensorboard")
         for module in ("summary.writer.event_file_writer", "compat.proto.event_pb2",
@@ -29,7 +29,7 @@ def _tensorboard(out, own_id, began, config):
     def add(step, **what):
         writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **what))
 
-    if began:           # TensorBoard drops what an earlier start logged from this step on
+    if began:           # makes TensorBoard drop what an earlier start logged from this step on
         add(began + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def log(step, numbers):
@@ -40,14 +40,14 @@ def _tensorboard(out, own_id, began, config):
 
 
 def _wandb(out, own_id, began, config):
-    """Open a run of Weights & Biases, in the project zigzag or WANDB_PROJECT. WANDB_MODE=offline
-    keeps it in OUT/wandb, for `wandb sync`."""
+    """Open a Weights & Biases run in the project WANDB_PROJECT (default: zigzag). With
+    WANDB_MODE=offline, it stays in OUT/wandb for `wandb sync`."""
     return _opened("wandb", config, dir=str(out), name=os.environ.get("WANDB_NAME", out.name),
                    id=own_id)
 
 
 def _trackio(out, own_id, began, config):
-    """Open a trackio run, in the project zigzag or TRACKIO_PROJECT. trackio knows runs by name."""
+    """Open a trackio run, identified by its name, in TRACKIO_PROJECT (default: zigzag)."""
     return _opened("trackio", config, name=f"{out.name}-{own_id}")
 
 
@@ -62,8 +62,8 @@ LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 
 
 def check(names: Sequence[str], out: str) -> None:
-    """Refuse loggers that do not exist, that have no folder, or whose package is not installed.
-    Only process 0 needs the package."""
+    """Reject loggers that don't exist, any logger for a run without a folder, and loggers whose
+    package isn't installed. Only process 0 needs the package."""
     for name in names:
         if name not in (*LOGGERS, "none"):
             raise ConfigError(f"--log {name}: expected some of {', '.join(LOGGERS)}, or none"

@@ -48,7 +48,8 @@ OF_A_KIND = set().union(*MODES.values())
 OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval_first",
             "eval_batch", "eval_tokens", "held_out", "metric", "beams", "best",
             "sample_temperature", "check", "profile"}
-NOT_USED = {"bench": OF_A_RUN | {"topology"}, "topology": OF_A_RUN | {"max_skipped", "bench"}}
+NOT_USED = {"bench": OF_A_RUN | {"topology", "minutes"},
+            "topology": OF_A_RUN | {"max_skipped", "bench", "minutes"}}
 
 
 @of_the_whole

@@ -22,9 +22,9 @@ def test_minutes_become_steps_and_a_run_keeps_them(text, tmp_path, capsys, monke
     assert len(rows) == 4 and "minutes  0.1, at 1,500 ms a step: 4 steps" in capsys.readouterr().out
     config = train.parse(["--steps", "4"])
     assert rows[-1]["lr"] < 0.1 * config.lr        # (it ends near --final_share)
-    train.main(words)
-    assert len(rows_of(tmp_path / "run")) == 4
-    assert "holds a run, and its steps follow" in refused(capsys, *words, "--minutes", 1)
+    for again in ([], ["--minutes", "1"]):
+        train.main([*words, *again])
+        assert len(rows_of(tmp_path / "run")) == 4
     assert "--steps 3 and --minutes 1: give one" in refused(capsys, "--steps", 3, "--minutes", 1)
 
 

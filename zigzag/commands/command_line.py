@@ -38,7 +38,9 @@ LAST = "python train.py --help all shows every flag" + (
 def parse(argv: Argv, script: str | None) -> Any:
     """Return a new run's config from command-line flags. `script` is the docstring of the script
     that calls train.parse."""
-    return config_of_flags(read_flags(argv, script))
+    given = read_flags(argv, script)
+    check_unused(given, ["minutes"], "in a script, whose own steps it does not time; give --steps")
+    return config_of_flags(given)
 
 
 def config_of_flags(given: Values) -> Any:

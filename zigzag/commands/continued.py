@@ -44,6 +44,7 @@ def continued(given: Values) -> Any:
     except ConfigError:     # if a value differs from the run's, let `check` report that instead
         check({name: asked[name] for name in continuing.facts_of(old) if name in asked})
         raise
+    continuing.check_steps({"steps": config.steps} if "tokens" in given else {}, out)
     check({**continuing.facts_of(config), "network": asked.pop("network", network.name)})
     if "lr" in given.get("change", ()) and not config.epochs and (
             config.steps <= (at := newest_step(out))):

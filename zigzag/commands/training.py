@@ -37,9 +37,14 @@ def main(argv: Argv = None) -> None:
             if getattr(config, flag):
                 return part(command.module, f"--{flag}").run(config)
         config, mesh = programs.on_machine(config)
-        if "minutes" in given:
-            steps = part("tools.bench", "--minutes").steps_in(given.pop("minutes"), config, mesh)
-            config, mesh = programs.on_machine(continued(given | {"steps": steps}))
+        if minutes := given.pop("minutes", 0):
+            if config.mesh != given.get("mesh", ""):        # --mesh auto has chosen one
+                given["mesh"] = config.mesh
+            if not newest_step(config.out):     # otherwise the run has its steps already
+                with opened(config, is_quiet=True) as (small, task, _):
+                    given["steps"] = part("tools.bench", "--minutes").steps_in(
+                        minutes, small, mesh, task)
+            config = programs.on_machine(continued(given))[0]
         with opened(config) as (config, task, say):
             train.fit(config, task, mesh=mesh, say=say)
 
@@ -50,7 +55,7 @@ def opener(kind: str) -> Callable:
 
 
 @contextlib.contextmanager
-def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
+def opened(config: Any, is_quiet: bool = False) -> Iterator[tuple[Any, Task, Reporter]]:
     """For the run in config.out, yield the config for --data, the task, and a Reporter that has
     printed the first lines. Every check that needs no data runs before this opens --data. Process 0
     opens it first, because the others read the files that it writes."""
@@ -76,6 +81,7 @@ def opened(config: Any) -> Iterator[tuple[Any, Task, Reporter]]:
             hosts.process_allgather(record["fingerprint"])
         config = learned.config
         say = Reporter(config.steps, config.verbose)
+        say.is_quiet |= is_quiet
         if config.init_from:
             say.line(f"model    {config.init_from}, fine-tuned on rows of "
                      f"{config.network.seq_len:,} tokens (--seq_len) with a learning rate of up to "

@@ -19,6 +19,7 @@ import math
 import re
 import textwrap
 import tokenize
+import types
 import typing
 from pathlib import Path
 from typing import Any, Callable, Collection, NamedTuple, Sequence
@@ -77,8 +78,9 @@ def options(cls: type) -> dict[str, Option]:
         if not dataclasses.is_dataclass(f.default):
             # tuple[str, ...] counts as tuple, and float | None as float. Any and Literal["a", "b"]
             # aren't in KINDS, so their default decides.
+            is_union = typing.get_origin(kinds[f.name]) in (typing.Union, types.UnionType)
             said = [typing.get_origin(kind) or kind for kind in (
-                kinds[f.name], *typing.get_args(kinds[f.name]))]
+                typing.get_args(kinds[f.name]) if is_union else [kinds[f.name]])]
             kind = next((kind for kind in said if kind in KINDS), type(f.default))
             is_negative = kind in (int, float) and f.default is not None and f.default < 0
             found[f.name] = Option(kind, type(None) in said, f.default, **{

@@ -1,6 +1,6 @@
 """Batches: from examples to arrays, and onto the mesh.
 
-Each process makes only the rows that its own devices hold.
+Each process builds only the rows its own devices hold.
 """
 
 from typing import Any, Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ from zigzag.core.mesh import batch_spec, row_groups
 
 def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
                  ) -> dict[str, np.ndarray]:
-    """Return the batch {name: array [rows, ...]} that collate makes from these examples, checked:
-    every array holds numbers and has one row per example. If `shapes` is given, names, row shapes
-    and dtypes must match it."""
+    """Run collate on these examples and check its batch {name: array [rows, ...]}. Every array must
+    hold numbers, one row per example. Names, row shapes and dtypes must match `shapes`, if given.
+    Return the batch."""
     batch = collate(examples)
     if not isinstance(batch, Mapping) or not batch:
         raise ConfigError(f"collate returned {repr(batch)[:40]} ({type(batch).__name__}): {BATCH}")
@@ -36,7 +36,7 @@ BATCH = "expected a dict {name: array of numbers}, with a row for each example i
 
 
 def _numbers(name, value, count):
-    """Convert the array that collate returned under this name for `count` examples to numpy."""
+    """Convert collate's array of this name to numpy. It must have one row per example (`count`)."""
     try:
         x = np.asarray(value)
     except Exception as e:      # rows of different lengths, or another library's objects
@@ -51,23 +51,23 @@ def _numbers(name, value, count):
 
 
 def _rows(arrays):
-    """The dtype and shape of a row of each array, as on a device (where int64 is int32)."""
+    """Describe one row of each array: its dtype on a device (where int64 is int32), its shape."""
     return {name: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}"
             for name, x in arrays.items() if name != "seeds"}
 
 
 def batch_shapes(rows: int, first: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the shapes {name: jax.ShapeDtypeStruct [rows, ...]} of a training batch, with the
-    dropout "seeds". `first` has the arrays of the first example."""
+    """Return a training batch's shapes {name: jax.ShapeDtypeStruct [rows, ...]}, including the
+    dropout "seeds". `first` holds the arrays of the first example."""
     batch = {k: jax.ShapeDtypeStruct((rows, *v.shape[1:]), v.dtype)
              for k, v in first.items()}
     return {**batch, "seeds": jax.ShapeDtypeStruct((rows,), jnp.uint32)}
 
 
 def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int) -> Any:
-    """Put a batch {name: array [rows, ...]} on the mesh. It splits rows over BATCH_AXES; if they do
-    not divide, every device has all of them. make(first, last) returns the arrays of rows first to
-    last - 1; the call asks for the rows that this process's devices hold."""
+    """Put a batch {name: array [rows, ...]} on the mesh, with its rows split over BATCH_AXES. If
+    they don't divide evenly, every device gets all rows. make(first, last) returns the arrays for
+    rows first to last - 1; it is called for just the rows this process's devices hold."""
     place = NamedSharding(mesh, P() if rows % row_groups(mesh) else batch_spec(mesh))
     here = [i[0].indices(rows)[:2] for i in place.addressable_devices_indices_map((rows,)).values()]
     first, last = min(a for a, _ in here), max(b for _, b in here)

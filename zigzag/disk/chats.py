@@ -1,18 +1,18 @@
-"""Conversations: a published model's chat template turns messages into text, then ids. The loss
-counts the ids of the answers.
+"""Conversations: a published model's chat template turns messages into text, and the tokenizer
+turns the text into ids. The loss counts the ids of the answers.
 
-    chat_template.jinja, or chat_template in tokenizer_config.json (one, or several with names)
+    chat_template.jinja, or chat_template in tokenizer_config.json (a single one, or several named)
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}
     {"prompt": "2 + 2 =", "completion": " 4"}
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}     (each a text, or messages)
 
 The model learns the text that the template marks with {% generation %}. If the template marks
-none, it learns what each assistant message adds to the text before it. Completions are learned,
-too. A preference is two such texts: what both have in common is not learned.
+nothing, the model learns the text that each assistant message adds. It also learns completions. A
+preference is a pair of such texts; the model doesn't learn the part they share.
 
 A template is a program from the model's folder. It runs in jinja2's sandbox, with the functions
-that transformers provides. The sandbox does not limit time or memory.
+that transformers provides. The sandbox doesn't limit time or memory.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from zigzag.disk.tokenizers import Tokenizer, read_record
 from zigzag.disk.weights import weights_of_answers
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
-Marked = tuple[np.ndarray, np.ndarray]      # ids, and which of them are learned, or their weights
-# Private-use characters that mark the learned text while a template is rendered.
+Marked = tuple[np.ndarray, np.ndarray]      # ids, and for each whether it is learned, or its weight
+# Private-use characters that mark the learned text during rendering.
 BEGIN, END = "\ue0f0", "\ue0f1"
 
 
@@ -55,13 +55,13 @@ class Template:
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """The template as jinja2 compiles it."""
+        """The template, compiled by jinja2."""
         return self.environment.from_string(self.text)
 
     def render(self, messages: Sequence[Record], add_generation_prompt: bool = False,
                marks: bool = False, **more: Any) -> str:
-        """Return the text of a conversation. With `marks`, BEGIN and END enclose the assistant's
-        text, if the template marks it. `more` goes to the template, for example tools."""
+        """Return a conversation's text. With `marks`, BEGIN and END enclose the assistant's text,
+        if the template marks it. `more` is passed to the template (for example, tools)."""
         begin, end = (BEGIN, END) if marks else ("", "")
         try:
             text = self.compiled.render(**{
@@ -76,15 +76,15 @@ class Template:
 
     def learned(self, messages: Sequence[Record], first: int = 0, **more: Any
                 ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation and its learned spans (first character, end). The
-        spans are of answers from message number `first` on."""
+        """Return a conversation's text and its learned spans (first character, end), for the
+        answers from message number `first` on."""
         text = self.render(messages, **more)
         if BEGIN in text or END in text:
             raise ConfigError("a message has a character for private use (U+E0F0 or U+E0F1)")
         marked = self.render(messages, marks=True, **more)
         if marked.replace(BEGIN, "").replace(END, "") == text and BEGIN in marked:
             begin = len(self._before(messages, first, text, more)) if first else 0
-            # The marks of the i answers before it shift answer number i by 2 * i characters.
+            # The marks around the i earlier answers shift answer number i by 2 * i characters.
             spans = [(found.start() - 2 * i, found.end() - 2 * i - 2)
                      for i, found in enumerate(re.finditer(f"{BEGIN}[^{BEGIN}]*?{END}", marked))]
             return text, [span for span in spans if span[0] >= begin]
@@ -103,7 +103,7 @@ class Template:
         return text, spans
 
     def _before(self, messages, first, text, more):
-        """The part of a conversation's text that its first messages make."""
+        """Return the part of a conversation's text that comes from its first messages."""
         for begins_answer in (True, False):
             before = self.render(messages[:first], add_generation_prompt=begins_answer, **more)
             if text.startswith(before):
@@ -114,8 +114,8 @@ class Template:
 
 def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first: int = 0,
                 weight_field: str = "") -> Marked:
-    """Return (ids, which of them are learned) of a conversation. Answers from message number
-    `first` on are learned, with the weights in their `weight_field`, if they have it."""
+    """Return a conversation's ids, and which of them are learned: the answers from message number
+    `first` on. With a `weight_field`, return each id's weight instead, 0 if not learned."""
     text, spans = template.learned(record["messages"], first, tools=_tools_of(record) or None)
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), np.float32 if weight_field else bool)
@@ -126,7 +126,7 @@ def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first:
 
 
 def _tools_of(record):
-    """The tools of a conversation: a list of objects, or its JSON text, as tables keep it."""
+    """Return a conversation's list of tools. It may be stored as JSON text, as in tables."""
     tools = record.get("tools") or []
     if isinstance(tools, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -137,18 +137,18 @@ def _tools_of(record):
 
 
 def encode_completion(record: Record, tokenizer: Tokenizer) -> Marked:
-    """Return (ids, which of them are learned) of a prompt, its completion and an end id."""
+    """Return the ids of a prompt, its completion and an end id, and which of them are learned."""
     prompt = tokenizer.prompt(record["prompt"])
     both = tokenizer.prompt(record["prompt"] + record["completion"])
     new = both[len(prompt):]
-    if both[:len(prompt)] != prompt:        # one id spans the border
+    if both[:len(prompt)] != prompt:        # an id spans the boundary
         new = tokenizer.encode(record["completion"]).tolist()
     ids = np.array([*prompt, *new, *tokenizer.ends[:1]], np.int64)
     return ids, np.arange(len(ids)) >= len(prompt)
 
 
 def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) -> list[Marked]:
-    """Return (ids, which of them are learned) of the chosen and of the rejected conversation."""
+    """Return (ids, which of them are learned) for the chosen and the rejected conversation."""
     before = record.get("prompt") or []
     if isinstance(before, str):
         before = [{"role": "user", "content": before}]
@@ -162,8 +162,8 @@ def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) 
 
 
 def _joined(before, messages):
-    """Append messages to those before, without the ones that repeat the end of `before`. Roles and
-    contents must match for that; other fields may differ."""
+    """Append `messages` to `before`, dropping leading messages that repeat the end of `before`. A
+    repeat has the same role and content; other fields may differ."""
     def said(some):
         return [(message["role"], message.get("content")) for message in some]
 
@@ -173,8 +173,8 @@ def _joined(before, messages):
 
 
 def split_preference(record: Record) -> tuple[str, str, str]:
-    """Return (prompt, chosen, rejected) of a preference of texts. Both may begin with the prompt.
-    Without a prompt, it is their common beginning, up to the end of a word."""
+    """Return a text preference as (prompt, chosen, rejected), removing the prompt if both answers
+    begin with it. A missing prompt becomes their common prefix, cut after whitespace."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
     if prompt is None:
         prompt = os.path.commonprefix([chosen, rejected])
@@ -189,14 +189,14 @@ def split_preference(record: Record) -> tuple[str, str, str]:
 # Lines of JSON
 
 def form_of(record: Record, field: str) -> str:
-    """The form of a line of JSON: text, messages, completion or preference; '' if it is none."""
+    """Return a JSON line's form: text, messages, completion or preference, or '' if none."""
     forms = {"text": {field}, "messages": {"messages"}, "completion": {"prompt", "completion"},
              "preference": {"chosen", "rejected"}}
     return next((form for form, fields in forms.items() if fields <= record.keys()), "")
 
 
 def check_record(record: Record, form: str) -> None:
-    """Refuse a line that does not have this form: messages, completion or preference."""
+    """Reject a line that isn't of this form: messages, completion or preference."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
     if form == "messages":
         _check_messages(record.get("messages"))
@@ -220,7 +220,7 @@ def check_record(record: Record, form: str) -> None:
 
 
 def _check_messages(messages, answers=True):
-    """Refuse anything but a list of messages; if `answers`, one of them must be an assistant's."""
+    """Reject anything but a list of messages. With `answers`, require an assistant message."""
     if not isinstance(messages, list) or not messages:
         raise ConfigError("no list of messages")
     for message in messages:
@@ -240,12 +240,12 @@ def _check_messages(messages, answers=True):
 # -------------------------------------------------------------------------------------------
 
 def has_template(folder: Path | None) -> bool:
-    """Whether a tokenizer's folder has a chat template. The folder of bytes is None."""
+    """Return whether a tokenizer's folder has a chat template. For bytes, the folder is None."""
     return folder is not None and bool(_templates_of(folder))
 
 
 def _templates_of(folder):
-    """{name: chat template} of a tokenizer's folder."""
+    """Return {name: chat template} from a tokenizer's folder."""
     path = folder / "chat_template.jinja"
     found = read_record(folder / "tokenizer_config.json").get("chat_template") or []
     if not isinstance(found, list):
@@ -256,7 +256,7 @@ def _templates_of(folder):
 
 
 def _environment():
-    """A jinja2 environment like the one in which transformers compiles templates."""
+    """Make a jinja2 environment like the one transformers uses to compile templates."""
     jinja2 = optional_package("jinja2", "a chat template")
     sandbox = optional_package("jinja2.sandbox", "a chat template")
 
@@ -277,8 +277,12 @@ def _environment():
     def strftime_now(form):
         return datetime.datetime.now().strftime(form)
 
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment

@@ -1,26 +1,26 @@
-"""The folder of a run: what a run writes to disk, and how commands read it again.
+"""A run's folder: what the run writes to disk, and how commands read it back.
 
-    out/config.json             the configuration; a run refuses to continue with a different one,
-                                and records the changes of --change with their step
-    out/metrics.jsonl           a line for each step and each evaluation
+    out/config.json             the config; a run refuses to resume with a different one, and
+                                records the changes made by --change with their step
+    out/metrics.jsonl           a line per step and per evaluation
     out/lock                    held while a process writes to the folder
     out/checkpoints/STEP/       params    the weights alone
                                 opt       what only training needs: optimizer state, and the step
                                 meta      step, skipped updates, shapes, a checksum of every
                                           array, and the numbers of an evaluation at this step
 
-orbax writes the arrays in the background, and renames a folder when it is complete. The checksums
-catch what orbax misses, such as a flipped byte. A run that finds a damaged checkpoint renames it
-and uses the previous one. Each process writes its own part of the arrays; process 0 writes
-everything else.
+orbax writes the arrays in the background, and renames each folder once it's complete. The checksums
+catch what orbax misses, such as a flipped byte. If a checkpoint is damaged, the run renames it and
+uses the previous one. Each process writes its own part of the arrays; process 0 writes everything
+else.
 
-A run that continues gets the same bits as one that never stopped. Weights, optimizer state and step
-are in the checkpoint. Batches and dropout are functions of (seed, step), and the learning rate is a
-function of the step. The run drops lines of metrics.jsonl after the checkpoint and writes them
-again.
+A resumed run gets the same bits as one that never stopped. Weights, optimizer state and step are in
+the checkpoint. Batches and dropout are functions of (seed, step), and the learning rate is a
+function of the step. The run drops the lines of metrics.jsonl after the checkpoint and rewrites
+them.
 
-It keeps the newest checkpoints and the best one (--best). No file stores which one is best: it
-follows from the evaluations in the checkpoints that exist.
+A run keeps its newest checkpoints and the best one (--best). No file stores which one is best: the
+run derives it from the evaluations in the existing checkpoints.
 """
 
 import contextlib
@@ -62,30 +62,30 @@ from zigzag.core.options import options
 from zigzag.disk.lines import Record
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 
-# How much to compress at a time. For a state of 1.7 GB, compressing all at once took 0.9 GB more
-# memory and was no faster.
+# How much to compress at a time. For a 1.7 GB state, compressing everything at once took 0.9 GB
+# more memory and was no faster.
 SAVING_GB = 0.3
-# From this many bytes of state on CPU devices, the loop waits for a save to finish. State and save
-# share the same memory there: while a save reads a state, the next one needs memory of its own.
+# On CPU devices, with at least this many bytes of state, the loop waits for each save to finish.
+# A save reads the state in place there, so the next state would need more memory in the meantime.
 WAITS_FROM = 2**28
 
 
 # -------------------------------------------------------------------------------------------
 # config.json
 
-# The format of config.json and the files next to it. `run_record` refuses any other.
+# The format of config.json and the files next to it. `run_record` rejects any other.
 FORMAT = 0
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
-    """Read config.json of the run that `flag` names, with all fields of the dataclass `config`.
-    Fields that are newer than the run have their default or derived values."""
+    """Read config.json of the run that `flag` names, filling in all fields of the dataclass
+    `config`. Fields newer than the run get their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
 
 
 def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
-    """Return a `config` (a dataclass) with the values in a run's config.json, except for the fields
-    that are `given`."""
+    """Make a `config` (a dataclass) from the values in a run's config.json, overridden by those in
+    `given`."""
     record, path = run_record(folder, flag), Path(folder) / "config.json"
     known = {name: record[name] for name in options(config)
              if name in record and name not in given}
@@ -113,26 +113,26 @@ def run_record(folder: str | Path, flag: str = "--run") -> Record:
 
 
 def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a run; None if it has none."""
+    """Return a run's tokenizer, or None if it has none."""
     record = run_record(folder)
     return tokenizer_of(Path(folder), record) if "tokenizer" in record else None
 
 
-# Facts that follow from a published folder and the code that reads it. `check_run_folder` compares
-# the folder's name instead.
+# Facts derived from a published folder by the code that reads it. `check_run_folder` compares the
+# folder's name instead.
 FOLLOWS = ("published", "pad_id")
-# {a fact that is not an option: the word of --change that allows a new value}
+# {a fact that isn't an option: the word of --change that allows a new value}
 OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 
 
 def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, str],
                      needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
                      ) -> Record | None:
-    """Refuse to continue the run in `out` if its facts differ from `now`, or if it lacks one of the
-    facts in `needs`. Return the facts of the existing run, read_old(out), or None if there is none.
-    Call it before anything is written. `may` has the word of --change for each fact that may
-    `change`. If the weights differ (the fact `shapes`), the message lists the differences from the
-    present shapes `params`."""
+    """Refuse to resume the run in `out` if its facts differ from `now`, or if it lacks any of the
+    facts in `needs`. Return the existing run's facts, read_old(out), or None if there is no run.
+    Call this before writing anything. `may` maps each fact to the word of --change that allows a
+    new value; `change` lists the words given. If the weights differ (the fact `shapes`), the
+    message lists how the saved shapes differ from `params`."""
     folder = Path(out)
     check_can_make(out)
     if not (folder / "config.json").exists():
@@ -146,7 +146,7 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
                for name, value in now.items()
                if name in old and old[name] != value and name not in FOLLOWS
                and may.get(name) not in change
-               and (value or name not in ("vocab_size", "dtype"))}  # derived later, if empty
+               and (value or name not in ("vocab_size", "dtype"))}  # if empty, derived later
     if "shapes" in differs:
         differs.pop("base_weights", None)       # a fingerprint of some of the weights
         found = (_differences(meta.get("leaves", {}), {"params": params})
@@ -161,7 +161,7 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
     return old
 
 
-# {files that a run interrupted at its start may have left: the condition for each}
+# {files that a run interrupted at its start may leave: the condition for each}
 OF_BEGINNING = {
     r"data\d*|held_out": lambda path: (path / "data.json").exists(),
     r"(data\d*|held_out)\.(part|before)": anyway,
@@ -177,21 +177,21 @@ def _shown(value):
 # The folder of a running run
 
 class RunFolder(contextlib.AbstractContextManager):
-    """Saves and restores the state of a run, and writes its metrics. A context manager that closes
-    the folder at its end."""
+    """Saves and restores a run's state and writes its metrics. As a context manager, it closes the
+    folder on exit."""
 
     def __init__(self, out: str, record: Record, must_match: Sequence[str],
                  read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
                  may: dict[str, str], change: Sequence[str] = ()):
-        """`record` becomes config.json. In a run that continues, the facts named in `must_match`
-        must equal those of read_old(out), except those that may `change` (as in check_run_folder).
-        `state` is a tree of shapes with shardings. The folder keeps the newest `keep` checkpoints.
-        .changed is {fact: [old, new]} for the facts that changed now."""
+        """`record` becomes config.json. When a run resumes, the facts named in `must_match` must
+        equal those of read_old(out), unless `may` and `change` allow a new value (as in
+        check_run_folder). `state` is a tree of shapes with shardings. The folder keeps the newest
+        `keep` checkpoints. .changed is {fact: [old, new]} for the facts changed by this start."""
         self.out, self.folder = out, Path(out).resolve()
         self.record, self.state, self.keep, self.verify = record, state, keep, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
-        self.has_damaged = False        # whether `restore` set aside newer, damaged checkpoints
+        self.has_damaged = False        # whether `restore` set aside damaged, newer checkpoints
         self.skipped = 0        # updates in a row that learned nothing, at the restored step
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
@@ -214,7 +214,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.manager = _orbax_manager(self.folder / "checkpoints", self)
 
     def _take(self, word):
-        """Lock the folder until the process ends, and write config.json."""
+        """Lock the folder until the process ends. In a new run, write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             held = self.files.enter_context(open(self.folder / "lock", "a"))
@@ -233,8 +233,8 @@ class RunFolder(contextlib.AbstractContextManager):
             raise ConfigError(f"--out {self.out}: cannot be written ({e.strerror})") from None
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Wait for the save in flight, which would be lost otherwise. If one of several processes
-        failed, it does not wait: the others would never join."""
+        """Wait for the save in flight, which would otherwise be lost. If one of several processes
+        failed, don't wait, because the others would never join."""
         if kind is not None and jax.process_count() > 1:
             return
         watchdog.arm("a save")
@@ -242,7 +242,7 @@ class RunFolder(contextlib.AbstractContextManager):
             self.manager.close()
 
     def restore(self, say: Callable[[str], Any]) -> Any:
-        """Return the state of the newest readable checkpoint, sharded like `self.state`, or None if
+        """Return the state in the newest readable checkpoint, sharded like `self.state`, or None if
         there is no checkpoint. Set damaged ones aside."""
         state = None
         steps = process_allgather(_saved_steps(self.folder))[0]
@@ -271,7 +271,7 @@ class RunFolder(contextlib.AbstractContextManager):
         return state
 
     def _set_aside(self, at):
-        """Rename a damaged checkpoint, which no process reads any more. Return its new name."""
+        """Rename a damaged checkpoint once no process is reading it. Return its new name."""
         folder, name = self.folder / "checkpoints", f"damaged-{at}"
         if self.is_process_0:
             shutil.rmtree(folder / name, ignore_errors=True)    # an earlier one of this step
@@ -281,8 +281,8 @@ class RunFolder(contextlib.AbstractContextManager):
         return name
 
     def _go_on(self):
-        """Open metrics.jsonl to append. First drop incomplete lines, and those of steps after the
-        restored one, which the run will write again."""
+        """Open metrics.jsonl for appending. First drop incomplete lines, and the lines for steps
+        after the restored one, which the run will rewrite."""
         path, lines = self.folder / "metrics.jsonl", []
         path.touch()
         for line in path.read_bytes().splitlines(keepends=True):
@@ -299,17 +299,17 @@ class RunFolder(contextlib.AbstractContextManager):
         return self.files.enter_context(open(path, "a", buffering=1))       # flushes each line
 
     def write(self, row: dict) -> None:
-        """Add a line to metrics.jsonl. JSON has no infinities or NaN, so these become null."""
+        """Append a line to metrics.jsonl. JSON has no infinity or NaN, so these become null."""
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")
 
     def compile_checksums(self, state: Any) -> None:
-        """Compile the checksums before the first step, so that no save waits for the compiler."""
+        """Compile the checksums before the first step, so no save waits for the compiler."""
         checksums(state_items(state))
 
     def read_best(self, several: Sequence[str]) -> dict[str, dict[int, dict]]:
-        """Return {one of --best: {the best saved step by it: its evaluation}, or {}}. From here on
-        the folder keeps these checkpoints."""
+        """Return {each criterion of --best: {its best saved step: the evaluation}, or {}}. From
+        here on, the folder keeps these checkpoints."""
         found = evaluations(self.folder) if several and self.is_process_0 else {}
         found = {int(step): numbers for step, numbers in process_allgather(found)[0].items()}
         steps = {best: best_of(best, found) for best in several}
@@ -317,8 +317,8 @@ class RunFolder(contextlib.AbstractContextManager):
         return {best: {} if at is None else {at: found[at]} for best, at in steps.items()}
 
     def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: set[int]) -> None:
-        """Start saving the state of step `at`, with the numbers of its evaluation. The save
-        continues in the background. It keeps the checkpoints of `best`, the best steps so far."""
+        """Start saving the state of step `at` with its evaluation's numbers. The save continues in
+        the background. It keeps the checkpoints of the best steps so far, `best`."""
         if self.saved == at:
             return
         _trim_memory()
@@ -337,13 +337,13 @@ class RunFolder(contextlib.AbstractContextManager):
             self.drain()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Tell orbax, at the start of a save, what to keep: the last `keep` steps and the best.
-        orbax deletes the others only when that save is complete, so a kill never leaves fewer."""
+        """Tell orbax at the start of a save what to keep: the last `keep` steps and the best ones.
+        orbax deletes the rest only once that save is complete, so a kill never leaves fewer."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in steps[-self.keep:] or step in self.best for step in steps]
 
     def drain(self) -> None:
-        """Wait for the save in flight, which would be lost otherwise."""
+        """Wait for the save in flight, which would otherwise be lost."""
         watchdog.arm("a save")
         with _as_run_error("the last checkpoint could not be saved"):
             self.manager.wait_until_finished()
@@ -352,8 +352,8 @@ class RunFolder(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def _as_run_error(what):
-    """A context that turns any error, such as a full disk, into a RunError of one line, and
-    silences errors that background threads raise later."""
+    """A context that turns any error, such as a full disk, into a one-line RunError, and silences
+    errors raised later by background threads."""
     try:
         yield
     except Exception as e:
@@ -363,15 +363,15 @@ def _as_run_error(what):
 
 
 def _orbax():
-    """Import orbax.checkpoint late: it takes 0.4 s, which commands without a checkpoint need not
-    spend."""
+    """Import orbax.checkpoint lazily: it takes 0.4 s, and commands that don't use a checkpoint
+    shouldn't pay for it."""
     import orbax.checkpoint
     return orbax.checkpoint
 
 
 def _orbax_manager(folder, policy):
-    # By default orbax records which device held which part, and then refuses to open the checkpoint
-    # on other devices without explicit shardings. Without this record it opens anywhere.
+    # By default orbax records which device held which part, and then won't open the checkpoint on
+    # different devices without explicit shardings. Without that record it opens anywhere.
     ocp = _orbax()
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # our messages take one line
     ocp.type_handlers.register_type_handler(
@@ -385,14 +385,14 @@ def _orbax_manager(folder, policy):
 
 
 def _trim_memory():
-    """Give the memory that the last save freed back to the system. glibc would keep it in the pools
-    of orbax's threads: with a state of 1.7 GB, 1.5 GB more after each of three saves."""
+    """Return the memory freed by the last save to the system. glibc would keep it in the pools of
+    orbax's threads: with a 1.7 GB state, 1.5 GB more after each of three saves."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def _finite(value):
-    """Replace numbers that are not finite with None, in nested lists and dicts too."""
+    """Replace non-finite numbers with None, even in nested lists and dicts."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -400,8 +400,8 @@ def _finite(value):
 # One checkpoint
 
 def state_items(state: Any) -> dict[str, Any]:
-    """Split a state into the two items of a checkpoint: params, the weights, and opt, which only
-    training needs."""
+    """Split a state into a checkpoint's two items: params (the weights) and opt (everything only
+    training needs)."""
     return {"params": state["params"],
             "opt": {name: x for name, x in state.items() if name != "params"}}
 
@@ -411,8 +411,8 @@ def _kinds(tree):
 
 
 def _differences(saved, item):
-    """Describe how the arrays of one item, {name: a tree}, differ from those in `saved`, the list
-    in a checkpoint's description; '' if they do not."""
+    """Describe how the arrays of a single item, {name: a tree}, differ from `saved`, the list in a
+    checkpoint's description. Return '' if they match."""
     (name,), now = item, _kinds(item)
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
     found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
@@ -423,8 +423,8 @@ def _differences(saved, item):
 
 
 def checksum(x: Array) -> Array:
-    """A uint32 that changes if any one bit of x changes, and that does not depend on the mesh: the
-    sum over elements of their bits times (2 * index + 1), modulo 2**32."""
+    """Return a uint32 that changes if any single bit of x changes, whatever the mesh. It is the sum
+    over all elements of their bits times (2 * index + 1), modulo 2**32."""
     if jnp.iscomplexobj(x):
         return checksum(x.real) + checksum(x.imag) * jnp.uint32(2**16 + 1)
     bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -435,7 +435,7 @@ def checksum(x: Array) -> Array:
 
 
 def check_kept(state: Any) -> None:
-    """Refuse a state with arrays that no checkpoint can hold, before the first update."""
+    """Before the first update, reject a state with arrays that a checkpoint can't hold."""
     for path, x in by_path(state).items():
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
         if is_key or not x.size or re.match("u?int[24]$|float4", x.dtype.name):
@@ -452,7 +452,7 @@ def _compiled_checksums(mesh):
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """{path: checksum} of the arrays of a tree on a mesh."""
+    """Return {path: checksum} for a tree of arrays on a mesh."""
     sums = jax.device_get(_compiled_checksums(mesh_of(tree))(tree))
     return {path: int(x) for path, x in by_path(sums).items()}
 
@@ -463,20 +463,20 @@ def _saved_steps(folder):
 
 
 def newest_step(folder: str | Path) -> int:
-    """The step of a run's newest checkpoint; 0 if it has none yet."""
+    """Return the step of a run's newest checkpoint, or 0 if it has none yet."""
     return next(iter(_saved_steps(folder)), 0)
 
 
 def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
-    """The steps of a run's checkpoints, newest first."""
+    """Return the steps of a run's checkpoints, newest first."""
     if steps := _saved_steps(folder):
         return steps
     raise ConfigError(f"{flag} {folder}: no checkpoint yet")
 
 
 def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
-    """Return the saved tree of weights of a run's newest (or given) step as shapes, in dicts and
-    lists."""
+    """Return the shapes of the weights saved at a run's newest (or given) step, as a tree of dicts
+    and lists."""
     at = run_steps(folder)[0] if step is None else step
     path = Path(folder).resolve() / f"checkpoints/{at}"
     ocp = _orbax()
@@ -486,13 +486,13 @@ def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
 
 
 def evaluations(folder: str | Path) -> dict[int, Record]:
-    """{step: the numbers of its evaluation} for the checkpoints of a run."""
+    """Return {step: its evaluation's numbers} for a run's checkpoints."""
     return {step: meta.get("evaluation", {}) for step, meta in _descriptions(folder).items()}
 
 
 def _descriptions(folder):
-    """{step: its description} for the checkpoints of a run, newest first. Skips descriptions that
-    cannot be read."""
+    """Return {step: its description} for a run's checkpoints, newest first. Skip any description
+    that can't be read."""
     found = {}
     for step in _saved_steps(folder):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -502,8 +502,8 @@ def _descriptions(folder):
 
 
 def best_of(best: str, numbers: dict[int, Record]) -> int | None:
-    """Return the step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"); the
-    earliest of equal ones, or None if no evaluation has a finite number of that name."""
+    """Return the step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"). On a
+    tie, the earliest step wins. Return None if no evaluation has a finite number of that name."""
     which, name = best.split(":", 1)
     found = {step: row[name] for step, row in sorted(numbers.items())
              if isinstance(row.get(name), float) and math.isfinite(row[name])}
@@ -511,8 +511,8 @@ def best_of(best: str, numbers: dict[int, Record]) -> int | None:
 
 
 def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
-    """Return the step of a run's best checkpoint, `by` smallest:NAME or largest:NAME. By default
-    the run's first --best decides."""
+    """Return the step of a run's best checkpoint, `by` smallest:NAME or largest:NAME (default: the
+    run's first --best)."""
     best = by or next(iter(run_record(folder, flag).get("best") or ()), "")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so none of its "
@@ -548,9 +548,9 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
 
 def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bool = True
                     ) -> tuple[dict[str, Any], Record]:
-    """Read the `wanted` items of a checkpoint, {name: a tree of shapes with shardings}. Return
-    (items, its description). Compare dtypes and shapes before reading, and checksums afterwards.
-    Each process reads its own part; if one fails, all of them raise CorruptCheckpoint."""
+    """Read a checkpoint's `wanted` items, {name: a tree of shapes with shardings}. Return (items,
+    the checkpoint's description). Check dtypes and shapes before reading, and checksums afterwards.
+    Each process reads its own part; if any fails, they all raise CorruptCheckpoint."""
     try:
         (items, meta), why = _read_items(folder, wanted, whose), None
     except CorruptCheckpoint as e:
@@ -584,9 +584,9 @@ def _read_items(folder, wanted, whose):
 
 @contextlib.contextmanager
 def _reading(folder):
-    """A context that turns read errors into CorruptCheckpoint. If this machine is to blame (memory,
-    permissions), it raises RunError, so that the caller sets nothing aside. It hides the hundreds
-    of lines that reading a damaged checkpoint prints."""
+    """A context that turns read errors into CorruptCheckpoint. If the machine is to blame (memory,
+    permissions), it raises RunError instead, so the caller sets nothing aside. It also hides the
+    hundreds of lines printed while reading a damaged checkpoint."""
     logging.disable(logging.CRITICAL)
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
@@ -599,7 +599,7 @@ def _reading(folder):
                            f"{one_line(e)}; nothing was set aside") from None
         raise CorruptCheckpoint(one_line(e)) from None
     finally:
-        gc.collect()            # collect a failed read while logging is off: it prints errors
+        gc.collect()            # collecting a failed read prints errors, so do it with logging off
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
 

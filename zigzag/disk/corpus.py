@@ -1,16 +1,16 @@
-"""A corpus: the folder of tokens that data.py makes from text, and that --data opens.
+"""A corpus: a folder of tokens that data.py makes from text and --data opens.
 
     prepare     encodes text into a folder
     Corpus      such a folder
-    opened      the corpus of a path: a folder, or text, which it encodes into the run's folder
-    Sources     the corpora of a run: one, or several to mix, and a validation set
+    opened      opens the corpus at a path: a folder, or text that it encodes into the run's folder
+    Sources     a run's corpora: a single one, or several to mix, and a validation set
 
     data.json   the tokenizer's kind and digest, counts, and what was skipped
     train.bin   tokens, uint16 (uint32 above 65,536 ids)      train.docs    where documents begin
     held_out.bin, held_out.docs                               *.learned     1: a target (answers)
-    unfinished/ an encoding in progress                       *.weights     float32, of each token
+    unfinished/ an encoding in progress                       *.weights     float32, per token
 
-`prepare` writes data.json last: a folder with one is complete. This file needs numpy, not jax.
+`prepare` writes data.json last, so a folder with a data.json is complete. Needs numpy, not jax.
 """
 
 import contextlib
@@ -70,9 +70,9 @@ OF_ENCODING = {"unfinished|stdin": anyway,
 def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             tokenizer: Tokenizer | None = None, flag: str = "--data",
             options: Options = Options(), cores: int = 0) -> "Corpus":
-    """Encode the text of the paths (none: the source of Python's library) into `out`. Use the given
-    tokenizer, a new one of vocab_size subwords, or bytes. If the same encoding was interrupted
-    there, continue it; after a different one, start over. Return the Corpus."""
+    """Encode the text at the paths (default: the source of Python's library) into `out`. Use the
+    given tokenizer, train a new one with vocab_size subwords, or use bytes. If the same encoding
+    was interrupted there, resume it; after a different one, start over. Return the Corpus."""
     out = Path(out)
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
@@ -95,7 +95,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             copy_files(tokenizer, part)
             tokenizer = KINDS[tokenizer.kind](part / tokenizer.file)
         tokenizer = tokenizer or Bytes()
-        # The file of marks: weights, or which tokens are answers. Text without weights has none.
+        # The marks file holds weights, or which tokens are answers. Unweighted text has none.
         marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"
         with Output(part, tokenizer, settings, marks) as output:
             encode_files(files, tokenizer, options, output, cores)
@@ -119,8 +119,8 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
 
 
 def _settings(files, options, vocab_size, tokenizer):
-    """A digest of everything that must stay the same for an interrupted encoding to continue."""
-    # The standard input is a new file each time, so its content counts, not its date.
+    """Return a digest of everything that must match for an interrupted encoding to resume."""
+    # Standard input is saved to a new file each time, so compare its content, not its date.
     names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
               os.stat(file.path).st_mtime_ns] for file in files]
     everything = [FORMAT, names, vocab_size, vars(dataclasses.replace(options, strict=False))]
@@ -132,7 +132,7 @@ def _settings(files, options, vocab_size, tokenizer):
 
 @contextlib.contextmanager
 def _unfinished(out):
-    """The folder for an encoding into `out` in progress. After a ConfigError nothing stays."""
+    """Make and lock the folder for an unfinished encoding. Delete it on a ConfigError."""
     part = out / "unfinished"
     part.mkdir(parents=True, exist_ok=True)
     with open(part / "lock", "a") as held:
@@ -151,8 +151,8 @@ def _unfinished(out):
 
 
 class Corpus:
-    """A folder that `prepare` made: .train, .held_out, .tokenizer, .record and .weights, which is
-    {split: the weight of each of its tokens, or None if all are 1}."""
+    """A folder made by `prepare`, with .train, .held_out, .tokenizer, .record and .weights.
+    .weights is {split: the weight of each token, or None if all are 1}."""
 
     def __init__(self, folder: str | Path):
         self.folder, self.weights, self.starts = Path(folder), {}, {}
@@ -171,7 +171,7 @@ class Corpus:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
 
     def _numbers(self, split, kind, dtype):
-        """Map the numbers in a file of a split. Refuse a file that does not match data.json."""
+        """Memory-map a split's file of this kind. Reject a file that doesn't match data.json."""
         file, wanted = self.folder / f"{split}.{kind}", self.record[split]
         found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
         digest = wanted.get("digest" if kind == "bin" else kind)
@@ -182,14 +182,14 @@ class Corpus:
         return found
 
     def documents(self, split: str) -> Documents:
-        """The documents of a split, for --pack documents."""
+        """Return a split's documents, for --pack documents."""
         return Documents(getattr(self, split), self.starts[split], self.tokenizer.ends[0],
                          self.weights[split], self.tokenizer.vocab_size,
                          not self.is_learned_in_part)
 
     @property
     def is_learned_in_part(self) -> bool:
-        """Whether only some tokens are targets: conversations, or prompts and completions."""
+        """Whether only some tokens are targets, as in conversations, or prompts and completions."""
         return "learned" in self.record["train"] and self.record.get("form") != "text"
 
     def __repr__(self) -> str:
@@ -200,7 +200,7 @@ class Corpus:
 
 
 def _digest(digests):
-    """Combine several digests into one; a single digest stays as it is."""
+    """Combine several digests; return a single digest unchanged."""
     return digests[0] if len(digests) == 1 else hashlib.sha256(
         " ".join(digests).encode()).hexdigest()
 
@@ -209,11 +209,11 @@ def _digest(digests):
 def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenizer | None = None,
            fingerprint: str = "", changes: bool = False, vocab_size: int = 0, name: str = "data",
            flag: str = "--data", options: Options = Options()) -> Iterator["Corpus | TokenFiles"]:
-    """Open the corpus behind --data (or `flag`). It uses a folder made by data.py, and token files
-    (of `vocab_size` ids), as they are. It encodes text with the tokenizer (None: as bytes) into the
-    folder `name` of the run, when the run begins or when it `changes` its data. The result stays
-    only if the run begins in the body of the `with`. A run that continues uses the corpus it has,
-    with this fingerprint. ready > 0: process 0 has made the corpus, and it must appear within
+    """Open the corpus that --data (or `flag`) names. Use a folder made by data.py, or token files
+    (with `vocab_size` ids), in place. When the run begins or `changes` its data, encode text into
+    the run's folder `name`, with the tokenizer (default: bytes). Keep the result only if the run
+    begins in the body of the `with`. A resumed run uses its existing corpus, identified by its
+    fingerprint. With ready > 0, process 0 has already made the corpus, and it must appear within
     `ready` seconds."""
     given = Path(path[0]) if len(path) == 1 and path[0] else None
     changed = run / f"{name}-{fingerprint[:12]}"
@@ -241,18 +241,18 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
 
 
 def _encoded(paths, part, tokenizer, flag, options):
-    """Encode text into the folder `part` and return its corpus. If that is interrupted, the same
-    command continues it."""
+    """Encode text into the folder `part` and return its corpus. If interrupted, rerun the same
+    command to resume."""
     if "-" in paths:
         find(["-"], flag)       # raises ConfigError
     if mixed := [one for one in paths if token_files([one])]:
-        find([one for one in paths if one not in mixed], flag)      # refuses missing paths first
+        find([one for one in paths if one not in mixed], flag)      # rejects missing paths first
         raise ConfigError(f"{named(flag, paths)}: has both text and token files "
                           f"({', '.join(mixed)}); give one kind of the two")
     if tokenizer and tokenizer.kind == "ids":
         raise ConfigError(f"{named(flag, paths)}: text, beside token files without a tokenizer; "
                           f"give token files")
-    if (part / "data.json").exists():       # from a run killed right after, of any text
+    if (part / "data.json").exists():       # from a run killed right after, maybe of other text
         shutil.rmtree(part)
     try:
         return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
@@ -262,7 +262,7 @@ def _encoded(paths, part, tokenizer, flag, options):
 
 
 class Sources:
-    """The corpora that a run learns from, and a separate corpus to evaluate on, if given."""
+    """A run's training corpora, plus a separate evaluation corpus if given."""
 
     def __init__(self, corpora: Sequence["Corpus | TokenFiles"], names: Sequence[str],
                  held_out: "Corpus | TokenFiles | None" = None):
@@ -277,7 +277,7 @@ class Sources:
                 raise ConfigError(f"{corpus.folder} has other tokens than {first.folder} "
                                   f"({', '.join(kinds)}): encode both with one tokenizer (data.py "
                                   f"--tokenizer)")
-        # What to evaluate on: {name of a number: [(corpus, split), ...]}.
+        # What to evaluate on: {the metric's name: [(corpus, split), ...]}.
         self.evaluated = {"": [(held_out, split) for split in SPLITS if len(
             getattr(held_out, split)) > 1]} if held_out else {
             name if len(corpora) > 1 else "": [(corpus, "held_out")]
@@ -288,7 +288,7 @@ class Sources:
 
     @property
     def bytes_per_spelled(self) -> float:
-        """The bytes of text per byte that its ids spell: 1, unless the tokenizer leaves out or
+        """Bytes of text divided by the bytes its ids spell. It is 1 unless the tokenizer drops or
         changes some of the text."""
         records = [corpus.record[split] for parts in self.evaluated.values()
                    for corpus, split in parts if "spelled" in corpus.record.get(split, {})]
@@ -301,13 +301,13 @@ class Sources:
 
     @property
     def prompt_flags(self) -> str:
-        """The flags that give sample.py a prompt in the form of these data."""
+        """The sample.py flags for a prompt in the same form as this data."""
         if any(corpus.record.get("form") == "messages" for corpus in self.corpora):
             return '--chat --prompt "..."'
         return '--prompt "5 7"' if self.tokenizer.kind == "ids" else '--prompt "..."'
 
     def described(self, length: int) -> str:
-        """Lines to print when a run begins, for rows of `length` tokens."""
+        """Return the lines to print when a run begins, for rows of `length` tokens."""
         lines = []
         for corpus in self.corpora:
             lines.append(str(corpus))
@@ -321,7 +321,7 @@ class Sources:
 
 
 def _answers(corpus, length):
-    """Lines on how many conversations are cut, and the first one, with its answers in [[ ]]."""
+    """Return lines that count the truncated conversations and show the first, answers in [[ ]]."""
     documents = corpus.documents("train")
     lengths = documents.lengths(np.arange(len(documents)))
     cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""
@@ -344,8 +344,8 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
                    ready: float = 0, tokenizer: Tokenizer | None = None, fingerprint: str = "",
                    changes: bool = False, vocab_size: int = 0, weight_field: str = ""
                    ) -> Iterator[Sources]:
-    """Open, by `opened`, the corpora of --data (one of all paths or, if they are `mixed`, one per
-    path) and of --held_out."""
+    """Open the --data and --held_out corpora with `opened`. --data is a single corpus of all its
+    paths or, if `mixed`, a corpus per path."""
     groups = [[path] for path in paths] if mixed else [list(paths)]
     options = Options(weight_field=weight_field)
     if changes and len(groups) + bool(held_out) > 1:

@@ -2,10 +2,10 @@
 
     files -> pieces -> [ worker: read, encode ] x cores -> in order -> Output
 
-A piece is about a megabyte of text. Workers are processes (`serve`), because an encoder holds
-Python's lock while it makes lists. `Output` writes results in the order of the pieces, so the files
-on disk do not depend on the number of workers, and memory holds a few pieces at a time. It records
-how many pieces are on disk; an interrupted encoding continues from there.
+A piece is about a megabyte of text. Workers are processes (`serve`), because an encoder holds the
+GIL while it builds lists. `Output` writes results in the order of the pieces, so the files on disk
+don't depend on the number of workers, and memory holds only a few pieces at a time. It records how
+many pieces are on disk, and an interrupted encoding resumes from there.
 """
 
 import collections
@@ -41,7 +41,7 @@ from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
 from zigzag.disk.weights import WrongWeight, as_weights
 
-# Below this many bytes of text a second process does not pay off.
+# Below this many bytes of text, a second process doesn't pay off.
 FEW = 2**23
 # A new tokenizer trains on at most about this many bytes of text.
 SAMPLE = 2**27
@@ -61,7 +61,7 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
             continue
         try:
             found = encode_document(document, tokenizer, options)
-        except WrongWeight as e:        # nobody would notice a default weight in its place
+        except WrongWeight as e:        # fail: nobody would notice a default weight instead
             raise WrongWeight(f"{document.where}: {options.weight_field!r} {e}") from None
         except ConfigError as e:
             troubles.append(Trouble(f"{options.form} that cannot be encoded",
@@ -85,13 +85,13 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
 
 
 def encode_document(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
-    """Return (ids, their weights as targets) of a text or a line of JSON, in a list: one pair or,
-    for a preference, two, the chosen one first."""
+    """Return a list of pairs (ids, their weights as targets) for a text or a line of JSON: a single
+    pair or, for a preference, the chosen pair and the rejected pair."""
     record = document.content
     if options.form == "text":
         ids = tokenizer.encode(record)
         weights = as_weights(document.weight, len(ids))
-        if document.begins:     # the separator before a text has the weight of its first token
+        if document.begins:     # a text's separator gets the weight of its first token
             ids = np.append(tokenizer.separator, ids)
             weights = np.append(weights[:1], weights) if weights.ndim else weights
         return [(ids, np.broadcast_to(weights, len(ids)))]
@@ -112,7 +112,7 @@ def encode_document(document: Document, tokenizer: Tokenizer, options: Options) 
 
 @functools.cache
 def template_of(folder: Path | None) -> Template:
-    """Read the chat template of a tokenizer's folder. A ConfigError says how to name one."""
+    """Read the chat template in a tokenizer's folder. The ConfigError explains how to name one."""
     if not has_template(folder):
         none = f" (no chat_template in {folder})" if folder else ""
         raise ConfigError(f"conversations need the chat template of a published model: data.py "
@@ -121,11 +121,11 @@ def template_of(folder: Path | None) -> Template:
 
 
 def serve() -> None:
-    """Answer each piece from the input with its result, or with the exception that it raised."""
+    """Read pieces from stdin and write each one's result, or the exception it raised."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)               # keep a library's prints out of the results
+    os.dup2(2, 1)               # keep anything a library prints out of the results
     kind, path, options = pickle.load(source)
-    gc.disable()                # it would scan all lists of ids, again and again, for nothing
+    gc.disable()                # it would rescan every list of ids for nothing
     tokenizer = KINDS[kind](path)
     while True:
         try:
@@ -145,7 +145,7 @@ def serve() -> None:
 
 def on_cores(count: int, work: Iterable[Piece], tokenizer: Tokenizer, options: Options
              ) -> Iterator[tuple[Piece, Encoded]]:
-    """Yield each piece with its result, in the order of the pieces, from `count` processes."""
+    """Encode pieces in `count` processes. Yield each piece with its result, in order."""
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false",
            "PYTHONPATH": str(Path(__file__).parents[2])}
     processes = [subprocess.Popen(
@@ -173,7 +173,7 @@ def on_cores(count: int, work: Iterable[Piece], tokenizer: Tokenizer, options: O
 
 
 def _result(piece, idle):
-    """Get the result of a piece from an idle process."""
+    """Send a piece to an idle process and return its result."""
     process = idle.get()
     try:
         pickle.dump(piece, process.stdin, pickle.HIGHEST_PROTOCOL)
@@ -191,7 +191,7 @@ def _result(piece, idle):
 
 def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out: Output,
                  cores: int = 0) -> None:
-    """Encode the documents of the files into `out` on this many cores (0: all)."""
+    """Encode the files' documents into `out`, on `cores` cores (0: all of them)."""
     if not cores:
         cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
                  os.cpu_count() or 1)
@@ -219,8 +219,8 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
 
 
 def sampled_lines(files: list[File], options: Options) -> Iterator[str]:
-    """Yield the lines to train a new tokenizer on: all documents that are not held out. If the text
-    has more than SAMPLE bytes, take some pieces, spread over all of it."""
+    """Yield the lines for training a new tokenizer: every document that isn't held out. For more
+    than SAMPLE bytes of text, use only some pieces, spread over the whole text."""
     total, seen, held_out, trouble = sum(file.size for file in files), False, [], ""
     for number, piece in enumerate(piece for file in files for piece in pieces(file, options)):
         if total > SAMPLE and hashed(str(number)) * total > SAMPLE * 2**64:
@@ -242,7 +242,7 @@ def sampled_lines(files: list[File], options: Options) -> Iterator[str]:
 
 
 def _texts_in(content):
-    """All texts in the content of a document, nested ones included."""
+    """Return every text in a document's content, including nested ones."""
     if isinstance(content, str):
         return [content]
     values = content.values() if isinstance(content, dict) else content
@@ -254,7 +254,7 @@ def _texts_in(content):
 # What was made
 
 def what_was_skipped(record: Record) -> list[str]:
-    """From data.json: a line on the files that were skipped ('': none), and a line for each kind of
+    """Summarize data.json: a line on skipped files ('' if none), then a line for each kind of
     problem within files."""
     files = record.get("skipped", {})
     return [f"{sum(files.values()):,}: {counted(files)}" if files else "",
@@ -263,7 +263,7 @@ def what_was_skipped(record: Record) -> list[str]:
 
 
 def about_learned(record: Record) -> list[str]:
-    """From data.json: a line on how many tokens are learned, unless all of them are."""
+    """Return a line from data.json on how many tokens are learned, or [] if that isn't recorded."""
     if "learned" not in record.get("train", {}):      # token files have no counts
         return []
     tokens, learned = (sum(record[split][name] for split in SPLITS)
@@ -274,7 +274,7 @@ def about_learned(record: Record) -> list[str]:
 
 
 def summary(record: Record) -> str:
-    """Describe a prepared folder from its data.json, in lines to print."""
+    """Return a printable description of a prepared folder, from its data.json."""
     tokens, size = (sum(record[split][name] for split in SPLITS) for name in ("tokens", "bytes"))
     files, *lines = what_was_skipped(record)
     return "\n".join([

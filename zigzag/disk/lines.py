@@ -1,5 +1,6 @@
-"""Helpers that readers of data share: lines of JSON, paths, numbers and .npy files."""
+"""Helpers shared by the data readers: lines of JSON, paths, numbers and .npy files."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any, Sequence
@@ -8,29 +9,29 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, naming, one_line
 
-Record = dict[str, Any]         # an object of JSON
+Record = dict[str, Any]         # a JSON object
 
 
 def existing(path: str | Path, name: str = "") -> Path:
-    """Return the path if it exists, else raise a ConfigError that calls it `name`."""
+    """Return the path if it exists; otherwise raise a ConfigError that calls it `name`."""
     path = Path(path)
     try:
         path.stat()
     except OSError as e:
-        near = [p.name for p in path.parent.glob("*")]
+        near = [p.name for p in path.parent.glob("*")] if e.errno == errno.ENOENT else []
         raise ConfigError(f"{name or path!s:.200}: {e.strerror.lower()}"
                           + did_you_mean(path.name, near)) from None
     return path
 
 
 def lacks(field: str, there: Sequence[str] | Record) -> str:
-    """The text of an error about a missing field, where the names `there` exist."""
+    """Return an error message for a missing field; `there` has the names that exist."""
     names = ", ".join(map(repr, list(there)[:5])) or "nothing"
     return f"no field {field!r}, it has {names[:80]}{did_you_mean(field, there)}"
 
 
 def parsed(raw: str | bytes) -> Record:
-    """Parse a line of JSON, which must be an object, or raise ConfigError."""
+    """Parse a line of JSON. Raise ConfigError unless it is an object."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):
@@ -43,7 +44,7 @@ def parsed(raw: str | bytes) -> Record:
 
 
 def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts in these fields of an object, or raise ConfigError."""
+    """Return the texts in these fields of a record. Raise ConfigError if any isn't a text."""
     for field in fields:
         if field not in record:
             raise ConfigError(lacks(field, record))
@@ -54,13 +55,13 @@ def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
 
 
 def texts_of(raw: str | bytes, where: str, fields: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts in these fields of a line of JSON; a ConfigError names the line."""
+    """Return the texts in these fields of a line of JSON. Any ConfigError names the line."""
     with naming(where):
         return texts_in(parsed(raw), fields)
 
 
 def is_text(x: Any) -> bool:
-    """Whether x is a string without lone surrogates, which are halves of characters."""
+    """Return whether x is a string without lone surrogates (half characters)."""
     try:
         return isinstance(x, str) and x.encode() is not None
     except UnicodeEncodeError:
@@ -68,12 +69,12 @@ def is_text(x: Any) -> bool:
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """Map the array of a .npy file into memory."""
+    """Memory-map the array in a .npy file."""
     return numbers_in(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False))
 
 
 def is_arrays(path: str | Path) -> bool:
-    """Whether the path is a .npz, or a folder that has source.npy or no *.jsonl file."""
+    """Return whether the path is a .npz, or a folder with source.npy or without *.jsonl files."""
     path = Path(path)
     if not path.is_dir():
         return path.suffix == ".npz"
@@ -81,10 +82,10 @@ def is_arrays(path: str | Path) -> bool:
 
 
 def numbers_in(where, read):
-    """Return read(), an array or a .npz. Refuse dtypes that a device cannot compute in."""
+    """Return read(), an array or a .npz. Reject arrays whose dtype a device can't compute in."""
     try:
         found = read()
-    except Exception as e:      # numpy, zipfile and zlib raise errors of their own
+    except Exception as e:      # numpy, zipfile and zlib each raise different errors
         raise ConfigError(f"{where} is damaged, or not what numpy writes ({one_line(e)})") from None
     if isinstance(found, np.lib.npyio.NpzFile):
         return found
@@ -96,8 +97,8 @@ def numbers_in(where, read):
 
 def numbers_below(limit: float, array: Any, start: int, stop: int, dtype: Any, what: str,
                   expected: str) -> np.ndarray:
-    """Return array[start:stop] in this dtype. If a number is negative or reaches the limit, raise a
-    ConfigError that names the first one and its place."""
+    """Return array[start:stop] in this dtype. If any number is negative, or not below the limit,
+    raise a ConfigError that names the first such number and its position."""
     found = np.asarray(array[start:stop], dtype)
     if (bad := ~((found >= 0) & (found < limit))).any():
         at = int(bad.argmax())

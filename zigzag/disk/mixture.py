@@ -1,12 +1,12 @@
-"""Several sources of examples, mixed by weights.
+"""Several sources of examples, mixed by weight.
 
-    Mixture      the examples of several sequences as one sequence, and the order to train on them
-    Part         some examples of a sequence
-    numbers_at   the numbers of the examples at given places of a sequence's endless order
+    Mixture      several sequences of examples as a single sequence, with a training order
+    Part         some of a sequence's examples
+    numbers_at   the numbers of the examples at given places in a sequence's endless order
 
-The endless order runs through all examples again and again. In each thousand places every source
-has its share, rounded to a thousandth, in a shuffled order. Within its share, a source goes through
-all of its examples, then again in a new order.
+The endless order cycles through all examples forever. In every thousand places, each source gets
+its share, rounded to a thousandth, in a shuffled order. Within its share, a source goes through all
+of its examples, then starts over in a new order.
 
 So the example at a place is a pure function of seed and place. This file needs numpy, not jax.
 """
@@ -23,7 +23,7 @@ ROUND = 1000
 
 @dataclasses.dataclass
 class Part:
-    """The examples of a sequence that have these numbers."""
+    """The examples of a sequence with these numbers."""
     examples: Any
     numbers: np.ndarray
 
@@ -35,14 +35,14 @@ class Part:
 
 
 def spread(examples: Sequence, count: int) -> Part:
-    """Choose `count` evenly spread examples of a sequence, the same ones each time."""
+    """Choose `count` evenly spaced examples of a sequence, always the same ones."""
     count = min(count, len(examples))
     return Part(examples, np.arange(count) * len(examples) // max(count, 1))
 
 
 class Mixture:
     """The examples of several sequences. `weights` are the sources' shares of the training
-    examples; they need not add up to 1."""
+    examples; they don't have to sum to 1."""
 
     def __init__(self, sources: Sequence[Sequence], weights: Sequence[float]):
         self.sources, self.shares = sources, rounded(weights)
@@ -56,7 +56,7 @@ class Mixture:
         return self.sources[source][number]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """The numbers of the examples at these places of the endless order."""
+        """Return the numbers of the examples at these places in the endless order."""
         turn, _ = np.divmod(np.asarray(places, np.int64), ROUND)
         drawn = order_at(ROUND, seed, places)       # a shuffle of each thousand
         begins = np.cumsum([0, *self.shares])
@@ -71,8 +71,8 @@ class Mixture:
 
 
 def located(starts: np.ndarray, i: int) -> tuple[int, int]:
-    """Find example i of several sequences: return (which sequence, the number in it). Sequence n
-    has the numbers from starts[n] up to starts[n + 1]."""
+    """Locate example i of several sequences: return (which sequence, its number there). Sequence n
+    has the numbers from starts[n] to starts[n + 1] - 1."""
     if not 0 <= i < starts[-1]:
         raise IndexError(i)
     which = int(np.searchsorted(starts, i, "right")) - 1
@@ -80,13 +80,13 @@ def located(starts: np.ndarray, i: int) -> tuple[int, int]:
 
 
 def mixed(sources: Sequence[Sequence], weights: Sequence[str] = ()) -> Sequence:
-    """Mix the examples of these sequences in these shares; by default the shares are equal."""
+    """Mix the examples of these sequences by these weights (default: equal weights)."""
     return sources[0] if len(sources) == 1 else Mixture(
         sources, list(map(float, weights)) or [1.0] * len(sources))
 
 
 def rounded(weights: Sequence[float]) -> np.ndarray:
-    """Round the weights to integers that add up to ROUND, a thousand."""
+    """Scale and round the weights to integers that sum to ROUND, a thousand."""
     weights = np.array(weights, float)
     if not ((weights > 0) & (weights < np.inf)).all():
         raise ConfigError(f"--weights {' '.join(map(str, weights))}: expected numbers above 0")
@@ -100,21 +100,21 @@ def rounded(weights: Sequence[float]) -> np.ndarray:
 
 
 def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
-    """The numbers of the examples at these places of the endless order, which `examples` may
-    define (order_at); otherwise it is a shuffle."""
+    """Return the numbers of the examples at these places in the endless order. If `examples` has a
+    method order_at, it defines the order; otherwise the order is a shuffle."""
     if hasattr(examples, "order_at"):
         return examples.order_at(seed, places)
     return order_at(len(examples), seed, places)
 
 
 # -------------------------------------------------------------------------------------------
-# Shuffles without lists. A place is any integer from 0, in an endless order that runs through all
-# examples again and again. Each epoch has a new order, without repeats. The order is a pure
-# function of the seed and the place, so a run has no position to save, and processes agree.
+# Shuffles without lists. A place is an integer from 0, in an endless order that cycles through all
+# examples. Each epoch has a new order, without repeats. The order is a pure function of the seed
+# and the place, so a run has no position to save, and processes agree.
 
 def order_at(count: int, seed: int, places: np.ndarray) -> np.ndarray:
-    """The numbers, below `count`, of the examples at these places. It makes no list of examples: a
-    Feistel network permutes [0, 4^k), again and again until a number is below `count`."""
+    """Return the numbers, below `count`, of the examples at these places, without making a list of
+    examples. A Feistel network permutes [0, 4^k), repeatedly until each number is below `count`."""
     if count < 1:
         raise ConfigError("there are no examples to train on")
     epoch, x = np.divmod(np.asarray(places).astype(np.uint64), count)

@@ -1,12 +1,12 @@
-"""The files of a corpus while data.py makes it, in its folder `unfinished`.
+"""The files of a corpus that data.py is still making, in its folder `unfinished`.
 
     bin.part        tokens of all documents        docs.part     where each document begins
-    learned.part    which of them are targets      order.part    the split of each document
+    learned.part    which tokens are targets       order.part    the split of each document
     weights.part    or their weights
     progress.json   how many pieces are on disk, and the size of each file at that point
 
-The .part files only grow. An encoding that continues cuts off what came after the last
-progress.json. `finish` only reads them to write both splits, so it can be interrupted as well.
+The .part files only grow. When encoding resumes, it truncates anything written after the last
+progress.json. `finish` writes both splits and only reads these files, so it can be interrupted too.
 """
 
 import json
@@ -22,17 +22,17 @@ from zigzag.disk.lines import Record
 from zigzag.disk.reading import Trouble
 from zigzag.disk.tokenizers import Tokenizer
 
-# The format of data.json and the files next to it. `Corpus` refuses any other.
+# The format of data.json and the files next to it. `Corpus` rejects any other.
 FORMAT = 0
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
 PART = 2**20        # tokens per write
-# {file next to the tokens: the dtype of its number for each token}
+# {file next to the tokens: the dtype of its per-token numbers}
 MARKS = {"weights": np.dtype("float32"), "learned": np.dtype("uint8")}
 
 
 class Encoded(NamedTuple):
-    """The documents of a piece, or parts of them."""
+    """A piece's documents, or parts of them."""
     tokens: np.ndarray      # all documents, concatenated
     starts: np.ndarray      # where documents begin in `tokens`
     held_out: np.ndarray    # which documents are held out
@@ -46,8 +46,8 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype:
 
 
 class Output:
-    """The files of a running encoding, in the folder `part`. `settings` must equal those of an
-    encoding that was interrupted there; `marks` is the file of MARKS, or ''."""
+    """The files of an encoding in progress, in the folder `part`. If an encoding was interrupted
+    there, `settings` must equal its settings. `marks` is a file of MARKS, or ''."""
 
     def __init__(self, part: Path, tokenizer: Tokenizer, settings: str, marks: str):
         self.part, self.marks = part, marks
@@ -72,11 +72,11 @@ class Output:
             file.close()
 
     def count(self, kind: str = "bin") -> int:
-        """How many numbers are in a file so far."""
+        """Return how many numbers are in a file so far."""
         return self.files[kind].tell() // self.dtypes[kind].itemsize
 
     def add(self, found: Encoded) -> None:
-        """Write the documents of a piece."""
+        """Write a piece's documents."""
         starts = found.starts + self.count()
         for kind, values in (("bin", found.tokens), ("docs", starts), ("order", found.held_out),
                              (self.marks, found.marks)):
@@ -89,7 +89,7 @@ class Output:
         self.state["pieces"] += 1
 
     def save(self, at_once: bool = False) -> None:
-        """Flush everything to disk, unless that happened less than SAVE_SECONDS ago."""
+        """Flush everything to disk, unless the last save was under SAVE_SECONDS ago."""
         if at_once or time.monotonic() > self.saved + SAVE_SECONDS:
             for kind, file in self.files.items():
                 file.flush()
@@ -99,9 +99,9 @@ class Output:
             self.saved = time.monotonic()
 
     def finish(self, out: Path, form: str) -> Record:
-        """Write the files of the splits into `out`, and return their entries of data.json. Hashes
-        choose the held-out documents. If they choose too few or too many tokens, because there are
-        few documents, the last tenth is held out."""
+        """Write the files of both splits into `out`, and return their entries for data.json. Hashes
+        choose the held-out documents. With so few documents that this picks too few or too many
+        tokens, hold out the last tenth instead."""
         self.save(at_once=True)
         arrays = {kind: mapped(self.part / f"{kind}.part", dtype)
                   for kind, dtype in self.dtypes.items()}
@@ -112,7 +112,7 @@ class Output:
             here = is_held_out == i
             lengths = np.diff(bounds)[here]
             (np.cumsum(lengths) - lengths).astype(np.uint64).tofile(out / f"{split}.docs")
-            # Each run of adjacent documents of this split: where it begins and ends.
+            # Where each run of adjacent documents in this split begins and ends.
             parts = bounds[np.flatnonzero(np.diff(np.pad(here, 1)))].reshape(-1, 2).tolist()
             record = counted[split] = {"tokens": int(lengths.sum()), "documents": len(lengths)}
             record["spelled"] = sum(int(self.lengths[ids].sum()) for ids in _copied(
@@ -120,7 +120,7 @@ class Output:
             if self.marks:
                 record["learned"] = sum(map(np.count_nonzero, _copied(
                     out / f"{split}.{self.marks}", arrays[self.marks], parts)))
-        # Both splits share, in proportion, the bytes that the tokenizer drops or changes.
+        # Divide the bytes that the tokenizer drops or changes between the splits, in proportion.
         spelled = sum(record["spelled"] for record in counted.values())
         for record in counted.values():
             record["bytes"] = record["spelled"] if form != "text" else round(
@@ -130,7 +130,7 @@ class Output:
 
 
 def saved_state(part: Path) -> Record:
-    """The content of progress.json; {} if there is none."""
+    """Return the content of progress.json, or {} if it can't be read."""
     try:
         return json.loads((part / "progress.json").read_text())
     except (OSError, ValueError):
@@ -138,8 +138,8 @@ def saved_state(part: Path) -> Record:
 
 
 def _split(bounds, is_held_out, form):
-    """Return (where documents begin, and where the last one ends; which of them are held out).
-    Holding out the last tenth may cut a document in two."""
+    """Return where documents begin (and where the last one ends), and which are held out. Holding
+    out the last tenth may cut a document in two."""
     total, held_out = int(bounds[-1]), np.diff(bounds)[is_held_out].sum()
     if 0.03 < held_out / max(total, 1) < 0.3:
         return bounds, is_held_out
@@ -153,7 +153,7 @@ def _split(bounds, is_held_out, form):
 
 
 def _copied(path, values, parts):
-    """Write these parts of an array into a file, and yield each chunk written."""
+    """Write these parts of an array to a file, yielding each chunk written."""
     values = np.asarray(values)         # slices of a memmap are slow
     with open(path, "wb") as file:
         for first, last in parts:
@@ -164,6 +164,6 @@ def _copied(path, values, parts):
 
 
 def mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """Map the array in a file into memory."""
+    """Memory-map the array in a file."""
     count = path.stat().st_size // dtype.itemsize
     return np.memmap(path, dtype, "r", shape=(count,)) if count else np.zeros(0, dtype)

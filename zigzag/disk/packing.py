@@ -1,4 +1,4 @@
-"""Rows of whole documents, so that attention can stay within each document.
+"""Rows packed with whole documents, so attention can stay within each document.
 
     documents -> shuffled into blocks of 4,096 -> rows of each block, by best fit
 
@@ -6,9 +6,9 @@
     segments    1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 3 3 3 3 3 3 3 3 0
     positions   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 0 1 2 3 4 5 6 7 0
 
-The documents of a block, and its rows, are a pure function of the seed and the block's number.
-Training takes rows block after block, so it packs one block at a time. Rows of a block have a new
-order in each epoch. A document longer than a row spans several. This file needs numpy, not jax.
+A block's documents and rows are a pure function of the seed and the block's number. Training takes
+rows block by block, so it packs only one block at a time. Each epoch reorders the rows within a
+block. A document longer than a row spans several rows. This file needs numpy, not jax.
 """
 
 import bisect
@@ -25,14 +25,14 @@ BLOCK = 4096
 
 
 class Part(NamedTuple):
-    """Consecutive tokens of a document, in one row."""
+    """Consecutive tokens of a document, within a single row."""
     tokens: np.ndarray
-    targets: np.ndarray     # the token after each
-    weights: np.ndarray     # the weight of each target in the loss; 0: it is not learned
+    targets: np.ndarray     # the token after each token
+    weights: np.ndarray     # the weight of each target in the loss; 0: not learned
 
 
 def parts_of(example: Any) -> Sequence[Part]:
-    """The parts of an example, which is a row of documents, one part, or ids of running text."""
+    """Return the parts of an example: a packed row, a single part, or the ids of running text."""
     if isinstance(example, list):
         return example
     return [example if isinstance(example, Part) else Part(
@@ -40,17 +40,17 @@ def parts_of(example: Any) -> Sequence[Part]:
 
 
 def ids_of(tokens: Any, start: int, stop: int, vocab_size: int) -> np.ndarray:
-    """Return tokens[start:stop] as int32 ids. Refuse ids out of range: a device would silently
-    look up another id's vector."""
+    """Return tokens[start:stop] as int32 ids. Reject ids out of range, for which a device would
+    silently look up another id's vector."""
     found = numbers_below(vocab_size, tokens, start, stop, np.int64, "id",
                           f"the vocabulary has {vocab_size}")
     return found.astype(np.int32)
 
 
 class Documents:
-    """Documents on disk, concatenated: number i begins at starts[i]. The id `end` follows its last
-    token, with that token's weight, or 0 if not `ends_learned`. `weights`, if given, are those of
-    the tokens as targets."""
+    """Documents on disk, concatenated; document i begins at starts[i]. The id `end` follows each
+    document's last token, with that token's weight, or 0 if not `ends_learned`. `weights`, if
+    given, are the weights of the tokens as targets."""
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, end: int,
                  weights: np.ndarray | None = None, vocab_size: int = 2**31,
@@ -59,14 +59,14 @@ class Documents:
             read_at_random(array)
         self.tokens, self.starts, self.end = tokens, starts, end
         self.weights, self.vocab_size, self.ends_learned = weights, vocab_size, ends_learned
-        if weights is None:         # broadcast ones take no memory
+        if weights is None:         # broadcasting a 1 takes no memory
             self.weights, self.ends_learned = np.broadcast_to(np.float32(1), len(tokens)), True
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def lengths(self, numbers: np.ndarray) -> np.ndarray:
-        """The number of tokens of each of these documents."""
+        """Return the number of tokens in each of these documents."""
         ends = np.where(numbers + 1 < len(self), np.take(self.starts, numbers + 1, mode="clip"),
                         len(self.tokens))
         return (ends - self.starts[numbers]).astype(np.int64)
@@ -80,14 +80,14 @@ class Documents:
                    for start in self.starts[long].tolist())
 
     def part(self, number: int, first: int, length: int) -> Part:
-        """`length` tokens of a document, from token number `first` on."""
+        """Return `length` tokens of a document, from token number `first` on."""
         start = int(self.starts[number])
         end = start + int(self.lengths(np.array([number]))[0])
         begin, stop = start + first, min(start + first + length + 1, end)
         tokens = ids_of(self.tokens, begin, stop, self.vocab_size)
         weights = np.asarray(self.weights[begin + 1:stop], np.float32)
-        if len(tokens) == length:       # it is the end of the document
-            # `end` is not learned after a conversation: a template's answers have their own end.
+        if len(tokens) == length:       # the end of the document
+            # After a conversation, `end` isn't learned: a template's answers have their own end.
             tokens = np.append(tokens, np.int32(self.end))
             weights = np.append(weights, np.float32(self.weights[end - 1] * self.ends_learned))
         return Part(tokens[:-1], tokens[1:], weights)
@@ -106,7 +106,7 @@ class Packed:
         return int(self.starts[-1])
 
     def _block(self, number: int) -> list[list[tuple[int, int, int]]]:
-        """The rows of a block, each a list of parts (document, first token, length)."""
+        """Return a block's rows, each a list of parts (document, first token, length)."""
         places = np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self.documents)))
         chosen = order_at(len(self.documents), self.seed, places)
         pieces, rows, rest = self.documents.lengths(chosen), [], []
@@ -123,7 +123,7 @@ class Packed:
         return [self.documents.part(*part) for part in self.block(block)[row]]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """The numbers of the rows at these places of an endless sequence, which goes block after
+        """Return the numbers of the rows at these places in the endless order, which goes block by
         block. Within a block, each epoch has a new order."""
         epoch, place = np.divmod(np.asarray(places, np.int64), len(self))
         blocks = np.searchsorted(self.starts, place, "right") - 1
@@ -132,15 +132,15 @@ class Packed:
             before, end = self.starts[block:block + 2].tolist()
             count = end - before
             here = blocks == block
-            # order_at shuffles each run of `count` places by itself: one run per epoch.
+            # order_at shuffles each run of `count` places separately; a run is an epoch.
             found[here] = before + order_at(count, seed + block,
                                             epoch[here] * count + place[here] - before)
         return found
 
 
 def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
-    """Return a question from packed rows: the ids of the first document with an answer, up to where
-    that answer begins, at most the last `most` of them. Return no ids if there is no answer."""
+    """Return a question from packed rows: the ids before the answer in the first part that has one,
+    up to the last `most` of them. Return no ids if there is no answer."""
     for part in (part for row in rows for part in row):
         if part.weights.any():
             return part.tokens[:int((part.weights > 0).argmax()) + 1][-most:]
@@ -149,9 +149,9 @@ def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
 
 def best_fit(parts: Sequence[tuple[int, int, int]], length: int
              ) -> list[list[tuple[int, int, int]]]:
-    """Pack parts (document, first, length), longest first, into rows. Each part goes into the row
-    that it fills best, or begins a new one."""
-    rows, room = [], []         # room: sorted pairs (tokens left, number of the row)
+    """Pack parts (document, first, length), sorted longest first, into rows. Each part goes into
+    the row with the least room that still fits it, or starts a new row."""
+    rows, room = [], []         # room: sorted pairs (tokens left, row number)
     for part in parts:
         size = part[2]
         at = bisect.bisect_left(room, (size, -1))

@@ -1,17 +1,17 @@
 """Files to documents.
 
-    text files               one document each
-    lines of JSON            one document per line: the text in its field (--field)
-    .parquet                 one document per row: the text in that column  package pyarrow
+    text files               a document each
+    lines of JSON            a document per line: the text in its field (--field)
+    .parquet                 a document per row: the text in that column    package pyarrow
     .gz .bz2 .xz .zst        any of these, compressed, except .parquet      .zst: package zstandard
 
-    find(paths) -> files     the files to read, and counts of skipped ones
-    pieces(file) -> pieces   a file, in order: lines of about a megabyte, or rows
+    find(paths) -> files     the files to read, and counts of the skipped ones
+    pieces(file) -> pieces   a file, in order: about a megabyte of lines, or rows
     read(piece) -> documents in any process
 
-Unreadable data does not stop data.py: it skips and counts the problem, and names it in the summary.
-With --strict it stops. A text that cannot be read to its end is left out. In lines and rows, those
-before the problem stay. This file needs numpy, not jax.
+data.py doesn't stop at unreadable data: it skips the data, and counts and names the problem in its
+summary. With --strict it stops. It omits a text file that can't be read to the end. Of lines and
+rows, it keeps those before the problem. This file needs numpy, not jax.
 """
 
 import bz2
@@ -34,51 +34,51 @@ from zigzag.disk.chats import check_record, form_of
 from zigzag.disk.lines import existing, lacks, parsed, texts_in
 from zigzag.disk.weights import weight_in
 
-PIECE = 2**20           # approximate characters of a piece, which ends with a line
-MOST = 2**26            # characters of a line: a longer one is cut, so it is not valid JSON
+PIECE = 2**20           # approximate characters in a piece, which ends at a line's end
+MOST = 2**26            # characters in a line; a longer line is cut, so it isn't valid JSON
 
 LINES_NAMES = (".jsonl", ".ndjson", ".jsonlines", ".jl")
 PACKED_NAMES = (".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd")
 MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zst",
-         b"\x50\x2a\x4d\x18": "zst"}     # the last one: pzstd begins with a frame to skip
+         b"\x50\x2a\x4d\x18": "zst"}     # the last is pzstd's, which begins with a frame to skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How to read files."""
-    field: str = "text"         # of lines of JSON and of .parquet
+    field: str = "text"         # in lines of JSON and in .parquet
     strict: bool = False        # stop at the first problem
     form: str = "text"          # the form of lines of JSON, as chats.form_of names it
-    weight_field: str = ""      # of lines of JSON and of .parquet
+    weight_field: str = ""      # in lines of JSON and in .parquet
 
 
 class File(NamedTuple):
-    name: str           # relative to the path on the command line, so the same on any machine
+    name: str           # relative to the path on the command line, so it's the same on any machine
     path: str
     kind: str           # text, lines or parquet
-    packing: str        # '', or how it is compressed
+    packing: str        # the compression, or ''
     size: int
 
 
 class Trouble(NamedTuple):
-    """Why something cannot be read."""
+    """Why something can't be read."""
     kind: str           # the summary counts troubles by kind
-    message: str        # with the place
+    message: str        # names the place
 
 
 class Piece(NamedTuple):
     """A part of a file: text, lines of JSON, or rows."""
     file: File
-    start: int          # how many characters, lines or rows come before it
+    start: int          # how many of the file's characters, lines or rows come before it
     content: Any        # a text, or a list of rows
-    trouble: Trouble | None = None      # why the rest of the file cannot be read
+    trouble: Trouble | None = None      # why the rest of the file can't be read
 
 
 class Document(NamedTuple):
-    """A document, or the next part of the one that has begun."""
+    """A document, or the next part of a document that has begun."""
     begins: bool
-    content: Any        # a text, or the object of a line or row
-    name: str           # decides whether it is held out
+    content: Any        # a text, or a line's or row's object
+    name: str           # decides whether the document is held out
     where: str          # its place, in words
     weight: Any = None  # from the weight field of its line or row
 
@@ -87,7 +87,7 @@ class Document(NamedTuple):
 # Which files
 
 def library_sources() -> list[File]:
-    """List the source of Python's standard library, a corpus that every machine already has."""
+    """List the source files of Python's standard library, a corpus every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
@@ -101,8 +101,8 @@ def library_sources() -> list[File]:
 def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
          ) -> tuple[list[File], dict[str, int]]:
     """Return the files to read under the paths, and {kind of file: how many are skipped}. A path is
-    a file, a folder, a pattern such as 'texts/*.txt', or - for the standard input, which it saves
-    in `out`. The order is fixed, and each file comes once. It leaves out files in `out`."""
+    a file, a folder, a pattern such as 'texts/*.txt', or - for standard input, which is saved in
+    `out`. The order is fixed, each file comes once, and files in `out` are left out."""
     files, skipped, seen, own = [], collections.Counter(), set(), out and out.resolve()
     for path in paths:
         for root, p in _under(path, f"{flag} {path}".strip(), out):
@@ -126,17 +126,17 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
 
 
 def named(flag: str, paths: Sequence[str]) -> str:
-    """The flag and its paths, as on the command line."""
+    """Return the flag and its paths as on the command line."""
     return " ".join([flag, *map(str, paths)]).strip()
 
 
 def counted(counts: dict[str, int]) -> str:
-    """The counts as text, largest first: 1,663 .gz, 30 .png."""
+    """Format the counts, largest first: 1,663 .gz, 30 .png."""
     return ", ".join(f"{n:,} {what}" for what, n in collections.Counter(counts).most_common())
 
 
 def _under(path, name, spool):
-    """Yield (the folder that its name is relative to, a file) for each file at or under a path."""
+    """Yield (the folder its name is relative to, the file) for each file at or under a path."""
     if not path:
         raise ConfigError(f"{name} '': an empty path; expected a text file or a folder")
     if path == "-":
@@ -148,7 +148,7 @@ def _under(path, name, spool):
             shutil.copyfileobj(sys.stdin.buffer, f, PIECE)
         yield spool, spool / "stdin"
     elif glob.has_magic(str(path)) and not os.path.exists(path):
-        # os.path.exists is False for links that go round in circles.
+        # os.path.exists is False for links that form a cycle.
         matches = list(filter(os.path.exists, sorted(glob.glob(str(path), recursive=True))))
         if not matches:
             raise ConfigError(f"{name}: no file matches it")
@@ -165,8 +165,8 @@ def _under(path, name, spool):
 
 
 def _walk(folder):
-    """List the files under a folder in a fixed order, without hidden ones. It follows links, to
-    each folder once."""
+    """List the files under a folder in a fixed order, without hidden ones. Follow links, but visit
+    each folder only once."""
     found, seen = [], set()
     for root, folders, names in os.walk(folder, followlinks=True):
         is_new = (real := os.path.realpath(root)) not in seen
@@ -177,13 +177,13 @@ def _walk(folder):
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether data.py made a folder. A folder of texts may have another data.json."""
+    """Return whether data.py made a folder. A folder of texts may have an unrelated data.json."""
     path = folder / "data.json"
     return path.is_file() and b'"tokenizer"' in path.read_bytes()
 
 
 def _look_at(path, name):
-    """Return the File at a path, or the kind under which the summary counts it as skipped."""
+    """Return the File at a path or, to skip it, the kind to count it under in the summary."""
     with open(path, "rb") as f:
         begin, size = f.read(8), os.fstat(f.fileno()).st_size
     if begin.startswith(b"PAR1"):
@@ -205,7 +205,7 @@ def _look_at(path, name):
 
 
 def _beginning(file, size):
-    """The first characters of a file; '' if they cannot be unpacked (`pieces` reports that)."""
+    """Return the first characters of a file, or what can be unpacked (`pieces` reports errors)."""
     text = ""
     with contextlib.suppress(Exception):
         for part in _decoded(file, size):
@@ -216,7 +216,7 @@ def _beginning(file, size):
 
 
 def _has_objects(text, count):
-    """Whether each of the first `count` lines is an object of JSON."""
+    """Return whether each of the first `count` lines is a JSON object."""
     with contextlib.suppress(ConfigError):
         return len([parsed(line) for line in text.split("\n")[:count]]) == count
     return False
@@ -226,7 +226,7 @@ def _has_objects(text, count):
 # Pieces of files
 
 def pieces(file: File, options: Options) -> Iterator[Piece]:
-    """Yield a file in pieces, in order. They depend only on the file and the options."""
+    """Yield a file's pieces in order. They depend only on the file and the options."""
     start = 0
     try:
         for content in (_rows if file.kind == "parquet" else _texts)(file, options):
@@ -234,7 +234,7 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
             start += content.count("\n") if file.kind == "lines" else len(content)
     except ConfigError:
         raise
-    except Exception as e:      # each library raises errors of its own
+    except Exception as e:      # each library raises different errors
         kind, why = "cut short or damaged", one_line(e)
         if isinstance(e, UnicodeDecodeError):
             near = bytes(e.object[max(e.start - 16, 0):e.end])
@@ -246,9 +246,9 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
 
 
 def _texts(file, _):
-    """Yield the text of a file in pieces of whole lines."""
+    """Yield a file's text in pieces of whole lines."""
     if file.kind == "text" and (file.packing or file.size > PIECE):
-        for _ in _decoded(file, PIECE):     # fail now if the text cannot be read to its end
+        for _ in _decoded(file, PIECE):     # fail now if the text can't be read to its end
             pass
     rest = ""
     try:
@@ -269,8 +269,8 @@ def _texts(file, _):
 
 
 def _decoded(file, size):
-    """Yield the text of a file as it comes, without a byte order mark. In lines of JSON, invalid
-    bytes become lone surrogates, so that only their line is refused."""
+    """Yield a file's text as it is read, without a byte order mark. In lines of JSON, invalid bytes
+    become lone surrogates, so that only their line is rejected."""
     errors = "surrogateescape" if file.kind == "lines" else "strict"
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     with open(file.path, "rb") as raw:
@@ -288,7 +288,7 @@ UNPACKED = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}
 
 
 def _zstd(raw):
-    """Yield the content of a file of zstd frames."""
+    """Yield the decompressed content of a file of zstd frames."""
     package = optional_package("zstandard", f"{raw.name} (zstd)")
     frames = package.ZstdDecompressor(max_window_size=2**31)        # for zstd --long=31
     decoder, chunk = frames.decompressobj(), b""
@@ -302,7 +302,7 @@ def _zstd(raw):
 
 
 def _rows(file, options):
-    """Yield the rows of a .parquet file, in lists of about a megabyte of text."""
+    """Yield a .parquet file's rows, in lists of about a megabyte of text."""
     table = optional_package("pyarrow.parquet", file.path).ParquetFile(file.path)
     names = table.schema_arrow.names
     if options.field not in names:
@@ -323,7 +323,7 @@ def _rows(file, options):
 # Documents
 
 def read(piece: Piece, options: Options) -> Iterator[Document | Trouble]:
-    """Yield the documents of a piece, or parts of them; a Trouble for each that cannot be read."""
+    """Yield a piece's documents, or parts of them, and a Trouble for each that can't be read."""
     file = piece.file
     if piece.trouble:
         yield piece.trouble
@@ -335,19 +335,19 @@ def read(piece: Piece, options: Options) -> Iterator[Document | Trouble]:
 
 
 def _numbered(piece):
-    """Number the rows of a piece, or its lines that are not empty."""
+    """Return (number, row) for each of a piece's rows, or for each non-empty line."""
     rows = piece.content if piece.file.kind == "parquet" else piece.content.split("\n")
     return ((number, row) for number, row in enumerate(rows, piece.start)
             if isinstance(row, dict) or row.strip())
 
 
 def place(file: File, number: int) -> str:
-    """The place of a row or a line in words. `number` counts those before it."""
+    """Describe the place of a row or line; `number` is how many come before it."""
     return f"row {number:,}" if file.kind == "parquet" else f"line {number + 1:,}"
 
 
 def _document(file, number, row, options):
-    """The Document of a line or a row, whose content has the form `options.form`; or a Trouble."""
+    """Return the Document in a line or row of the form `options.form`; otherwise a Trouble."""
     where, is_row = f"{file.path} {place(file, number)}", isinstance(row, dict)
     try:
         content = record = row if is_row else parsed(row)
@@ -363,8 +363,8 @@ def _document(file, number, row, options):
 
 
 def examined(files: Sequence[File], options: Options, flag: str) -> Options:
-    """Complete the options from the first megabyte of each file. The first example shows the form
-    of its lines, which all files must share. If no file has weights, weight_field becomes ''."""
+    """Fill in the options from the first megabyte of each file. A file's first example shows its
+    form, which all files must share. If no file has weights, weight_field becomes ''."""
     forms, lacking, first, has_examples, has_weights = {}, "", {}, False, False
     for file in files:
         if file.kind == "text":
@@ -387,7 +387,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
             "folders made by data.py, with --weights")
-    if options.weight_field and not has_weights and not flag:       # any one of several may have it
+    if options.weight_field and not has_weights and not flag:   # of several --data, any may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
                           f"{lacks(options.weight_field, first)}; it is for lines of JSON and "
                           f".parquet")

@@ -1,11 +1,11 @@
-"""Vocabularies of the package tiktoken: tokens of bytes with ranks, without a file of merges.
+"""Vocabularies of the package tiktoken: byte strings with ranks, and no merges file.
 
-    tiktoken.json       written by `save`: pattern, special tokens and ranks, in one file
+    tiktoken.json       written by `save`: pattern, special tokens and ranks in a single file
     *.tiktoken, tokenizer.model, tiktoken.model
-                        ranks alone, as published: a base64 token and its rank on each line. The
-                        pattern and special tokens are in Python code next to such a file. This
-                        file knows two: LLaMA 3's, and Qwen's, whose own code also converts text to
-                        NFC. Build any other encoding in Python, and `save` it
+                        only the ranks, as published: a base64 token and its rank on each line. The
+                        pattern and special tokens come with such a file as Python code. Two are
+                        built in here: LLaMA 3's, and Qwen's, whose own code also converts text to
+                        NFC. For any other, build the encoding in Python and `save` it
 
     save(tiktoken.get_encoding("o200k_base"), "folder")
 """
@@ -20,7 +20,7 @@ from zigzag.core.files import as_json, read_json, write_whole
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# {number of ranks: (pattern, special tokens in the order of their ids, which follow the ranks)}
+# PUBLISHED is {number of ranks: (pattern, special tokens in id order, numbered after the ranks)}.
 LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
            "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|step_id|>",
            "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
@@ -28,16 +28,16 @@ LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
 PUBLISHED = {128_000: (rf"{WORDS}\p{{N}}{{1,3}}{REST}", LLAMA_3),
              151_643: (rf"{WORDS}\p{{N}}{REST}", QWEN)}
-# Runs of blanks to encode by themselves: in a million blanks a pattern's backtracking overflows.
+# Encode long runs of blanks separately: on a million of them, a pattern's backtracking overflows.
 BLANK = re.compile(r"(\s{25000})")
 FILE = "tiktoken.json"
-# Names of the tokens that begin and end a text, the most usual first.
+# Names of the tokens that begin and end a text, most common first.
 BEGINS = ("<|begin_of_text|>", "<|startoftext|>")
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>")
 
 
 def read_encoding(path: Path) -> dict[str, Any]:
-    """Read the vocabulary of a file as arguments of tiktoken.Encoding."""
+    """Read a vocabulary file as arguments for tiktoken.Encoding."""
     if path.suffix == ".json":
         record = read_json(path)
         try:
@@ -58,7 +58,7 @@ def read_encoding(path: Path) -> dict[str, Any]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read {token: rank} from a file with a base64 token and its rank on each line."""
+    """Read {token: rank} from a file whose lines each hold a base64 token and its rank."""
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -73,13 +73,13 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def has_ranks(path: Path) -> bool:
-    """Whether the first line of a file is a base64 token and rank 0."""
+    """Return whether a file's first line is a base64 token and rank 0."""
     with open(path, "rb") as f:
         return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
 
 
 def content_of(encoding: Any) -> bytes:
-    """The content of a tiktoken.json for a tiktoken.Encoding."""
+    """Return the content of tiktoken.json for a tiktoken.Encoding."""
     ranks = {base64.b64encode(token).decode(): rank
              for token, rank in encoding._mergeable_ranks.items()}
     return as_json({"pattern": encoding._pat_str, "special_tokens": encoding._special_tokens,
@@ -87,7 +87,7 @@ def content_of(encoding: Any) -> bytes:
 
 
 def save(encoding: Any, folder: str | Path) -> Path:
-    """Write a tiktoken.Encoding as tiktoken.json into a folder. Return the file's path."""
+    """Save a tiktoken.Encoding as tiktoken.json in a folder. Return the file's path."""
     path = Path(folder) / FILE
     write_whole(path, content_of(encoding))
     return path

@@ -1,12 +1,12 @@
-"""Token files that other programs wrote.
+"""Token files written by other programs.
 
-    .bin    uint16 or uint32 without a header (nanoGPT), or after llm.c's header of 1,024 bytes
-    .npy    shards of uint16 or uint32, of one dimension
+    .bin    uint16 or uint32 without a header (nanoGPT), or after llm.c's 1,024-byte header
+    .npy    one-dimensional arrays of integers
 
---data takes a file, several, a pattern or a folder, and reads files in the order of their names.
-Files with val, valid, test or held_out in their names are held out, else the last tenth. Token
-files do not say which ids exist or where documents begin. Next to a.bin or a.npy, a.weights.npy
-has the weight of each token as a target, float16 or float32; without it, all weights are 1.
+--data takes a file, several files, a pattern or a folder, whose files it reads in name order. Files
+with val, valid, validation, test or held_out in their names are held out; otherwise, the last tenth
+of the tokens. Token files don't say which ids exist or where documents begin. Next to a.bin or
+a.npy, a.weights.npy holds each token's weight as a target, float16 or float32 (default: 1).
 """
 
 import glob
@@ -25,17 +25,17 @@ from zigzag.disk.packing import ids_of
 from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
 
-# llm.c's header: 256 numbers of 32 bits. The first three are a magic number, the version and the
-# count of tokens. {magic number: (version, dtype of the tokens)}
+# llm.c's header is 256 32-bit integers. The first three are a magic number, the version and the
+# token count. MAGIC is {magic number: (version, dtype of the tokens)}.
 HEADER = 1024
 MAGIC = {20240520: (1, np.dtype("uint16")), 20240801: (7, np.dtype("uint32"))}
 HELD_OUT = re.compile(r"(^|[^a-z])(val|valid|validation|test|held_out)([^a-z]|$)", re.I)
 WEIGHTS = ".weights.npy"
-LOOK = 10**6        # how many ids at each end of a file are checked before any is used
+LOOK = 10**6        # how many ids to check at each end of a file before using any
 
 
 class Joined:
-    """Several arrays, concatenated without copying, that can be sliced like one."""
+    """Several arrays concatenated without copying, to slice like a single array."""
 
     def __init__(self, arrays: Sequence[np.ndarray], filename: str):
         for array in arrays:
@@ -49,7 +49,7 @@ class Joined:
         return int(self.starts[-1])
 
     def between(self, start: int, stop: int) -> list[np.ndarray]:
-        """The elements from `start` to `stop`, as slices of the arrays that hold them."""
+        """Return the elements from `start` to `stop`, as slices of the arrays that hold them."""
         first = int(np.searchsorted(self.starts, start, "right")) - 1
         last = int(np.searchsorted(self.starts, stop, "left"))
         return [array[max(start - at, 0):max(stop - at, 0)] for array, at in zip(
@@ -61,10 +61,10 @@ class Joined:
 
 
 def token_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the token files behind these paths, in order, each once. A path is a file, a folder or
-    a pattern. Return [] if a path means anything else, or if other files lie among the token files
-    and none of these has train in its name."""
-    groups = []         # the files of one folder, or those that one path names
+    """Return the token files at these paths, in order, without duplicates. A path is a file, a
+    folder or a pattern. Return [] if a path is anything else, or if the token files are mixed with
+    other files and none has train in its name."""
+    groups = []         # each has the files of a folder, or those that a path names
     for path in map(str, paths):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
         together = {}   # {a folder, or '': the files}
@@ -78,7 +78,7 @@ def token_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _chosen(there):
-    """The token files in one group of files; [] unless the group counts as token files."""
+    """Return the token files in a group, or [] if the group doesn't count as token files."""
     there = [file for file in there if not file.name.endswith(WEIGHTS)]
     files = [file for file in there if file.suffix in (".bin", ".npy")]
     is_prepared = any(file.name == "data.json" for file in there)
@@ -87,8 +87,8 @@ def _chosen(there):
 
 
 class TokenFiles:
-    """The token files of these paths (see token_files), with the attributes of a prepared folder
-    (corpus.Corpus)."""
+    """The token files at these paths (see token_files), with the same attributes as a prepared
+    folder (corpus.Corpus)."""
 
     is_learned_in_part = False
 
@@ -105,7 +105,7 @@ class TokenFiles:
             raise ConfigError(f"{name}: all of its files are held out, by their names; expected "
                               f"one to learn from")
 
-        # Held-out files come last; the model learns the first `keep` tokens.
+        # Held-out files go last, and the model learns the first `keep` tokens.
         order = np.argsort(is_held_out, kind="stable").tolist()
         keep = sum(len(a) for a, is_held in zip(arrays, is_held_out) if not is_held)
         if flag == "--data" and not any(is_held_out):
@@ -123,8 +123,8 @@ class TokenFiles:
         self.weights = dict(zip(("train", "held_out"), splits(weights) if weighted else
                                 (None, None)))
         self.weighted = f"; weights of {len(weighted)} of {len(files)} files" if weighted else ""
-        # Refuse ids and weights out of range at both ends of a file now. Reading checks the others
-        # later.
+        # Reject out-of-range ids and weights at both ends of a file now. The rest is checked when
+        # it is read.
         for tokens, numbers in zip(arrays, weights):
             for start in (0, max(len(tokens) - LOOK, 0)):
                 finite_weights(numbers, start, LOOK)
@@ -137,7 +137,7 @@ class TokenFiles:
             file.name + sha256(file) for file in [*files, *weighted]).encode()).hexdigest()
 
     def documents(self, split: str) -> Any:
-        """Raise ConfigError: token files do not say where documents begin."""
+        """Raise ConfigError, because token files don't say where documents begin."""
         raise ConfigError(f"--data {self.folder}: its files do not say where documents begin; give "
                           f"--pack stream, or the text itself")
 
@@ -149,7 +149,7 @@ class TokenFiles:
 
 
 def _weights(file, tokens):
-    """The weights next to a token file; without any, weights of 1, which take no memory."""
+    """Return the weights next to a token file or, by default, 1s that take no memory."""
     path = file.with_suffix(WEIGHTS)
     if not path.exists():
         return np.broadcast_to(np.float32(1), len(tokens))
@@ -161,7 +161,7 @@ def _weights(file, tokens):
 
 
 def _npy(path, dtypes, expected):
-    """Map the one-dimensional array in a file into memory."""
+    """Memory-map the one-dimensional array in a file."""
     found = read_npy(path)
     if found.ndim != 1 or not {found.dtype.name, found.dtype.kind} & {*dtypes}:
         raise ConfigError(f"{path}: {found.dtype}{list(found.shape)}; expected one dimension of "
@@ -170,7 +170,7 @@ def _npy(path, dtypes, expected):
 
 
 def _open(path: Path) -> np.ndarray:
-    """Map the tokens of a file into memory."""
+    """Memory-map a file's tokens."""
     size = path.stat().st_size
     if path.suffix == ".npy":
         return _npy(path, "iu", "whole numbers")
@@ -183,7 +183,7 @@ def _open(path: Path) -> np.ndarray:
                               f"llm.c's format, version {header[1]}; expected {expected:,} bytes "
                               f"in version {version}")
         return np.memmap(path, dtype, "r", HEADER)
-    # In uint32, the upper half of each number is zero or small.
+    # In uint32 ids, the upper half of each number is zero or small.
     halves = np.fromfile(path, "<u2", 2**16)
     low, high = halves[::2], halves[1::2]
     is_32 = size % 4 == 0 and len(halves) > 2 and low.any() and (

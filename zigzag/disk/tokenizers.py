@@ -1,23 +1,23 @@
 """Tokenizers: text to ids, and back.
 
     bytes           Bytes           the 256 bytes
-    sentencepiece   Pieces          tokenizer.model: one that data.py trained, or a published one
-    spiece.model    PiecesT5        a published T5's: sentencepiece, and 100 ids for gaps
-    tokenizer.json  TokenizerJson   a published model's, by the package tokenizers
-    tiktoken        Tiktoken        ranks of tokens, by the package tiktoken (tiktoken.py)
+    sentencepiece   Pieces          tokenizer.model: trained by data.py, or published
+    spiece.model    PiecesT5        a published T5's: sentencepiece, plus 100 ids for gaps
+    tokenizer.json  TokenizerJson   a published model's, read by the package tokenizers
+    tiktoken        Tiktoken        token ranks, read by the package tiktoken (tiktoken.py)
     ids             Ids             no tokenizer: the ids of token files, as numbers
 
 Each has
 
     encode, decode      a text to ids, and back (without special tokens; `spelled`: with them)
-    with_places         the ids of a text, with the first character and the end of each (only if
-                        the tokenizer has a folder, which may have a chat template)
-    prompt              the ids that the model expects first, then the ids of a text
-    with_ends           the ids of a text with those that its tokenizer adds, at least an end
+    with_places         a text's ids, with each id's first character and end (only if the
+                        tokenizer has a folder, which may have a chat template)
+    prompt              the ids that the model expects first, then a text's ids
+    with_ends           a text's ids, plus the ids its tokenizer adds (at least an end)
     separator           the id before each document
-    ends                the ids that end a text, the most usual first
-    bytes_of            the bytes of text that an id stands for (a special id: none); lengths:
-                        the number of bytes of each id
+    ends                the ids that end a text, most common first
+    bytes_of            the bytes of text for an id (a special id: none); lengths: the number of
+                        bytes for each id
 
 This file needs no jax.
 """
@@ -39,13 +39,13 @@ from zigzag.core.files import as_json, read_json, sha256, write_whole
 from zigzag.disk import tiktoken
 from zigzag.disk.lines import Record
 
-# Files next to a published tokenizer's file. They are copied with it.
+# Files next to a published tokenizer's file, copied along with it.
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
           "chat_template.jinja")
 
 
 class Tokenizer:
-    """The methods that tokenizers share. A subclass overrides what differs."""
+    """The methods that tokenizers share. Subclasses override what differs."""
     path: Path | None = None        # the tokenizer's file, if it has one
     folder: Path | None = None      # the folder of that file, with the files of BESIDE
     begins: Sequence[int] = ()      # the ids that the model expects first
@@ -67,7 +67,7 @@ class Tokenizer:
 
 
 class Bytes(Tokenizer):
-    """The 256 bytes, and one separator."""
+    """The 256 bytes, plus a separator."""
     kind, file, vocab_size, separator, ends, begins = "bytes", "", 257, 256, (256,), (256,)
 
     def encode(self, text: str) -> np.ndarray:
@@ -78,7 +78,7 @@ class Bytes(Tokenizer):
 
 
 class Ids(Tokenizer):
-    """No tokenizer: a text is the ids themselves, as numbers."""
+    """No tokenizer: a text is the ids themselves, written as numbers."""
     kind, file, separator, ends = "ids", "", 0, ()
 
     def __init__(self, vocab_size: int):
@@ -100,7 +100,7 @@ class Ids(Tokenizer):
 
 
 class Pieces(Tokenizer):
-    """A sentencepiece model: byte-pair subwords, and bytes for text that has no subword."""
+    """A sentencepiece model: byte-pair subwords, with bytes for any text without a subword."""
     kind, file = "sentencepiece", "tokenizer.model"
 
     def __init__(self, path: Path):
@@ -121,8 +121,8 @@ class Pieces(Tokenizer):
         return i if self.model.id_to_piece(i) == piece else None
 
     def encode(self, text: str) -> np.ndarray:
-        # sentencepiece takes much longer for a long text than for its lines. StringIO splits at \n
-        # alone, and faster than a loop.
+        # sentencepiece takes much longer on a long text than on its lines. StringIO splits only at
+        # \n, and is faster than a loop.
         parts = [_checked(text)]
         if self._ends_at_lines:
             parts = io.StringIO(text, newline="\n").readlines()
@@ -136,7 +136,7 @@ class Pieces(Tokenizer):
                 found.append((self.special[part], at, at + len(part)))
             elif part:
                 for piece in self.model.encode(part, out_type="immutable_proto").pieces:
-                    # sentencepiece gives a character's place only to the last of its bytes.
+                    # Of a character's bytes, sentencepiece gives only the last one its place.
                     is_inner = piece.begin == piece.end and self.model.is_byte(piece.id)
                     found.append((piece.id, at + piece.begin, at + piece.end + is_inner))
             at += len(part)
@@ -144,20 +144,20 @@ class Pieces(Tokenizer):
 
     @functools.cached_property
     def special(self) -> dict[str, int]:
-        """{a control subword that a chat template writes, such as </s>: its id}"""
+        """{a control subword that a chat template may write, such as </s>: its id}"""
         return {self.model.id_to_piece(i): i for i in range(self.model.vocab_size())
                 if self.model.is_control(i)}
 
     @functools.cached_property
     def between(self) -> re.Pattern:
-        """A pattern that splits a text at its special subwords, and keeps them."""
+        """A pattern that splits a text at its special subwords and keeps them."""
         names = "|".join(map(re.escape, self.special))
         return re.compile(f"({names})" if names else "(?!)")
 
     @functools.cached_property
     def _ends_at_lines(self):
-        """Whether the ids of a text are those of its lines, concatenated: no subword extends past
-        the end of a line, and the model adds nothing to a text and removes nothing."""
+        """Whether a text's ids are its lines' ids, concatenated. This holds if no subword extends
+        past a line's end, and the model adds nothing to a text and removes nothing."""
         m = self.model
         if any("\n" in m.id_to_piece(i)[:-1] for i in range(m.vocab_size())):
             return False
@@ -177,8 +177,8 @@ class Pieces(Tokenizer):
 
 
 class PiecesT5(Pieces):
-    """T5's sentencepiece model, followed by <extra_id_99> .. <extra_id_0>, the names of gaps in a
-    text. If a text spells out one of these, </s>, <pad> or <unk>, it becomes that one id."""
+    """T5's sentencepiece model, followed by <extra_id_99> .. <extra_id_0>, which name gaps in a
+    text. Any of these, or </s>, <pad> or <unk>, becomes a single id where a text spells it out."""
     kind = file = "spiece.model"
 
     def __init__(self, path: Path):
@@ -199,8 +199,8 @@ class PiecesT5(Pieces):
 
 
 class TokenizerJson(Tokenizer):
-    """A tokenizer.json. A special token that a text spells out becomes its one id, and `decode`
-    leaves it out, as in transformers."""
+    """A tokenizer.json. A special token spelled out in a text becomes a single id, and `decode`
+    omits it, as in transformers."""
     kind = file = "tokenizer.json"
 
     def __init__(self, path: Path):
@@ -241,7 +241,7 @@ class TokenizerJson(Tokenizer):
         is_byte_level = '"ByteLevel"' in json.dumps(record["decoder"])
 
         lengths = np.zeros(self.vocab_size, np.int64)
-        # A vocabulary has one character for each byte, or plain text.
+        # A vocabulary has a character per byte, or plain text.
         for token, i in self.model.get_vocab(False).items():
             if is_byte_level:
                 lengths[i] = len(token)
@@ -255,8 +255,8 @@ class TokenizerJson(Tokenizer):
 
 
 class Tiktoken(Tokenizer):
-    """A vocabulary of tiktoken. A special token that a text spells out becomes its one id, and
-    `decode` leaves it out, as with a tokenizer.json."""
+    """A tiktoken vocabulary. A special token spelled out in a text becomes a single id, and
+    `decode` omits it, as with a tokenizer.json."""
     kind, file = "tiktoken", tiktoken.FILE
 
     def __init__(self, path: Path):
@@ -282,7 +282,7 @@ class Tiktoken(Tokenizer):
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids = self.encode(text)
-        # Number the character of each byte. An id begins at the character of its first byte.
+        # For each byte, the index of its character. An id begins at its first byte's character.
         characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
         size = np.array([len(self.model.decode_single_token_bytes(i)) for i in ids.tolist()], int)
         ends = np.cumsum(size)
@@ -302,12 +302,12 @@ class Tiktoken(Tokenizer):
 
 
 KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5, Tiktoken)}
-# All files of a tokenizer that a model's folder may have.
+# All tokenizer files that a model's folder may have.
 FILES = (*(kind.file for kind in KINDS.values()), *BESIDE)
 
 
 def tokenizer_at(path: str | Path) -> Tokenizer:
-    """Open the tokenizer that --tokenizer names: a file, a published model's folder, or bytes."""
+    """Open the tokenizer that --tokenizer names: a file, a published model's folder or `bytes`."""
     if path == "bytes":
         return Bytes()
     path = Path(path)
@@ -324,9 +324,9 @@ def tokenizer_at(path: str | Path) -> Tokenizer:
 
 
 def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> Tokenizer | None:
-    """Open the tokenizer in the folder of a published model, whose embedding has `rows` rows.
-    Refuse one with ids that have no row: a lookup would silently take another row. Without a
-    tokenizer, return None, or refuse if one is `needed`."""
+    """Open the tokenizer in a published model's folder. Reject one with ids above the embedding's
+    `rows`, for which a lookup would silently take another row. If the folder has no tokenizer,
+    raise ConfigError if it is `needed`; otherwise return None."""
     files = [kind.file for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
     if not files:
         if needed:
@@ -342,14 +342,14 @@ def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> T
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """{name: content} of the files that a tokenizer needs in a new folder."""
+    """Return {name: content} for the files that a tokenizer needs in a new folder."""
     if not tokenizer.path:
         return {}
     found = {name: (tokenizer.folder / name).read_bytes() for name in BESIDE
              if (tokenizer.folder / name).exists()}
     known = read_record(tokenizer.folder / "config.json")
     ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
-    if ids:             # read from config.json, which is not copied
+    if ids:             # from config.json, which isn't copied
         found.setdefault("generation_config.json", as_json(ids))
     is_ranks = tokenizer.kind == "tiktoken"
     return {tokenizer.file: tiktoken.content_of(tokenizer.model) if is_ranks else
@@ -365,20 +365,20 @@ def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a prepared folder or a run records about its tokenizer: its kind and a digest."""
+    """Return what a prepared folder or a run records about its tokenizer: its kind and digest."""
     return {"tokenizer": tokenizer.kind} | (
         {"tokenizer_sha256": sha256(tokenizer.path)} if tokenizer.path else {})
 
 
 def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
-    """Open the tokenizer of a prepared folder or a run. Check it against the record."""
+    """Open a prepared folder's or a run's tokenizer, and check it against the record."""
     if record["tokenizer"] == "bytes":
         return Bytes()
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
     kind = KINDS[record["tokenizer"]]
     path, inner = folder / kind.file, folder / "data" / kind.file
-    if inner.exists() and not path.exists():    # a run keeps it next to its tokens, or alone
+    if inner.exists() and not path.exists():    # a run keeps it alone, or in data/ with its tokens
         path = inner
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
@@ -387,13 +387,13 @@ def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
 
 
 def _checked(text):
-    """Return the text. A lone surrogate raises UnicodeEncodeError, the caller's mistake."""
+    """Return the text, or raise UnicodeEncodeError on a lone surrogate, which is a caller's bug."""
     text.encode()
     return text
 
 
 def read_record(path: Path) -> Record:
-    """The JSON object in a file, or {} if there is no such file."""
+    """Read the JSON object in a file; return {} if there is no such file."""
     record = read_json(path) if path.exists() else {}
     if not isinstance(record, dict):
         raise ConfigError(f"{path} is damaged: not a JSON object")
@@ -402,8 +402,8 @@ def read_record(path: Path) -> Record:
 
 def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | None],
                  default: int = -1) -> tuple[int, tuple[int, ...]]:
-    """Read (separator, all ids that end a text) from the files next to a tokenizer. The separator
-    is the id that begins a text or, if there is none, one that ends a text."""
+    """Read (separator, every id that ends a text) from the files next to a tokenizer. The separator
+    is the id that begins a text or, failing that, an id that ends a text."""
     records = [read_record(folder / f"{name}.json") for name in (
         "tokenizer_config", "special_tokens_map", "generation_config", "config")]
     if isinstance(text := records[-1].get("text_config"), dict):    # a model with several towers
@@ -429,10 +429,10 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
 def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
     """Train a sentencepiece model on lines of text and save it as `out`."""
     import sentencepiece
-    model, problem = io.BytesIO(), []   # the model would record the name of a file
+    model, problem = io.BytesIO(), []   # in memory: the model would record a file's name
 
     def parts():
-        # The trainer drops sentences of more than 4192 bytes, and errors that an iterator raises.
+        # The trainer drops sentences over 4192 bytes, and any error the iterator raises.
         try:
             for line in lines:
                 yield from (line[i:i + 1000].replace("\0", " ") for i in range(0, len(line), 1000))
@@ -440,7 +440,7 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
             problem.append(e)
 
     try:
-        # No normalization: decode(encode(text)) is the text.
+        # Without normalization, so that decode(encode(text)) is the text.
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=parts(), model_writer=model, vocab_size=vocab_size,
             model_type="bpe", byte_fallback=True, character_coverage=0.9995,
@@ -457,12 +457,12 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
 
 
 def hashed(text: str) -> int:
-    """A hash of the text: a number below 2**64."""
+    """Hash the text to a number below 2**64."""
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def is_tenth(text: str) -> bool:
-    """Whether a document with this name or text is held out. A hash chooses a tenth of them, so
-    adding a document moves no other."""
+    """Return whether a document with this name or text is held out. A hash chooses a tenth of them,
+    so adding a document never moves another."""
     return hashed(text) % 10 == 0

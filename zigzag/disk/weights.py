@@ -1,11 +1,11 @@
-"""Loss weights that --weight_field names: in lines of JSON, and in columns of .parquet.
+"""Loss weights, in the field of JSON lines or column of .parquet that --weight_field names.
 
-    a number    for a whole document; in a conversation, it multiplies the weights of its answers
-    a list      a number for each token of a text (not of a conversation)
+    a number    for a whole document; in a conversation, it multiplies the weights of the answers
+    a list      a number per token of a text (not for conversations)
     nothing     1
 
-The weight of a token is the weight of predicting it. An invalid weight ends the command, because
-nobody would notice a default in its place. This file needs numpy, not jax.
+A token's weight is the weight of predicting it. An invalid weight ends the command, because nobody
+would notice a default used instead. This file needs numpy, not jax.
 """
 
 from typing import Any
@@ -17,16 +17,16 @@ from zigzag.disk.lines import Record, numbers_below
 
 
 class WrongWeight(ConfigError):
-    """A weight that is not a number of at least 0, or a list whose length is not the tokens'."""
+    """A weight that isn't a number >= 0, or a list without exactly one number per token."""
 
 
 def as_weights(value: Any, count: int | None = None) -> np.ndarray:
-    """The weight of a line in float32: one number for all of its tokens or, if `count` is given and
-    the value is a list, an array of `count` numbers."""
+    """Return a line's weight in float32: a single number for all of its tokens or, if `count` is
+    given and the value is a list, an array of `count` numbers."""
     if value is None or count == 0 and value == []:
         return np.ones((), np.float32)
     numbers = value if isinstance(value, list) and count is not None else [value]
-    # float32's largest number is 3.4e38. type() excludes booleans, which are ints to isinstance.
+    # float32's maximum is 3.4e38. type() excludes booleans, which are ints to isinstance.
     are_right = all(type(x) in (int, float) and 0 <= x < 3.4e38 for x in numbers)
     if not are_right or numbers is value and len(value) != count:
         lists = f", or a list of {count}, one for each token" if count is not None else ""
@@ -35,13 +35,13 @@ def as_weights(value: Any, count: int | None = None) -> np.ndarray:
 
 
 def finite_weights(weights: Any, start: int, count: int) -> np.ndarray:
-    """Read `count` weights of a file, from token `start` on, in float32."""
+    """Read `count` weights from a file as float32, from token `start` on."""
     return numbers_below(np.inf, weights, start, start + count, np.float32, "weight",
                          "expected numbers of 0 or more")
 
 
 def weight_in(record: Record, field: str) -> Any:
-    """The weight in a line, 1 if only its messages have weights, or None if there is none."""
+    """Return a line's weight, 1 if only its messages have weights, or None if nothing has."""
     messages = record.get("messages")
     is_inside = isinstance(messages, list) and any(
         field in message for message in messages if isinstance(message, dict))
@@ -49,8 +49,8 @@ def weight_in(record: Record, field: str) -> Any:
 
 
 def weights_of_answers(messages: list[Record], field: str, count: int) -> list[Any]:
-    """Return a weight for each of the `count` answers among these messages, from this field of each
-    message, or 1 if a message lacks it."""
+    """Return the weight of each of the `count` answers among these messages: the message's value in
+    this field, or 1 if the message lacks it."""
     found = [message.get(field) for message in messages if message["role"] == "assistant"]
     if not field or not any(x is not None for x in found):
         return [1] * count

@@ -187,11 +187,11 @@ def _find_difference(plan, make_batch, compute):
     on_mesh = compiled(functools.partial(_at_new_weights, plan, compute)).lower(*given[0]).compile()
     beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
                       out_shardings=jax.NamedSharding(plan.mesh, P())).lower(
-        on_mesh.out_info, *given[0]).compile()
+        *on_mesh.out_info, *given[0]).compile()
     process_allgather("compiled")               # every process compiles before any device waits
     apart = []                                  # for each batch, whether anything differs
     for args in given:
-        found = jax.device_get(beside(jax.block_until_ready(on_mesh(*args)), *args))
+        found = jax.device_get(beside(*jax.block_until_ready(on_mesh(*args)), *args))
         gradients = [value.size for name, value in found.items() if _is_gradient(name)]
         if gradients and not np.any(gradients) or not np.isfinite(
                 [found["the sum"].size, found["the count"].size, *gradients]).all():
@@ -261,21 +261,17 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
     return sums, gradient
 
 
-def _new_weights(plan, key):
-    """Make new weights, moved at random, and sharded as stored."""
-    params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
-    return cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
-
-
 def _at_new_weights(plan, compute, batch, key):
-    """Return {name: value} from compute(new weights, batch)."""
+    """Make new weights, moved at random; return ({name: value} from compute, these weights)."""
+    params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
+    params = cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
     with jax.default_matmul_precision("highest"):
-        return _named(*compute(_new_weights(plan, key), batch))
+        return _named(*compute(params, batch)), params
 
 
-def _beside_one_device(plan, is_narrow, found, batch, key):
-    """Return {name: Value} for the values `found` on the mesh. To measure the noise, compute the
-    single device's values twice more, with weights moved by rounding errors."""
+def _beside_one_device(plan, is_narrow, found, params, batch, key):
+    """Return {name: Value} for the values `found` on the mesh at these weights. To measure the
+    noise, compute one device's values twice more, with weights moved by rounding errors."""
     rounding = jnp.float32(ROUNDING_16 if is_narrow else ROUNDING_32)
     held = any(name.startswith("the held-out") for name in found)
 
@@ -288,7 +284,7 @@ def _beside_one_device(plan, is_narrow, found, batch, key):
         return jax.lax.map(one, jnp.arange(3))
 
     with jax.default_matmul_precision("highest"):
-        wanted = untyped(three)(_whole(_new_weights(plan, key)), _whole(batch), key)
+        wanted = untyped(three)(_whole(params), _whole(batch), key)
     for name, x in wanted.items():
         if x.shape[1:] != found[name].shape:
             raise ConfigError(f"{name} has the shape {list(found[name].shape)} on this mesh, and "

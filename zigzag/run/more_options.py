@@ -112,6 +112,7 @@ class MoreOptions(*added("OfTraining"), Processes):
         checks.check_config(self)
         if self.tokens:
             object.__setattr__(self, "steps", schedules.steps_of_tokens(self))
+            object.__setattr__(self, "tokens", 0)
         all_of_it = self.init_from and not self.network.lora_rank
         derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)
         schedules.fill_in(self)
