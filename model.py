@@ -60,11 +60,11 @@ class Config(Computed):
     head_dim: int = 0             # width of a head; 0: d_model / heads
     norm_eps: float = 1e-6        # added to the mean square in a norm
     rope_theta: float = 10000.0   # RoPE base
-    rope_scaling: str = ""        # JSON, as in a published config.json, of rope_type linear or
+    rope_scaling: str = ""        # JSON as in a published config.json, with rope_type linear or
                                   # llama3: {"rope_type": "linear", "factor": 2}
     embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
     experts_per_token: int = flag(2, least=1)   # experts that each token visits
-    balance: float = 0.01         # weight of the load-balancing loss of the experts
+    balance: float = 0.01         # weight of the experts' load-balancing loss
     router_z: float = 0.001       # weight of the z-loss on the router's logits
 
     def __post_init__(self) -> None:

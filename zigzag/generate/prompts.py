@@ -39,14 +39,14 @@ class Flags(*added("OfSampling"), hosts.Processes):
                                 # an evaluation); empty: the newest
     model: str = flag("", part="published")     # or a Hugging Face folder with a published model
     edited: bool = flag(False, part="published")
-                                # load a published model into an edited model.py, although the
-                                # edit computes a different function
+                                # load a published model into an edited model.py, even though it
+                                # computes something different
     shards: int = 0             # devices to split the model over, independent of training
     mesh: str = ""              # or axis=size,...; data takes the remaining devices
     # what to do
     prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
                                 # a document
-    prompts: str = ""           # or a file with a prompt or an object with "prompt" on each line
+    prompts: str = ""           # or a file with a prompt, or an object with "prompt", per line
     source: str = ""            # or a .npy file of images or sound, for a model that reads them
     # which ids
     tokens: int = flag(256, least=1)    # number of new ids
@@ -57,8 +57,8 @@ class Flags(*added("OfSampling"), hosts.Processes):
                                 # probability
     repetition_penalty: float = 1.0     # above 1: penalize ids that already occur in the text
     stop: tuple = ()            # end an answer before any of these texts
-    stop_at_context: bool = False       # end when the context is full; else continue from its last
-                                        # half
+    stop_at_context: bool = False       # end when the context is full, instead of continuing from
+                                        # its last half
     seed: int = 0               # random seed
     # output
     json: bool = False          # print a JSON object for each text

@@ -71,8 +71,8 @@ class Computed:
     # mesh
     remat: str = flag("none", check=remat_of)
                                   # what to recompute in the backward pass: none, selective, full,
-                                  # full:0.5 (of half of the layers), attention, mlp, attention,mlp;
-                                  # or offload: keep each layer's input in the host's memory
+                                  # full:0.5 (half of the layers), attention, mlp, attention,mlp;
+                                  # or offload: keep each layer's input in host memory
     microbatches: int = flag(1, least=1)
                                   # cut a device's rows into this many parts for the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
@@ -80,10 +80,10 @@ class Computed:
     # model
     lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
     # mesh (rare)
-    kernel: bool = True           # use the device's own kernel for attention, where it has one
+    kernel: bool = True           # use the device's own attention kernel, if it has one
     chunks: int = flag(1, least=1, beside="schedule")
-                                  # groups of consecutive layers on each stage of the pipeline
-    overlap: bool = False         # send over tensor in parts, and multiply each part while the next
+                                  # groups of consecutive layers per pipeline stage
+    overlap: bool = False         # send over tensor in parts, multiplying each part while the next
                                   # one travels
     sum_dtype: str = flag("", one_of=("", "float32"))
                                   # float32: fsdp sums gradients in float32, not dtype; sends more
