@@ -48,7 +48,7 @@ from zigzag.parallel.saved import load_run
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """Return the ids that `generate` adds to this prompt, without a cache. All ids must fit."""
+    """Return the ids `generate` adds to this prompt, without a cache; they must fit the context."""
     forward = jax.jit(functools.partial(network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)

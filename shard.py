@@ -356,8 +356,8 @@ def cross_entropy(logits: Array, vocab_ids: Array, targets: Array, weights: Arra
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> tuple[Array, Array]:
     """Return the sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], and
-    the total weight of the targets that are the argmax, for the stream x and a head like that of
-    `vocab_logits`. Cut the sequence into `chunks` chunks, so that only one chunk's logits are in
+    the total weight of the targets that are the argmax. `head` is the same as in `vocab_logits`.
+    Cut the stream x into `chunks` chunks of the sequence, so that only one chunk's logits are in
     memory (0: as few chunks as possible with at most 2^25 logits each)."""
     split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     # With an unsplit head and a split stream, each device computes all logits for its own tokens.

@@ -63,8 +63,8 @@ def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """How to compute a network. These options affect only rounding and which weights are trained,
-    not the results. This is the base class of every network's config."""
+    """How to compute a network. These options don't change results, except for rounding and which
+    weights are trained. This is the base class of every network's config."""
     # training
     dtype: str = flag("", one_of=("", "float32", "bfloat16"), same=True)
                                   # compute in float32 or bfloat16; empty: float32 on CPU only
