@@ -140,7 +140,7 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         source      ids, an image or sound per prompt, if the model reads them; prompts for an
                     encoder-decoder are [[published.start_id(config)]]
         ended       called with a prompt's index after each piece; if true, its answer ends
-        batch       how many prompts to answer at once; others wait, and have None in a piece
+        batch       the maximum number of prompts at once; others wait, and have None in a piece
 
     An answer depends only on its prompt and its seed. The context is config.seq_len tokens. When a
     row fills it, the row continues from its last half (or ends, with stop_at_context). If a prompt

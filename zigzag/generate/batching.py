@@ -10,8 +10,8 @@ cache, then roll it so that they end at the shared slot. When a row's context is
 the row, and the last half of its text waits to be read again. jax compiles only a few programs: the
 passes for all rows and for an eighth of them, with prompt chunks of up to five lengths.
 
-If positions scale with a row's length (Network.decoding_length), only prompts for which that length
-is equal run together, so an answer doesn't depend on the other prompts.
+If positions scale with a row's length (Network.decoding_length), we run only prompts with the same
+length together, so an answer doesn't depend on the other prompts.
 """
 
 import collections

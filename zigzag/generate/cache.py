@@ -49,7 +49,7 @@ def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
 
 
 def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
-    """Return an empty layer cache {name: [rows, K, slots, N]}; slots divide by `tensor`."""
+    """Return an empty layer cache, {name: [rows, K, slots, N]}, rounding slots up for `tensor`."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
     slots = -(-slots // tensor) * tensor
