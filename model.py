@@ -2,13 +2,13 @@
 
     tokens [B, T] -> embed -> [ x + attention(norm(x)) -> x + MLP(norm(x)) ] x L -> norm -> logits
 
-Attention and the MLP each begin with an RMSNorm. Attention has rotary positions and grouped
-queries. The MLP is a SwiGLU or a mixture of them. Weights are nested dicts of arrays, in which all
-layers are stacked along a leading dimension.
+Attention and the MLP each begin with an RMSNorm. Attention uses rotary positions and grouped
+queries. The MLP is a SwiGLU or a mixture of SwiGLU experts. Weights are nested dicts of arrays,
+with all layers stacked along a leading dimension.
 
-Only `weights` names axes of a mesh. Where a collective may be needed, this file calls shard.py:
-`columns` is the product into attention or an MLP, `row` the product out of it, and so on. On one
-device these are plain matrix products. Published networks that differ are in published/.
+Only `weights` names mesh axes. Wherever it might need a collective, this file calls shard.py:
+`columns` is the matmul into attention or an MLP, `row` is the matmul out of it, and so on. On a
+single device, these are plain matmuls. Published networks that differ are in published/.
 
 B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
 L layers, E experts.
@@ -60,11 +60,11 @@ class Config(Computed):
     head_dim: int = 0             # width of a head; 0: d_model / heads
     norm_eps: float = 1e-6        # added to the mean square in a norm
     rope_theta: float = 10000.0   # RoPE base
-    rope_scaling: str = ""        # JSON, as in a published config.json, of rope_type linear or
+    rope_scaling: str = ""        # JSON as in a published config.json, with rope_type linear or
                                   # llama3: {"rope_type": "linear", "factor": 2}
     embed_scale: float = 0.0      # factor on the embedding; 0: square root of d_model
     experts_per_token: int = flag(2, least=1)   # experts that each token visits
-    balance: float = 0.01         # weight of the load-balancing loss of the experts
+    balance: float = 0.01         # weight of the experts' load-balancing loss
     router_z: float = 0.001       # weight of the z-loss on the router's logits
 
     def __post_init__(self) -> None:
@@ -74,9 +74,9 @@ class Config(Computed):
 
 
 def weights(c: Config) -> Params:
-    """One weight per line: its dimensions, each with the mesh axis that splits it, and its initial
+    """Return the weight table: for each weight, its dimensions with their mesh axes and its initial
     standard deviation (None: all ones, 0.0: all zeros). D/fsdp splits D over fsdp, unless the axis
-    does not divide D or the weight has under --fsdp_min elements. python shard.py prints them."""
+    doesn't divide D or the weight has under --fsdp_min elements. To print it: python shard.py."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # The stream sums 2 L outputs, so each projection starts smaller by a factor of sqrt(2 L).
@@ -111,7 +111,7 @@ def norm(x, scale, c):
 
 
 def rotary(x, positions, c):
-    """Rotates each pair (x[i], x[i + N/2]) of every head in x [B, T, H, N] by the token's position
+    """Rotate each pair (x[i], x[i + N/2]) of every head in x [B, T, H, N] by the token's position
     times the pair's rate, so that q.k depends on the distance between two tokens."""
     rates, _ = rotary_rates(c.head_dim, c.rope_theta, c.rope_scaling)
     return rotate(x, positions, rates)
@@ -122,12 +122,12 @@ def swiglu(gate, up):
 
 
 def block(w, x, i, batch, attend, c):
-    """One layer: the stream x [B, T, D] -> x, aux. aux is None, or a pair: what the layer adds to
-    the loss, and a dict of other sums to log (the step divides each by the loss's count).
+    """Run one layer: the stream x [B, T, D] -> x, aux. aux is None or a pair: what the layer adds
+    to the loss, and a dict of other sums to log (the step divides each by the loss's count).
 
-    i is the layer's number. It is traced, so an `if` cannot depend on it. attend(q, k, v) is causal
-    softmax attention: in training to the keys of the row, in decoding to those in the cache. For a
-    different mask or different scores call attend(q, k, v, mask, scores): see shard.self_attend."""
+    i is the layer's index. It's traced, so an `if` can't depend on it. attend(q, k, v) is causal
+    softmax attention: to the row's keys in training, to the cached keys in decoding. To change the
+    mask or the scores, call attend(q, k, v, mask, scores): see shard.self_attend."""
     h = norm(x, w["attn_norm"], c)
     q, k, v = shard.columns(h, w["wq"], w["wk"], w["wv"])       # [B, T, H, N], [B, T, K, N] twice
     q, k = (rotary(a, batch["positions"], c) for a in (q, k))
@@ -146,8 +146,8 @@ def mlp(w, h):
 
 @shard.part("mlp")
 def mixture_of_experts(w, h, i, batch, c):
-    """For h [B, T, D], the output of each token's best experts, weighted by their shares; and in
-    training the terms that keep the experts equally busy: see shard.router_terms."""
+    """Return the output of each token's best experts for h [B, T, D], weighted by their shares; in
+    training, also the terms that keep the experts equally busy (see shard.router_terms)."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits)
     shares, chosen = lax.top_k(probs, c.experts_per_token)                  # [B, T, best] twice
@@ -170,7 +170,7 @@ def embed(params, tokens, c):
 
 
 def layer(w, x, i, batch, c):
-    """A block for training and `forward`, which see every token of a row and need no cache."""
+    """Run a block in training or `forward`, which see all of a row's tokens and need no cache."""
     w = low_rank.adapted(w)
     w = w | {name: shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv")}
     batch = {"positions": shard.slots_of(batch["tokens"]), **batch}
@@ -181,8 +181,8 @@ def layer(w, x, i, batch, c):
 
 
 def documents(batch):
-    """The number of the document that each token is in [B, T]; -1 where a mask says that there is
-    no token. None if every row is one document."""
+    """Return the index of each token's document [B, T], -1 where the mask is 0, or None if every
+    row is a single document."""
     if "mask" in batch:
         return jnp.where(batch["mask"] > 0, batch.get("segments", 0), -1)
     return batch.get("segments")
@@ -193,15 +193,15 @@ def norm_and_head(params, x, c):
 
 
 def head_logits(params: Params, x: Array, config: Config) -> Array:
-    """float32 logits [B, T, vocab_size] for the next token, from the last layer's x [B, T, D]."""
+    """Return float32 next-token logits [B, T, vocab_size], given the last layer's x [B, T, D]."""
     logits = shard.vocab_logits(*norm_and_head(params, x, config), config.vocab_size)
     return logits[..., :config.vocab_size]
 
 
 def forward(params: Params, tokens: Array, config: Config, positions: Array | None = None,
             segments: Array | None = None, mask: Array | None = None) -> Array:
-    """Logits [B, T, vocab_size] for the token after each of `tokens` [B, T] (one row: no B in all
-    of them). segments number the documents packed into a row; mask is 0 where no token is."""
+    """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. For a single
+    row, leave out B. segments number the documents packed into a row; mask is 0 for padding."""
     given = dict(tokens=tokens, positions=positions, segments=segments, mask=mask)
     batch = {name: jnp.asarray(a) for name, a in given.items() if a is not None}
     if batch["tokens"].ndim == 1:
@@ -214,12 +214,12 @@ def forward(params: Params, tokens: Array, config: Config, positions: Array | No
 
 def loss(params: Params, batch: dict[str, Array], config: Config, specs: Params | None = None
          ) -> tuple:
-    """(sum, count): the sum of each target's weight times its cross-entropy in nats, and the sum of
-    the weights. The step divides them, after it has summed both over parts and devices.
+    """Return (sum, count): the sum of each target's weight times its cross-entropy in nats, and the
+    sum of the weights. The step sums both over parts and devices, then divides them.
 
     A batch with `seeds` [B] is a training batch: dropout is on, experts add router_loss to the sum,
     and a dict of sums to log comes third. With seq, each device has only some of the row's tokens,
-    out of order, so shifting them here would be wrong: make targets in data.collate.
+    out of order, so shifting them here would be wrong: make the targets in data.collate.
 
         loss -> shard.pipelined_loss -> embed_tokens -> shard.embed_lookup
                                      -> shard.layers -> layer -> block -> columns, attend, row
@@ -247,19 +247,19 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 # Decoding: the same block, with attention to a cache of keys and values (zigzag/generate/cache.py)
 
 def cache_layer(config: Config, i: int) -> Layer:
-    """What the cache keeps for layer i: {array: width of a head}, heads[, window: last tokens]."""
+    """Return what layer i's cache holds: {array: head width}, heads[, window: last tokens]."""
     return Layer({"k": config.head_dim, "v": config.head_dim}, config.kv_heads)
 
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
-    """Runs new tokens [B, T] through all layers. Returns the last layer's output [B, T, D], and the
-    cache with their keys and values from `slot` on. Slots before start[b] are padding in row b. The
-    layers of params and cache are lists. `length`, of the whole text, may scale positions."""
+    """Run new tokens [B, T] through all layers. Return the last layer's output [B, T, D] and the
+    cache with their keys and values, from `slot` on. Slots before start[b] are padding in row b.
+    The layers in params and cache are lists. `length`, of the whole text, may scale positions."""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
-    @jax.jit                # traced once for all layers
+    @jax.jit                # trace once for all layers
     def one(w, x, i, cached):
         attend = kv_cache.Attend(cached, slot, start, config.heads, config.kv_heads)
         x, _ = block(w, x, i, batch, attend, config)

@@ -1,16 +1,16 @@
-"""Generation.
+"""Generating text from a trained model.
 
-    generate_slowly   the whole text through the network for every new id: the reference
-    generate_simply   the same ids with a cache of keys and values: one row, one device, a loop
+    generate_slowly   the reference: run the whole text through the network for every new id
+    generate_simply   the same ids with a KV cache: a single row, a single device, a loop
     generate          the same ids again, compiled: batches of prompts, any mesh
 
-    generate -> stream -> prefill -> network.extend             prompts, into a cache
-                       -> decode -> network.extend, draw        a compiled loop over new ids
+    generate -> stream -> prefill -> network.extend             reads prompts into a cache
+                       -> decode -> network.extend, draw        loops over new ids, compiled
 
-The network is the one that was trained; its pass with a cache is called `extend`. On a mesh each
-pass (zigzag/generate/passes.py) is one shard_map. One token cannot be split along the sequence, so
-for it `shard.row` is an all-reduce. The caches are [B, K, S, N]: tensor splits the heads K or, if
-it does not split their weights, the slots S; data, fsdp and expert split the B rows, which are
+The network is the same as in training; its pass with a cache is called `extend`. On a mesh, each
+pass (zigzag/generate/passes.py) is a single shard_map. One token can't be split along the sequence,
+so for it `shard.row` is an all-reduce. The caches are [B, K, S, N]: tensor splits the heads K or,
+if it doesn't split their weights, the slots S; data, fsdp and expert split the B rows, which are
 padded on the left. Waiting prompts take the rows of finished answers (zigzag/generate/batching.py).
 
     python sample.py --run out --prompt "def main("
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import model as model  # (its network is then known)
+import model as model  # registers its network
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import run_main
 from zigzag.core.parts import has_part, part
@@ -48,22 +48,22 @@ from zigzag.parallel.saved import load_run
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt, computed without a cache, if they all fit."""
+    """Return the ids `generate` adds to this prompt, without a cache; they must fit the context."""
     forward = jax.jit(functools.partial(network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
     row = np.zeros((1, len(prompt) + tokens), np.int32)
     row[0, :len(prompt)] = prompt
     for count, at in enumerate(range(len(prompt), row.size)):
-        logits = forward(params, row)[:, at - 1]    # (what follows a token does not change them)
+        logits = forward(params, row)[:, at - 1]    # later tokens don't affect these
         row[:, at] = draw(logits, decoding.keys_of(seeds, count), sampling)
     return row[0, len(prompt):].tolist()
 
 
 def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """The ids that `generate` adds to this prompt, computed in a loop with a cache: the network
-    reads the prompt, and then each new id. This is for a decoder on one device."""
+    """Return the ids that `generate` adds to this prompt, computed in a loop with a cache: the
+    network reads the prompt, then each new id. This is for a decoder on a single device."""
     network, sampling = network_of(config), Sampling(temperature)
     params, start = for_decoding(params, config), np.zeros(1, int)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": start}, seed)
@@ -80,8 +80,8 @@ def generate_simply(params: Any, prompt: Sequence[int], config: Any, tokens: int
 
 
 def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
-    """One id for each row of logits [B, V] (after any repetition_penalty), with a random key for
-    each row: temperature -> top_k -> top_p -> min_p -> one id."""
+    """Draw an id for each row of logits [B, V] (after any repetition_penalty), with a random key
+    per row: temperature -> top_k -> top_p -> min_p -> an id."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     # The largest logit becomes 0, so even a temperature of 1e-30 gives no inf and no 0 / 0.
@@ -92,7 +92,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     if sampling.top_p < 1:
         ranked = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(ranked, -1)
-        # An id stays if those before it add up to less than top_p. The first always stays.
+        # Keep an id if the ones before it add up to less than top_p. Always keep the first.
         stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
         least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -103,16 +103,16 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
 
 
 def engine_of(config: Any) -> Engine:
-    """The model in the form that the passes take."""
+    """Return the model in the form that the passes take."""
     return Engine(network_of(config), config)
 
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
              sampling: Sampling | float = Sampling(), *, stop: Sequence[int | str] = (),
              tokenizer: Any = None, logprobs: bool = False, **options: Any) -> list:
-    """The new ids of each prompt: `tokens` of them, or fewer if an id or a text in `stop` comes
-    first (texts need the tokenizer). With logprobs, pairs (ids, their log-probabilities). The
-    remaining options are those of `stream`, except piece and ended."""
+    """Return the new ids for each prompt: `tokens` of them, or fewer if an id or a text in `stop`
+    comes first (texts need the tokenizer). With logprobs, return pairs (ids, their
+    log-probabilities). The other options are the same as `stream`'s, except piece and ended."""
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [one for one in stop if isinstance(one, str)]
     if texts and tokenizer is None:
@@ -131,20 +131,20 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
            source: Any = None, stop: Sequence[int] = (), piece: int = 8, logprobs: bool = False,
            stop_at_context: bool = False, say: Callable[[str], Any] = warnings.warn,
            batch: int = 64, ended: Callable = lambda n: False, **changes: Any) -> Iterator[list]:
-    """Yield the output of generate in pieces: lists with the next ids of each prompt, which are
-    empty for prompts that have ended. Up to `piece` ids of a prompt come at once.
+    """Yield generate's output in pieces: lists of the next ids for each prompt, empty for prompts
+    that have ended. Each piece has up to `piece` ids per prompt.
 
         sampling    a Sampling or a temperature (0: greedy). You can also pass its fields by name:
                     temperature, top_k, top_p, min_p, repetition_penalty
-        seed        one number, or one for each prompt
-        source      ids, an image or sound for each prompt, if the model reads them; prompts of an
+        seed        a single number, or one per prompt
+        source      ids, an image or sound per prompt, if the model reads them; prompts for an
                     encoder-decoder are [[published.start_id(config)]]
-        ended       called with a prompt's number after each piece; if true, its answer ends
-        batch       the most prompts to answer at once; others wait, and have None in a piece
+        ended       called with a prompt's index after each piece; if true, its answer ends
+        batch       the maximum number of prompts at once; others wait, and have None in a piece
 
-    An answer depends only on its prompt and its seed. The context is config.seq_len tokens. A row
-    that has filled it continues from its last half (with stop_at_context it ends). If a prompt is
-    longer, the model reads only its last tokens. `say` reports both."""
+    An answer depends only on its prompt and its seed. The context is config.seq_len tokens. When a
+    row fills it, the row continues from its last half (or ends, with stop_at_context). If a prompt
+    is longer, the model reads only its last tokens. `say` reports both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     rows = batching.Rows(engine, params, prompts, tokens, sampling, ends, source, seed, batch,
@@ -156,9 +156,9 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
 def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
                  sampling: Sampling | float = Sampling(), seed: int = 0,
                  ends: tuple[int, ...] = (), beams: int = 0) -> Array:
-    """New ids [B, tokens], for use inside a compiled function; with beams, those of the best beam.
-    rows has arrays: `tokens` [B, P], `start` [B] if rows are padded, and the inputs of an encoder.
-    Ignore ids after the first one in `ends`."""
+    """Return new ids [B, tokens], inside a compiled function; with beams, the best beam's ids. rows
+    holds arrays: `tokens` [B, P], `start` [B] if rows are padded, and an encoder's inputs. Ignore
+    ids after the first one in `ends`."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
     if beams:
         return part("tools.beams", "beams").ids_of_rows(engine, params, rows, tokens, ends, beams)
@@ -166,7 +166,7 @@ def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
 
 
 def for_decoding(params: Any, config: Any) -> Any:
-    """The weights as decoding uses them. Call this once yourself if you generate often."""
+    """Prepare the weights for decoding. If you generate often, call this once yourself."""
     with mesh_of_weights(params):
         return engine_of(config).for_decoding(params)
 
@@ -175,16 +175,16 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
                 tokens: int = 128, eos: int | Sequence[int] | None = None, source: Any = None,
                 length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
-    """The best continuations of each prompt, best first: pairs (ids, score). A score is a sum of
-    log-probabilities, divided by length ** length_penalty. tools/beams.py says when it ends."""
+    """Return each prompt's best continuations, best first: pairs (ids, score). A score is a sum of
+    log-probabilities, divided by length ** length_penalty. tools/beams.py explains when it ends."""
     return part("tools.beams", "sample.beam_search").best_beams(
         engine_of(config), params, prompts, beams, tokens, eos, source, length_penalty, early_stop)
 
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
-    """For each row, the sum of its ids' log-probabilities and the number of these ids: all but the
-    first, or the first given[row]. With likeliest, also how many of them are the argmax."""
+    """Return, for each row, the sum of its ids' log-probabilities and how many ids that covers: all
+    but the first, or the first given[row]. With likeliest, add how many of them are the argmax."""
     found = part("tools.scores", "sample.score").logprobs_of(
         engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
@@ -195,14 +195,14 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
          edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
-    """(weights, the network's configuration, tokenizer or None) of a run, at this checkpoint or the
-    newest, or of a published model (`edited`: even if the network's code was edited and may compute
-    a different one). The weights are float32, and split over the mesh if you pass one."""
+    """Load (weights, network config, tokenizer or None) from a run, at this checkpoint or the
+    newest, or from a published model (`edited`: even if an edit of the network's code may compute a
+    different function). The weights are float32, and split over the mesh if you pass one."""
     if "model_type" in read_record(Path(folder) / "config.json"):
         params, config = part("published", f"{folder}").load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
     params, config = load_run(folder, mesh, checkpoint)
-    if config.published and has_part("published"):      # (its context, not that of its rows)
+    if config.published and has_part("published"):      # use the model's context, not its rows'
         config = part("published.llama", "").whole_context(config)
     return params, config, tokenizer_of_run(folder)
 

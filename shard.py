@@ -1,39 +1,39 @@
-"""How a model is split, and every collective that it needs. zigzag/parallel has the fast paths.
+"""How a model is split, and every collective it needs. The fast paths are in zigzag/parallel.
 
-Column, row, column, row: the first weight of a block is split by columns, so each device computes
-its own part of the hidden layer and sends nothing. The last weight is split by rows, and one
-reduction adds up the partial sums (README has the picture). A network's table of weights says which
-dimension each axis splits. For any other function, `infer_specs` finds the alternation
+Column, row, column, row: a block's first weight is split by columns, so each device computes its
+own part of the hidden layer and sends nothing. The last weight is split by rows, and a single
+reduction adds up the partial sums (README has the picture). A network's weight table defines which
+dimension each axis splits. For any other function, `infer_specs` works out the alternation
 (zigzag/parallel/rule.py). The functions below contain the collectives for weights split this way.
-Each parallelism is one section that you can read alone: data, fsdp, tensor (and the vocabulary),
-seq, expert, pipe. Without a mesh, every function that a model calls is the plain computation.
+Each parallelism is a section that you can read on its own: data, fsdp, tensor (and the vocabulary),
+seq, expert, pipe. Without a mesh, every function that a model calls is just plain computation.
 
 B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
 L layers, E experts.
 
-One record, `around()` in zigzag/core/mesh.py, holds what changes these functions from outside:
-overlap, strips, --remat. docs/pytorch.md lists PyTorch's names for all of this.
+A single record, `around()` in zigzag/core/mesh.py, holds the settings that change these functions
+from outside: overlap, strips, --remat. docs/pytorch.md lists PyTorch's names for all of this.
 
 Varying types: read this first
 ------------------------------
 jax.shard_map(f, mesh=mesh, in_specs=..., out_specs=...) runs f on every device, on that device's
-piece of the arguments. A spec says what the piece is: P("data", None) cuts dimension 0 of a matrix
-over the axis data, so with data=2 each device has half of the rows; P() gives every device the
-whole array. Inside f a device sees only its own pieces. Collectives such as lax.psum exchange
-numbers.
+piece of the arguments. A spec defines the piece: P("data", None) cuts dimension 0 of a matrix over
+the axis data, so with data=2, each device has half of the rows; P() gives every device the whole
+array. Inside f, a device sees only its own pieces, and exchanges numbers through collectives such
+as lax.psum.
 
-With check_vma=True (the default) the type of each array in f lists the mesh axes over which its
-value may differ from device to device. The array *varies* over these axes:
+With check_vma=True (the default), the type of each array in f lists the mesh axes over which its
+value may differ between devices. The array *varies* over these axes:
 
     def f(w, x):                            # in_specs=(P(), P("data", None))
         varying(w)                          # set()       P(): every device has the same w
         varying(x)                          # {"data"}    every device has different rows
-        y = w * x                           # {"data"}    made from an array that varies
+        y = w * x                           # {"data"}    computed from a varying array
         return lax.psum(y.sum(), "data")    # set()       every device gets the same sum
 
-The type does not say which dimension was cut: with P(None, "data") x would have the same type.
+The type doesn't show which dimension was cut: with P(None, "data"), x would have the same type.
 
-Some collectives change the type. The types also fix each collective's transpose, which is what
+Some collectives change the type. The types also determine each collective's transpose, which
 autodiff applies to gradients:
 
     collective                        type                transpose
@@ -45,18 +45,18 @@ autodiff applies to gradients:
     psum_scatter                      varying -> varying  all_gather
 
 *Gradients* follow from `mark_varying`. In w * x above, jax first marks w as varying, because x is.
-This sends nothing in the forward pass. In the backward pass the mark's transpose is a psum, so the
-gradient of w is summed over data, as it must be: each device saw different rows. That is right,
+This sends nothing in the forward pass. In the backward pass, the mark's transpose is a psum, so the
+gradient of w is summed over data, as it must be: each device saw different rows. That is correct,
 but it would happen in every part of a batch. So train.make_gradients marks the weights before
-`jax.value_and_grad`. Autodiff does not see these marks and does not transpose them: gradients stay
+`jax.value_and_grad`. Autodiff doesn't see these marks, so it doesn't transpose them: gradients stay
 local through all parts, and `sum_gradients` sums them once.
 
-The step does not mark weights over tensor. `columns` and `row` tell from its type whether a weight
-is split. Where a whole weight meets a stream whose sequence is split, jax marks it, which sums its
-gradient there.
+The step doesn't mark weights over tensor, because `columns` and `row` use a weight's type to tell
+whether it is split. When a whole weight meets a stream whose sequence is split, jax marks the
+weight, which sums its gradient there.
 
-*Counting once.* If four devices all hold the same loss, 3.0, a psum makes it 12. `local_sums`
-prevents that; docs/parallelism.md, "Counting once", says how.
+*Counting once.* If four devices all hold the same loss, 3.0, a psum turns it into 12. `local_sums`
+prevents that, as "Counting once" in docs/parallelism.md explains.
 """
 
 import functools
@@ -120,24 +120,24 @@ from zigzag.parallel.rule import plan_sharding as plan_sharding
 # data
 #
 #   split       the rows of a batch; every device has all weights
-#   collective  one all-reduce of the gradients in each update (lax.psum). With --zero 1 it is a
-#               reduce-scatter: the optimizer's state is split along each weight's largest free
+#   collective  one all-reduce of the gradients per update (lax.psum). With --zero 1, it's a
+#               reduce-scatter: the optimizer state is split along each weight's largest free
 #               dimension (rule.zero1_specs), so clipping and the update run on parts. The compiler
 #               then gathers the new weights, because the step's out_shardings ask for whole ones
-#   bytes       2 (n-1)/n of the gradients in float32, however many parts a batch has
+#   bytes       2 (n-1)/n of the gradients in float32, no matter how many parts a batch has
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
-#               and its gradient is the sum of their gradients. The step divides both once, by the
-#               count over all devices
+#               and its gradient is the sum of the devices' gradients. The step divides both once,
+#               by the count over all devices
 #   more        train.make_gradients calls the first two functions below; a loss that compares rows
 #               calls `all_rows`
 
 def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
-    """A loss's (sum, count, other sums) on this device, adjusted so that a sum over all axes but
-    tensor counts every number once. This function sums over tensor itself. Devices along the axes
-    `shared` (pipe, seq) have the same rows. If a value does not vary over such an axis, its devices
-    all computed the same number: the first device keeps it, and the others take 0. `pools` says
-    that the loss calls whole_time, for example to average over a row's tokens. Then each device of
-    seq may already have the whole row's sum."""
+    """Return a loss's (sum, count, other sums) on this device, adjusted so that a sum over all axes
+    except tensor counts every number once; this function itself sums over tensor. Devices along the
+    axes `shared` (pipe, seq) have the same rows. If a value doesn't vary over such an axis, all of
+    its devices computed the same number: the first one keeps it, and the others use 0. `pools`
+    means that the loss calls whole_time, for example to average over a row's tokens, so each device
+    of seq may already have the whole row's sum."""
     total, count, others = sums
     if pools and "seq" not in varying(count):       # each device pooled the whole sequence
         total, others = pmean_over((total, others), "seq")
@@ -147,14 +147,14 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
 
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
-    """Each gradient, summed over `axes`: all but tensor. The sum leaves out axes that cut this
-    weight (those in its spec), because each of their devices holds a different part of it. Over
-    pipe and expert the gradient of such a part is already complete; over fsdp the transpose of
-    `gather` has summed it. `moments` are the specs of the optimizer's state. Where they name data
-    (--zero 1), each device gets its part of the sum."""
+    """Sum each gradient over `axes`: all axes except tensor. Skip the axes in a weight's spec,
+    because each of their devices holds a different part of the weight. Over pipe and expert, the
+    gradient of such a part is already complete; over fsdp, the transpose of `gather` already summed
+    it. `moments` are the optimizer state's specs. If they name data (--zero 1), each device gets
+    its part of the sum."""
     def summed(x, spec, moment):
         over = axes - spec_axes(spec)
-        if "data" in over & spec_axes(moment):      # first, so that less is left for the psum
+        if "data" in over & spec_axes(moment):      # do this first, to leave less for the psum
             x = reduce_scatter(x, "data", list(moment).index("data"), spec)
             over -= {"data"}
         return lax.psum(x, tuple(sorted(over)))
@@ -164,11 +164,11 @@ def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = N
 
 
 def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
-    """For a loss that compares rows: the rows of all devices, in order, [n B, ...], from this
-    device's x [B, ...]; and the index of this device's first row among them. `rows` is any array of
-    the batch: its type says which axes split the rows. The transpose of the all-gather is a
-    reduce-scatter, which sums a row's gradient over all devices that compared it.
-    recipes/contrastive.py has an example."""
+    """Gather rows for a loss that compares them: from this device's x [B, ...], return all devices'
+    rows in order, [n B, ...], and the index of this device's first row. `rows` is any array of the
+    batch; its type shows which axes split the rows. The all-gather's transpose is a reduce-scatter,
+    which sums a row's gradient over all devices that compared the row. See recipes/contrastive.py
+    for an example."""
     axes = tuple(axis for axis in BATCH_AXES if axis in varying(rows))
     if not axes:
         return named(x, "all_rows"), 0
@@ -179,15 +179,15 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 # fsdp
 #
 #   split       the rows of a batch, and every large weight along one dimension
-#   collective  an all-gather of a layer's weights where the layer uses them, and again in the
+#   collective  an all-gather of a layer's weights where the layer uses them, and another in the
 #               backward pass; its transpose is a reduce-scatter of their gradients
-#   bytes       3 (n-1)/n of the layers' weights, in the compute dtype, for each part of a batch.
-#               The embedding and the head are gathered once for all parts; their gradients are
-#               scattered in each
+#   bytes       3 (n-1)/n of the layers' weights, in the compute dtype, per part of a batch. The
+#               embedding and the head are gathered once for all parts, but their gradients are
+#               scattered in each part
 #   correct     the gathered weight is the whole weight. The reduce-scatter adds up the gradients
-#               from each device's rows, and each device keeps its part of the sum
-#   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why no gathered
-#               weight is kept for the backward pass)
+#               from every device's rows, and each device keeps its part of the sum
+#   more        zigzag/parallel/collectives.py (on TPU), zigzag/parallel/remat.py (why the backward
+#               pass never keeps a gathered weight)
 #
 # train.gather_weights gathers the weights outside the layers once per update. For a weight
 # w [D/n, F], `gather` is the first of these lines, and autodiff adds the other two:
@@ -197,8 +197,8 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 #     dw = lax.psum_scatter(dw, "fsdp", scatter_dimension=0, tiled=True)  # [D/n, F], of all rows
 
 def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
-    """The weights, whole over fsdp. In the backward pass, gradients are sent and summed in
-    `sum_dtype` ('': the weights' own dtype)."""
+    """Gather the weights so that they're whole over fsdp. The backward pass sends and sums
+    gradients in `sum_dtype` ('': the weights' own dtype)."""
     if specs is None or axis_size("fsdp") == 1:
         return weights
 
@@ -211,13 +211,13 @@ def gather(weights: Any, specs: Any, sum_dtype: str = "") -> Any:
 
 def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = None,
            options: Any = Options()) -> tuple[Any, Any]:
-    """The stream x after a stack of equal layers, and the other outputs of the layers, stacked.
+    """Run a stack of identical layers. Return the stream x and the layers' other outputs, stacked.
 
-    A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; the layers are
-    the leading dimension of `weights` and xs. Under fsdp each layer gathers its weights here, where
-    it uses them, and again in the backward pass, so no device keeps them. options.remat says what
-    to recompute in the backward pass: none, selective (all but products with weights), full (all
-    but the layer's input), and others that zigzag/parallel/remat.py lists."""
+    A layer is  x, out = block(w, x, e)  with its weights w and its entry e of xs; layers are the
+    leading dimension of `weights` and xs. With fsdp, each layer gathers its weights here, where it
+    uses them, and again in the backward pass, so no device keeps them. options.remat is what to
+    recompute in the backward pass: none, selective (everything but matmuls with weights), full
+    (everything but the layer's input), or another value listed in zigzag/parallel/remat.py."""
     layer_specs = jax.tree.map(lambda s: P(*s[1:]), specs)
     gathers = specs is not None and axis_size("fsdp") > 1
 
@@ -231,52 +231,52 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 # -------------------------------------------------------------------------------------------
 # tensor, with sequence parallelism
 #
-#   split       F, by the specs of the weights: a block's first weights [D, F] by columns, its last
-#               [F, D] by rows. Between blocks, the sequence of the residual stream if n divides T
+#   split       F, by the weights' specs: a block's first weights [D, F] by columns, its last
+#               [F, D] by rows. Between blocks, the residual stream's sequence if n divides T
 #   collective  an all-gather along T into a block, a reduce-scatter along T out of it; each is the
-#               other's transpose. If n does not divide T, the stream stays whole: no collective
-#               into a block, an all-reduce out of it. On a TPU each strip of rows has its own.
+#               other's transpose. If n doesn't divide T, the stream stays whole: no collective
+#               into a block, an all-reduce out of it. On a TPU, each strip of rows has its own.
 #               --overlap sends parts instead, while it multiplies other parts
-#   bytes       8 (n-1)/n X a layer (forward and backward, attention and MLP); here and below, X is
-#               the bytes of the stream of one part of a batch
-#   correct     the devices' partial products add up to the whole product. Whole weights do not vary
+#   bytes       8 (n-1)/n X per layer (forward and backward, attention and MLP); here and below, X
+#               is the stream's bytes for one part of a batch
+#   correct     the devices' partial products add up to the full product. Whole weights don't vary
 #               over tensor, so autodiff sums their gradients over the parts of the sequence
-#   more        the table of weights says which weights are split; zigzag/parallel/products.py
+#   more        the weight table defines which weights are split; zigzag/parallel/products.py
 #               (adapters, repeat_kv), overlap.py, layer_strips.py
 #
 # If both weights are split and n divides T, the two functions below come down to three lines, for
-# one column weight w_up and one row weight w_down:
+# a single column weight w_up and a single row weight w_down:
 #
 #     x = lax.all_gather(x, "tensor", axis=1, tiled=True)                 # [B, T/n, D] -> [B, T, D]
 #     h = activation(x @ w_up)                                            # [B, T, F/n]
 #     y = lax.psum_scatter(h @ w_down, "tensor", scatter_dimension=1, tiled=True)     # [B, T/n, D]
 #
-# A split weight varies over tensor, and so does a stream whose sequence is split. The type does not
-# say which dimension is split. So only functions of this file may make a stream vary over tensor
+# A split weight varies over tensor, and so does a stream whose sequence is split. The type doesn't
+# show which dimension is split. So only functions in this file may make a stream vary over tensor
 # (`row`, `embed_lookup`, `experts`, `residual_stream`), and only `whole_time` may pick positions.
 
 @labelled
 def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
             gathered: bool = False) -> list[Array]:
-    """Into a block: the stream x [B, T, D] times each weight [D, F, ...], or (weight, bias [1, F,
-    ...]). The products [B, T, F, ...] cover the whole sequence, and this device's columns F if any
-    of the weights is split. dtype: of the products (None: x's). gathered=True: x already has the
-    whole sequence, from time_of_block."""
+    """Enter a block: multiply the stream x [B, T, D] by each weight [D, F, ...], or (weight, bias
+    [1, F, ...]). The products [B, T, F, ...] cover the whole sequence, but only this device's
+    columns F if any of the weights is split. `dtype` is the products' dtype (None: x's).
+    gathered=True means that x already has the whole sequence, from time_of_block."""
     split = any(map(is_split, jax.tree.leaves(weights)))
     if is_split(x) and not gathered:
-        if split and overlap.asked(x):          # the same, one part of T after another
+        if split and overlap.asked(x):          # do the same, one part of T at a time
             return overlap.gathered(lambda weights, x: [linear(x, w, dtype) for w in weights],
                                     weights, x)
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)     # transpose: a reduce-scatter
     elif split:
-        x = mark_varying(x, also={"tensor"})    # transpose: one psum, for all the weights together
+        x = mark_varying(x, also={"tensor"})    # transpose: a single psum for all the weights
     return [linear(x, w, dtype) for w in weights]
 
 
 @labelled
 def row(*pairs: tuple[Array, Array]) -> Array:
-    """Out of a block: row((h, w)) is the product of activations h [B, T, F, ...] and a weight w
-    [F, ..., D], as the stream [B, T, D]. The products of several pairs share one reduction."""
+    """Leave a block: row((h, w)) multiplies activations h [B, T, F, ...] by a weight w [F, ..., D],
+    and returns the stream [B, T, D]. The products of several pairs share a single reduction."""
     hs, weights = zip(*pairs)
     if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
         return checkpoint_name(overlap.scattered(
@@ -285,8 +285,8 @@ def row(*pairs: tuple[Array, Array]) -> Array:
 
 
 def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
-    """The stream from products [B, T, D]. The `partial` sums are added up over the devices of
-    tensor. The `whole` products are equal on all of these devices, and count once."""
+    """Turn products [B, T, D] into the stream. Add up the `partial` sums over tensor. The `whole`
+    products are equal on all of its devices, so count them once."""
     if not partial:
         return residual_stream(sum(whole))
     y = sum(partial)
@@ -300,29 +300,29 @@ def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
 
 # The vocabulary, over the same axis
 #
-#   split       V, of the embedding [V, D] and of the head [D, V]
-#   collective  embedding: a reduce-scatter of the vectors looked up. Loss: an all-gather of the
+#   split       V, in the embedding [V, D] and the head [D, V]
+#   collective  embedding: a reduce-scatter of the looked-up vectors. Loss: an all-gather of the
 #               stream into the head, and all-reduces of a maximum and two sums, [B, T] each.
 #               Sampling: an all-gather of the logits
-#   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 for each part of a batch
+#   bytes       4 (n-1)/n X and 3 all-reduces of [B, T] float32 per part of a batch
 #   correct     one device has a token's vector, and the others add zeros. A softmax over the whole
-#               vocabulary needs only the largest logit and the sum of exponentials of each part
+#               vocabulary needs only each part's largest logit and sum of exponentials
 #   more        zigzag/parallel/products.py (chunks of the sequence, to save memory)
 
 def embed_lookup(table: Array, ids: Array) -> Array:
-    """The vectors of ids [B, T] in a table [V, D], as the stream [B, T, D]."""
+    """Look up the vectors of ids [B, T] in a table [V, D], and return the stream [B, T, D]."""
     if not is_split(table):
         return residual_stream(lookup(table, ids))
-    # An id whose vector is on another device gives zeros. The sum over tensor supplies the vector.
+    # An id whose vector is on another device yields zeros. The sum over tensor adds the vector.
     here = ids - lax.axis_index("tensor") * len(table)
     return into_stream([lookup(table, here, mode="fill", fill_value=0,
                                wrap_negative_indices=False)])
 
 
 def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -> Array:
-    """float32 logits [B, T, V] of the whole vocabulary on every device, to choose tokens from. head
-    is [D, V], or (head, bias [1, V]). Its columns beyond vocab_size are padding and get -1e30.
-    softcap bounds the logits by softcap * tanh(logits / softcap); 0: no bound."""
+    """Return float32 logits [B, T, V] over the whole vocabulary on every device, to choose tokens
+    from. head is [D, V] or (head, bias [1, V]). Its columns past vocab_size are padding and get
+    -1e30. softcap bounds the logits: softcap * tanh(logits / softcap); 0 means no bound."""
     if is_split(x) and not is_split(jax.tree.leaves(head)[0]):      # the same logits everywhere
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     logits = capped(*columns(x, head, dtype=jnp.float32), softcap)
@@ -339,13 +339,13 @@ def _vocab_ids(head):
 
 def cross_entropy(logits: Array, vocab_ids: Array, targets: Array, weights: Array,
                   split_vocab: bool) -> tuple[Array, Array]:
-    """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], from this
-    device's logits [B, T, V/n], which belong to the ids `vocab_ids` [V/n]; and the sum of the
-    weights of targets that are the argmax."""
+    """Return the sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], and
+    the total weight of the targets that are the argmax. The logits [B, T, V/n] are this device's,
+    for the ids `vocab_ids` [V/n]."""
     top = lax.stop_gradient(logits.max(-1))                                     # [B, T]
     top = lax.pmax(top, "tensor") if split_vocab else top
     exp_sum = jnp.exp(logits - top[..., None]).sum(-1)                          # [B, T]
-    # (With an indexed lookup, some compilers would send its gradient between devices.)
+    # If this were an indexed lookup, some compilers would send its gradient between devices.
     target = jnp.where(vocab_ids == targets[..., None], logits, 0).sum(-1)      # [B, T]
     if split_vocab:
         exp_sum, target = lax.psum((exp_sum, target), "tensor")
@@ -355,12 +355,12 @@ def cross_entropy(logits: Array, vocab_ids: Array, targets: Array, weights: Arra
 
 def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weights: Array,
                vocab_size: int, chunks: int = 0, softcap: float = 0.0) -> tuple[Array, Array]:
-    """The sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], for the
-    stream x and a head as `vocab_logits` takes it; and the sum of the weights of targets that are
-    the argmax. The sequence is cut into `chunks` chunks, so that only one chunk's logits are in
-    memory (0: as few chunks as keep each at 2^25 logits or fewer)."""
+    """Return the sum over tokens of weights [B, T] times the cross-entropy of targets [B, T], and
+    the total weight of the targets that are the argmax. `head` is the same as in `vocab_logits`.
+    Cut the stream x into `chunks` chunks of the sequence, so that only one chunk's logits are in
+    memory (0: as few chunks as possible with at most 2^25 logits each)."""
     split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
-    # With a whole head and a split stream, each device computes all logits of its own tokens.
+    # With an unsplit head and a split stream, each device computes all logits for its own tokens.
     local = is_split(x) and not split_vocab
     if local:
         targets, weights = my_time_slice((targets, weights), x)
@@ -385,11 +385,11 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 
 
 # -------------------------------------------------------------------------------------------
-# Who has which part of the sequence
+# Which device has which part of the sequence
 #
 # A row's sequence may be cut three times: over seq (in zigzag order), then over tensor (only in the
-# residual stream, and only if tensor divides T), and for the loss head over pipe. With 8 tokens on
-# seq=2,tensor=2 the devices of seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices of
+# residual stream, and only if tensor divides T), and over pipe for the loss head. With 8 tokens on
+# seq=2,tensor=2, the devices of seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices of
 # tensor that share 0 1 6 7 have 0 1 and 6 7. These functions convert:
 #
 #     shard_time        a batch [B, T], whole          -> this device's part over seq, zigzag order
@@ -398,23 +398,23 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 #     time_of_block     a part over tensor             -> whole over tensor, as inside a block
 #     whole_time        the stream                     -> the whole sequence, in order, everywhere
 #     sum_over_time     a sum over this device's part  -> the sum over the whole sequence
-#     slots_of          tokens of this device          -> the place of each in its row
+#     slots_of          this device's tokens           -> the place of each in its row
 #
-# `columns` goes from the stream to a block and `row` back, so inside a block the sequence is whole
-# over tensor. Under pipe, `pipelined_loss` cuts the sequence for the head.
+# `columns` goes from the stream into a block and `row` back, so inside a block the sequence is
+# whole over tensor. With pipe, `pipelined_loss` cuts the sequence for the head.
 
 def residual_stream(x: Array) -> Array:
-    """The residual stream, from an array [B, T, D] that is whole on every device of tensor."""
+    """Turn an array [B, T, D] that is whole on every device of tensor into the residual stream."""
     n = axis_size("tensor")
     if n == 1:
         return x
-    # (x may vary by its type although all devices have the same numbers: pmean mends the type.)
+    # x's type may vary even though all devices have the same numbers; pmean fixes the type.
     x = own_part(x, 1) if x.shape[1] % n == 0 else pmean_over(x, "tensor")
     return checkpoint_name(x, "stream")
 
 
 def my_time_slice(tree: Any, x: Array) -> Any:
-    """Arrays [B, T, ...] that are whole over tensor, cut to this device's part of the sequence of
+    """Cut arrays [B, T, ...] that are whole over tensor to this device's part of the sequence, like
     the stream x."""
     def own_slice(a):
         if a.shape[1] != x.shape[1] * axis_size("tensor"):
@@ -426,14 +426,14 @@ def my_time_slice(tree: Any, x: Array) -> Any:
 
 
 def time_of_block(x: Array) -> Array:
-    """The whole sequence of an array [B, T, ...] that is cut like the stream, as in `columns`."""
+    """Gather the whole sequence of an array [B, T, ...] cut like the stream, as `columns` does."""
     return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
 
 
 def whole_time(x: Array, in_parts: bool = False) -> Array:
-    """The stream [B, T, D] with its whole sequence on every device, in order: the only way to pick
-    or pool positions. Its transpose keeps this device's part. in_parts=True: the sequence was cut
-    in plain order, and not by shard_time."""
+    """Gather the stream's whole sequence [B, T, D] on every device, in order. This is the only way
+    to pick or pool positions. Its transpose keeps this device's part. in_parts=True means that the
+    sequence was cut in plain order instead of by shard_time."""
     needs_all_time("whole_time")
     if is_split(x):
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
@@ -444,13 +444,13 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
 
 
 def sum_over_time(x: Array) -> Array:
-    """The sum over the whole sequence, from each device's sum over its own part."""
+    """Return the sum over the whole sequence, given each device's sum over its own part."""
     needs_all_time("sum_over_time")
     return lax.psum(x, tuple(sorted(varying(x) & {"seq", "tensor"})))
 
 
 def slots_of(tokens: Array) -> Array:
-    """The slots [1, T] of this device's tokens [B, T, ...]: the place of each in its row."""
+    """Return the slots [1, T] of this device's tokens [B, T, ...]: their places in the row."""
     needs_all_time("slots_of")
     T, n = tokens.shape[1], axis_size("seq")
     if n == 1:
@@ -463,25 +463,25 @@ def slots_of(tokens: Array) -> Array:
 # seq
 #
 #   split       the sequence everywhere, in zigzag order: of 2 n parts, device i has the i-th and
-#               the i-th from the end, so that under a causal mask all devices see equally many keys
+#               the i-th from the end, so with a causal mask all devices see equally many keys
 #   collective  keys and values (and each token's slot, position and document) go around a ring in
 #               n - 1 collective-permutes. The transpose, a step back, returns their gradients
-#   bytes       in each layer 4 (n-1) times those of a device's keys
-#   correct     attention to part of the keys gives a softmax average and the logarithm of its sum
-#               of exponentials. From both, `join` combines the parts into exact attention over all
-#               keys. The rest of a layer treats each token alone
+#   bytes       4 (n-1) times a device's keys per layer
+#   correct     attention to some of the keys yields a softmax average and the logarithm of its sum
+#               of exponentials. From these, `join` combines the parts into exact attention over all
+#               keys. The rest of a layer treats each token independently
 #   more        zigzag/parallel/attention.py, ring_kernel.py; `attend`, below, calls the rings
 
 def _pass_on(keys):
-    """Send these keys to the next device of the ring; returns those of the previous one."""
+    """Send these keys to the next device in the ring, and return the previous device's keys."""
     n = axis_size("seq")
     return lax.ppermute(keys, "seq", [(i, (i + 1) % n) for i in range(n)])
 
 
 def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
-    """Attention [B, T, H, N] in which a query may see any key. Each device keeps its queries while
-    the keys of all devices pass by. attend_to(queries, keys) is attention to some keys, as
-    zigzag/parallel/attention.py explains."""
+    """Compute attention [B, T, H, N] in which a query may see any key. Each device keeps its
+    queries while all devices' keys pass by. attend_to(queries, keys) is attention to some of the
+    keys; zigzag/parallel/attention.py explains it."""
     look_at = recomputed(functools.partial(look, attend_to, queries))
 
     def turn(state, _):
@@ -494,12 +494,12 @@ def ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 
 
 def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
-    """The same for causal attention, in zigzag order: of 2 n parts of the sequence, device i has
+    """Compute causal ring attention in zigzag order: of 2 n parts of the sequence, device i has
     part i (early) and part 2 n - 1 - i (late), so that all devices have equal work.
 
-    The late queries see all early keys. If the keys that pass by are those of a device j < i, the
-    early queries see j's early keys too; if j > i, the late queries see j's late keys too. So of
-    the four pairs of halves, every device computes two in every turn."""
+    The late queries see all early keys. When device j's keys pass by, the early queries also see
+    j's early keys if j < i, and the late queries also see j's late keys if j > i. So every device
+    computes two of the four pairs of halves in every turn."""
     me, n = lax.axis_index("seq"), axis_size("seq")
 
     def halves(tree):
@@ -535,14 +535,14 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
            query_info: Any, key_info: Any, asked: attention.Asked = attention.Asked()) -> Array:
-    """Attention of queries q [B, T, H, N] to keys and values k, v [B, S, K, N], whose sequences may
-    be split over seq. Returns [B, T, H, N].
+    """Compute attention [B, T, H, N] of queries q [B, T, H, N] to keys and values k, v
+    [B, S, K, N]. The sequences may be split over seq.
 
-        attention_fn(q, k, v, allowed) attention to some of the keys: a pair of the result
+        attention_fn(q, k, v, allowed) attends to some of the keys: returns a pair of the result
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
-        mask(query_info, key_info)     makes `allowed` for some queries and some keys, from facts
-                                       about each (trees of [B, T] and of [B, S])
-        asked                          whether it is causal, and what a kernel must know"""
+        mask(query_info, key_info)     computes `allowed` for some queries and keys, from trees of
+                                       arrays that describe them ([B, T] and [B, S])
+        asked                          whether it's causal, and the options for a kernel"""
     needs_all_time("attend")
     tokens = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != tokens:
@@ -554,7 +554,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         return attention_fn(q, k, v, mask(query_info, key_info))
 
     known, by_kernel = asked.known, attention.kernel_fits(q, k, v, asked)
-    if "seq" in varying(q):     # (generation does not split T)
+    if "seq" in varying(q):     # generation doesn't split T
         if by_kernel:
             attend_to = ring_kernel.attend_to(known)
             queries, keys = (q, known.documents), (k, v, known.documents)
@@ -573,19 +573,19 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                 slots: Array | None = None, kernel: bool = True) -> Array:
     """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N].
 
-    A query sees the keys of its own document (documents [B, T]; None: a row is one document) up to
+    A query sees the keys of its own document (documents [B, T]; None: one document per row) up to
     its own slot, or all of them with causal=False. To change that:
 
-        window=100                     only the last 100 of these keys, the query's own included;
-                                       with local=i % 2 == 0 only in every second layer
+        window=100                     see only the last 100 of these keys, including the query's
+                                       own; with local=i % 2 == 0, only in every second layer
         softcap=50.0                   scores s become 50 * tanh(s / 50)
-        mask(query, key)               False where the query may not see the key
-        scores(s, query, key, heads)   new scores, from the (capped) scores s [B, H, T, S] of this
-                                       device's query heads; heads [H] says which heads these are
+        mask(query, key)               False if the query may not see the key
+        scores(s, query, key, heads)   new scores, given the (capped) scores s [B, H, T, S] of this
+                                       device's query heads; heads [H] are the heads' indices
 
     query and key are attention.Token: slot, position and document, arrays [B, T, 1] and [B, 1, S].
     The argument heads is the number of query heads over all devices. A device's attention kernel
-    computes all of this except `mask` and `scores`; with these, attention runs by its formula."""
+    supports all of this except `mask` and `scores`; with those, we compute the plain formula."""
     needs_all_time("self_attend")
     if window and not causal:
         raise ValueError(f"a window of the last {window} keys, and causal=False")
@@ -607,10 +607,10 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
 
 def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array | None = None
             ) -> Array:
-    """The stream [B, T, D] with a share `rate` of its numbers dropped. Only training batches have
-    seeds [B]; without them it drops nothing. The random bits depend on the row's seed, on `site` (a
-    number for this place in the network) and on the slot. They do not depend on the mesh, or on how
-    the batch is cut."""
+    """Drop a fraction `rate` of the numbers in the stream [B, T, D]. Only training batches have
+    seeds [B]; without them, drop nothing. The random bits depend on the row's seed, `site` (a
+    number for this place in the network) and the slot. They don't depend on the mesh or on how the
+    batch is cut."""
     if not rate or seeds is None:
         return x
     if slots is None:
@@ -624,23 +624,23 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 # expert
 #
 #   split       the rows of a batch, and the experts of every layer
-#   collective  an all-to-all sends the tokens to the devices of their experts, and another one
-#               sends the results back; its transpose is an all-to-all. Small all-gathers tell which
-#               experts each token chose, and their shares. Each device sends every other device an
-#               array as large as all its tokens, with zeros for tokens that chose no expert there
-#   bytes       4 (n-1) X a layer, zeros included: the price of never dropping a token
-#   correct     an expert treats each token alone, and the sum over a token's experts is the same
-#               wherever the experts are
+#   collective  an all-to-all sends the tokens to their experts' devices, and another sends the
+#               results back; its transpose is an all-to-all. Small all-gathers send which experts
+#               each token chose, and their shares. Each device sends every other device an array as
+#               large as all its tokens, with zeros for tokens that chose no expert there
+#   bytes       4 (n-1) X per layer, including zeros: the price of never dropping a token
+#   correct     an expert treats each token independently, and the sum over a token's experts is the
+#               same wherever the experts are
 #   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md
 
 @labelled
 def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, *beside: tuple[Array, Array]) -> Array:
-    """A mixture of experts, as the stream: each token of x [B, T, D] goes through the experts
-    `chosen` [B, T, best]. The result is the sum of their outputs, each times its share in `shares`
-    [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
-    activation(...), and multiplies by its rows `down` [E, F, D]. `beside` has (h, w) pairs, as
-    `row` takes them, of an MLP that every token visits; they share the reduction over tensor."""
+    """Run a mixture of experts, and return the stream. Each token of x [B, T, D] goes through the
+    experts `chosen` [B, T, best]. The result is the sum of their outputs, each times its share in
+    `shares` [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
+    activation(...), and multiplies by its rows `down` [E, F, D]. `beside` are (h, w) pairs, like
+    `row`'s, from an MLP that every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
     if is_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
@@ -666,16 +666,16 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
 
 def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
                  ) -> tuple[Array, Array, Array]:
-    """Two sums that a router adds to the loss, from its logits and probabilities [B, T, E] and the
-    experts `chosen` [B, T, best]; and the number of tokens that each expert got, [E].
+    """Return two sums that a router adds to the loss, and how many tokens each expert got, [E]. The
+    inputs are its logits and probabilities [B, T, E] and the experts `chosen` [B, T, best].
 
         balance = E * sum over experts of  visits(e) * probability(e)
         z = sum over tokens of  logsumexp(logits) ** 2
 
-    visits(e) is the number of the row's tokens that chose e, divided by `best`, and probability(e)
-    is the router's mean probability for e. If all experts are equally busy, balance is the number
-    of tokens. Tokens count by their weights [B, T]. Both are sums over rows and tokens, so no mesh
-    and no --accumulate changes them."""
+    visits(e) is how many of the row's tokens chose e, divided by `best`, and probability(e) is the
+    router's mean probability for e. If all experts are equally busy, balance is the number of
+    tokens. Tokens count by their weights [B, T]. Both are sums over rows and tokens, so neither the
+    mesh nor --accumulate changes them."""
     (*_, E), weights = logits.shape, my_time_slice(weights, logits)             # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / chosen.shape[-1]
     mass = jnp.einsum("bte,bt->be", probs, weights)                             # [B, E] twice
@@ -689,39 +689,39 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 #
 #   split       the layers into stages, and a device's rows into microbatches
 #   collective  a collective-permute of the activations to the next stage in every tick; its
-#               transpose sends their gradients back. After the last stage a reduce-scatter along T,
-#               so that all stages share the work of the loss head (an all-reduce where the head
-#               needs the whole sequence, and for the output of an encoder)
+#               transpose sends their gradients back. After the last stage, a reduce-scatter along
+#               T, so that all stages share the loss head's work (an all-reduce if the head needs
+#               the whole sequence, and for an encoder's output)
 #   bytes       2 X ticks / microbatches from stage to stage, and 2 (n-1)/n X for the head's
 #               reduce-scatter (both forward and backward)
 #   correct     every microbatch goes through all layers, in order. A loss is a sum over
-#               microbatches and tokens, so each stage adds its part of it
+#               microbatches and tokens, so each stage adds its part
 #   more        zigzag/parallel/pipeline.py (interleaved, 1f1b, the timetables)
 
 def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> tuple[Array, Any]:
-    """x [B, T, D] after all layers, on the last stage (zeros on the others), and the aux of this
-    stage's layers in each tick. stack(weights, x, numbers, batch) runs the layers of this stage.
+    """Return x [B, T, D] after all layers, on the last stage (zeros on the others), and the aux of
+    this stage's layers per tick. stack(weights, x, numbers, batch) runs this stage's layers.
 
         stage 0 |0 1 2 .          stage 0 starts microbatch 1 while stage 1 works on microbatch 0
         stage 1 |. 0 1 2
 
-    The scan carries one microbatch [b, T, D]: what the previous stage sent in the previous tick.
-    All stages have x, from the embedding; only stage 0 uses it. Autodiff makes the backward pass:
-    the same ticks in reverse, with each send turned around."""
+    The scan carries a single microbatch [b, T, D]: what the previous stage sent in the last tick.
+    All stages have x from the embedding, but only stage 0 uses it. Autodiff derives the backward
+    pass: the same ticks in reverse, with each send turned around."""
     microbatches, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
-    # Marks and cast are outside the ticks. A mark's transpose is a sum over stages (of the gradient
-    # of an encoder's output in the batch), which a stage would skip in an idle tick. And autodiff
-    # adds up the ticks' gradients in the dtype that the ticks read: float32.
+    # Marks and cast stay outside the ticks. A mark's transpose is a sum over stages (for an encoder
+    # output in the batch), which a stage would skip in an idle tick. And autodiff adds up the
+    # ticks' gradients in the dtype that the ticks read: float32.
     xs, batch = split_rows(x, microbatches), mark_varying(split_rows(batch, microbatches), me)
     wide = cast(weights, "float32")
 
     def tick(x, t):
-        m = t - me                                  # the microbatch that is at this stage now
+        m = t - me                                  # the microbatch at this stage now
         x = jnp.where(me == 0, pick(xs, m), x)      # stage 0 takes a new one
 
-        # Without a checkpoint each tick would save its copy of the weights. The policy also decides
+        # Without a checkpoint, every tick would save a copy of the weights. The policy also decides
         # what each layer saves.
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
         def work(x):
@@ -737,9 +737,9 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
 
 
 def share_time(x: Array) -> Array:
-    """This stage's part of the sequence of x [B, T, D], for the head. The last stage has x, and the
-    others have zeros, so a reduce-scatter sums to x. If tensor has already split the sequence, its
-    parts are cut again; if pipe does not divide them, x is first gathered over tensor."""
+    """Return this stage's part of the sequence of x [B, T, D], for the head. The last stage has x
+    and the others have zeros, so a reduce-scatter sums to x. If tensor already split the sequence,
+    cut its parts again; if pipe doesn't divide those, gather x over tensor first."""
     stages = axis_size("pipe")
     if is_split(x) and x.shape[1] % stages:
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
@@ -752,21 +752,21 @@ def share_time(x: Array) -> Array:
 def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any, weights: Any,
                    batch: Any, specs: Any = None, options: Any = Options(), *,
                    all_time: bool = False) -> tuple:
-    """The sum and the count of a loss with a stack of layers in the middle, and any other sums:
+    """Return the sum, the count, and any other sums of a loss with a layer stack in the middle:
 
         x = embed(params, batch)
         x, aux = block(w, x, i, batch)          layer i, with weights w
         sum, count = head(params, x, batch)     or sum, count, {name: other sum}
 
-    The layers are the leading dimension of `weights`, and `specs` are their specs; `batch` is a
-    tree of arrays [B, ...]. aux is None, or a pair: what the layer adds to the loss's sum, and a
+    Layers are the leading dimension of `weights`, and `specs` are the weights' specs; `batch` is a
+    tree of arrays [B, ...]. aux is None or a pair: what the layer adds to the loss's sum, and a
     dict of other sums to log, which have no gradient. `options` is any record with the fields of
-    Options, such as a network's configuration.
+    Options, such as a network's config.
 
-    Without pipe, the function computes just these three lines. Under pipe, each stage's head gets a
-    part of the sequence of x and of the batch, and returns that part's sum and count. If the head
-    needs the whole sequence (whole_time, attend, slots_of, dropout without slots, a mean over
-    tokens), pass all_time=True: then every stage computes the whole head, and it counts once."""
+    Without pipe, this computes just these three lines. With pipe, each stage's head gets part of
+    the sequence of x and of the batch, and returns that part's sum and count. If the head needs the
+    whole sequence (whole_time, attend, slots_of, dropout without slots, a mean over tokens), pass
+    all_time=True: then every stage computes the whole head, and it counts once."""
     options, head = pipeline.options_of(options), _head_of_stage(head, all_time)
     if options.schedule == "1f1b" and axis_size("pipe") > 1:
         stack, options = _stack_of_stage(block, weights, batch, specs, options)
@@ -782,7 +782,7 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
 # The parts of a pipelined_loss
 
 def through_layers(block, weights, x, batch, specs, options):
-    """x after all layers (under pipe: on the last stage, zeros on the others), and their aux."""
+    """Return x after all layers (with pipe: on the last stage, zeros elsewhere), and their aux."""
     stack, options = _stack_of_stage(block, weights, batch, specs, options)
     if axis_size("pipe") == 1:
         return stack(weights, x, jnp.arange(len(jax.tree.leaves(weights)[0])), batch)
@@ -792,15 +792,15 @@ def through_layers(block, weights, x, batch, specs, options):
 
 
 def _stack_of_stage(block, weights, batch, specs, options):
-    """The layers of this stage as one function, stack(weights, x, numbers, batch), and the options
-    with a number of microbatches that divides the rows."""
+    """Return this stage's layers as a single function, stack(weights, x, numbers, batch), and the
+    options with a number of microbatches that divides the rows."""
     own, stages, of_layers = len(jax.tree.leaves(weights)[0]), axis_size("pipe"), options
     if stages > 1:
         pipeline.check_stages(own * stages, options.chunks, specs)
         rows = len(jax.tree.leaves(batch)[0])
         options = options._replace(microbatches=math.gcd(options.microbatches, rows))
     if options.schedule == "1f1b" and own == 1 < stages:
-        # (1F1B recomputes the stage itself, right before its backward pass.)
+        # 1F1B itself recomputes the stage right before the backward pass.
         of_layers = options._replace(remat="none")
 
     def stack(weights, x, numbers, batch):
@@ -812,7 +812,7 @@ def _stack_of_stage(block, weights, batch, specs, options):
 
 
 def _head_of_stage(head, all_time):
-    """The head as every stage calls it: with x on the last stage, and zeros on the others."""
+    """Wrap the head so that every stage can call it: with x on the last stage, zeros elsewhere."""
     if axis_size("pipe") == 1:
         return head
 

@@ -1,4 +1,4 @@
-"""The flags that forecast/ adds, and its command."""
+"""The flags and the command that forecast/ adds."""
 
 import dataclasses
 

@@ -22,18 +22,18 @@ from zigzag.run.loop import report_header
 from zigzag.run.plan import Program, compiled
 from zigzag.run.running import devices_of
 
-# The share of the memory that formulas may fill: a compiler needs more than they predict.
+# The share of memory that the formulas may fill; the compiler needs more than they predict.
 ROOM = 0.95
-# How many of the best meshes to print, and how many of these to compile until one fits.
+# How many of the best meshes to print, and how many of those to compile until one fits.
 SHOWN, COMPILED = 5, 3
 
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
-    """Return the configuration with the fastest mesh that divides the model and fits, its program
-    and its compiled step. This compiles the best few meshes by the estimate until one fits."""
+    """Find the fastest mesh that divides the model and fits. Compile the few best meshes by the
+    estimate until one fits, and return the config with that mesh, its program and compiled step."""
     devices = devices_of(config)
     one = resolved(config, make_mesh(devices[:1]))
-    # Refuse here an option that is wrong on every mesh; later, a refusal only excludes one mesh.
+    # Reject options that are invalid on every mesh here; below, an error only excludes one mesh.
     network, say = network_of(one), Reporter(config.steps).line
     check_network(change(one, batch=1, accumulate=1, microbatches=1, chunks=1, schedule="gpipe"),
                   network, abstract_mesh({}))
@@ -53,7 +53,7 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
     if not costs:
         raise ConfigError(f"--mesh auto: no mesh of {len(devices)} devices divides this model and "
                           f"--batch {config.batch}")
-    # Meshes that do not fit come last. If none fits, the one with the least memory comes first.
+    # Meshes that don't fit come last. If none fit, the one that needs the least memory comes first.
     costs.sort(key=lambda x: (max(1.0, x[1].memory / (ROOM * chip.memory)),
                               x[1].arithmetic + x[1].links))
     say(f"mesh     auto: {len(costs)} meshes of {len(devices)} devices, by the cost model" + (
@@ -82,8 +82,8 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
 
 
 def run(config: Any) -> None:
-    """Compile the real step for the hardware of --topology. Report its memory, arithmetic and
-    collectives, and the time that these take at the chip's published rates."""
+    """Compile the real step for the --topology hardware. Report its memory, FLOPs and collectives,
+    and how long they take at the chip's published rates."""
     begin = time.perf_counter()
     config, ready = programs.choose_mesh(config)
     program = ready[0] if ready else program_of(config)
@@ -124,13 +124,13 @@ def run(config: Any) -> None:
         f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
 
 
-# Units from the largest to the smallest, so that a small model's numbers are not all 0.00.
+# Units from largest to smallest, so that a small model's numbers aren't all 0.00.
 FLOPS = {"Tflop": 1e12, "Gflop": 1e9, "Mflop": 1e6}
 TIMES = {"ms": 1e-3, "us": 1e-6}
 
 
 def _in_units(x, units, digits=1):
-    """Format x in the largest of these units with which x is at least 0.1."""
+    """Format x in the largest of these units that makes it at least 0.1."""
     name, unit = next((pair for pair in units.items() if 10 * x >= pair[1]), [*units.items()][-1])
     return f"{x / unit:,.{digits}f} {name}"
 

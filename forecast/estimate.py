@@ -1,8 +1,8 @@
-"""The speed and the memory of a program, predicted before it runs.
+"""A program's speed and memory, predicted before it runs.
 
-    cost_model     an estimate from formulas, which takes microseconds for a mesh
-    work_of        the collectives and the arithmetic of a compiled program
-    bytes_moved    the bytes that it moves from and to memory
+    cost_model     an estimate from formulas, which takes microseconds per mesh
+    work_of        the collectives and FLOPs of a compiled program
+    bytes_moved    the bytes it moves to and from memory
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from zigzag.run.plan import Program
 # -------------------------------------------------------------------------------------------
 # The estimate
 
-# The cost of --remat in arithmetic and sending, relative to none, measured on compiled programs;
-# then a and b. For each token, a layer saves a d_model + b d_ff numbers for the backward pass.
+# The cost of --remat in FLOPs and sending, relative to none, measured on compiled programs; then a
+# and b. Per token, a layer saves a d_model + b d_ff numbers for the backward pass.
 REMAT = {"none": (1.0, 10, 4), "selective": (1.05, 6, 3), "full": (1.3, 2, 0),
          "offload": (1.3, 0, 0), "attention": (1.05, 10, 4), "mlp": (1.2, 10, 0),
          "attention,mlp": (1.25, 10, 0)}
-# Bytes for each parameter: float32 weights, gradients and two moments, plus a copy in 16 bits.
+# Bytes per parameter: float32 weights, gradients and two moments, plus a 16-bit copy.
 STATE_BYTES = 18
 
 
 class Cost(NamedTuple):
-    """The cost of an update on one device."""
+    """The cost of an update per device."""
     arithmetic: float           # seconds
-    links: float                # seconds of sending
-    parts: dict[str, float]     # bytes of memory, by their content
+    links: float                # seconds spent sending
+    parts: dict[str, float]     # bytes of memory, by content
 
     @property
     def memory(self) -> float:
@@ -49,13 +49,13 @@ class Cost(NamedTuple):
 
 def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flops: float
                ) -> Cost:
-    """Estimate the Cost of an update of `flops` for a transformer, roughly, by the formulas in
+    """Roughly estimate the Cost of a transformer's update of `flops`, using the formulas in
     README's table."""
     c = config.network
     d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
-    # A device's parameters before the split over fsdp, and the trained ones among them; its layers,
-    # its tokens, and README's X and K.
+    # Per device: parameters before the split over fsdp, and how many of those are trained; layers,
+    # tokens, and README's X and K.
     own, trained = (
         sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
             for path, w in by_path(tree).items()) / t
@@ -63,7 +63,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     layers, tokens = c.layers / p, config.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
-    turns = 1       # passes of a stage for each microbatch, idle passes included
+    turns = 1       # a stage's passes per microbatch, including idle ones
     if p > 1:
         count = passes(p, c.microbatches, c.schedule, c.chunks, can_skip(sizes, c.overlap))
         turns = count / c.chunks / c.microbatches
@@ -92,11 +92,11 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
 
 def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Collective]
             ) -> tuple[Sequence[Collective], float, str]:
-    """Return (the collectives of a compiled step, its FLOPs on a device, ""). If the compiler
-    cannot print the program, return `expected`, the usual count, and a text with the reason."""
+    """Return (a compiled step's collectives, its FLOPs per device, ""). If the compiler can't print
+    the program, return `expected`, the usual FLOP count, and a text with the reason."""
     config, mesh = program.config, program.mesh
     c, devices = config.network, mesh.shape["expert"] if config.step == "shard_map" else 1
-    # The rows for each token that fit on a device of experts; experts_per_token / devices are used.
+    # Rows per token that fit on a device of experts; the rows in use are experts_per_token/devices.
     room = min(c.experts_per_token, max(1, c.experts // devices))
     try:
         with _without_stderr():
@@ -108,15 +108,15 @@ def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Coll
 
 
 def bytes_moved(step: jax.stages.Compiled) -> int:
-    """The fewest bytes that a compiled step can move from and to memory: it reads its arguments
-    once, writes its outputs once, and writes and reads its temporary memory once."""
+    """Return the minimum bytes that a compiled step can move to and from memory: it reads its
+    arguments once, writes its outputs once, and writes and reads its temporary memory once."""
     m = step.memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes + 2 * m.temp_size_in_bytes
 
 
 @contextlib.contextmanager
 def _without_stderr():
-    """A context that hides a compiler's output to stderr."""
+    """Hide whatever the compiler prints to stderr."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)

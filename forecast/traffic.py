@@ -1,13 +1,13 @@
-"""The bytes that an update should send, by formulas: one function for each parallelism.
+"""Formulas for the bytes that an update should send, with one function per parallelism.
 
-    n  devices of the axis            G  a device's gradients, in float32
+    n  devices on the axis            G  a device's gradients, in float32
     X  a microbatch's residual        W  the weights that a device gathers over fsdp
        stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
 
-X, W and K are bytes on one device in the dtype of the computation. hlo.add_up knows the share of
-its bytes that a collective sends. So each function below only yields the collectives, as rows: the
-kind, the axes joined by +, how often it runs, and the bytes of its result on a device (for a
-reduce-scatter, of its operand).
+X, W and K are bytes per device in the compute dtype. hlo.add_up computes what fraction of its bytes
+a collective sends, so each function below yields only the collectives. They are rows: the kind, the
+axes joined by +, how often it runs, and the bytes of its result per device (for a reduce-scatter,
+of its operand).
 """
 
 import collections
@@ -28,9 +28,9 @@ from zigzag.parallel.rule import zero1_specs
 
 
 def expected_traffic(plan: Any) -> list[Collective]:
-    """The collectives that an update of a plan.Plan should run, in the form of `hlo.collectives`:
-    those of the weights and, if the loss is one of our decoders', those of the activations (between
-    blocks and stages, around the ring, to experts). [] if the update sends anything further."""
+    """Return the collectives that an update of a plan.Plan should run, like `hlo.collectives`. They
+    cover the weights and, for our own decoders' losses, the activations (between blocks and stages,
+    around the ring, to experts). Return [] if the update sends anything else."""
     sizes = plan.mesh.shape
     rows = []
     for kind, axes, count, size in () if _sends_more(plan) else _rows(plan):
@@ -41,16 +41,16 @@ def expected_traffic(plan: Any) -> list[Collective]:
 
 
 def is_complete(plan: Any) -> bool:
-    """Whether expected_traffic covers everything that an update sends."""
+    """Return whether expected_traffic covers everything that an update sends."""
     knows = _blocks(plan) is not None if plan.network else plan.sizes["tensor"] == 1
     return knows and not _sends_more(plan)
 
 
 def _sends_more(plan):
-    """Whether an update sends anything without a formula: to make matrices orthogonal, to compare
-    rows, for adapters, for weights whose storage differs from their use, for --remat on a part of a
-    layer or of the layers, or for 1F1B with one layer a stage. So does a float32 step on a TPU,
-    which multiplies float32 rounded to bfloat16, and may round before it gathers."""
+    """Return whether an update sends anything that has no formula: to orthogonalize matrices, to
+    compare rows, for adapters, for weights stored differently from how they're used, for --remat of
+    part of a layer or of some layers, or for 1F1B with one layer per stage. A float32 step on a TPU
+    counts as well: its matmuls round to bfloat16, and it may round before it gathers."""
     config, c = plan.config, plan.config.network
     return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
@@ -60,7 +60,7 @@ def _sends_more(plan):
 
 
 def _blocks(plan):
-    """The Traffic of a network's blocks; None if its activations have no formulas."""
+    """Return the Traffic of a network's blocks, or None if its activations have no formulas."""
     by_hand = plan.network and plan.config.step == "shard_map"
     return plan.network.block_traffic(plan.config.network) if by_hand else None
 
@@ -77,48 +77,48 @@ def _rows(plan):
 
 
 class _Run:
-    """The sizes and counts of a device's work in an update."""
+    """The sizes and counts of a device's work per update."""
 
     def __init__(self, config, mesh):
         self.config, self.model, self.mesh = config, config.network, mesh
         c = config.network
         self.sizes = mesh.shape
-        # Bytes of a number. Between CPU devices XLA sends 16-bit numbers in 32 bits.
+        # Bytes per number. Between CPU devices, XLA sends 16-bit numbers as 32 bits.
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
 
-        # The pipeline: its microbatches, and its ticks for all parts of the batch.
+        # The pipeline's microbatches, and its ticks for all parts of the batch.
         S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
         M = c.microbatches if S > 1 else 1
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
         self.ticks, self.passes = config.accumulate * count, config.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
         self.overlaps = c.overlap and config.step == "shard_map"
-        # A microbatch on a device. Between blocks, tensor splits its sequence if it divides it.
+        # A microbatch on a device. Between blocks, tensor splits the sequence if it divides it.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
         self.splits_time = self.time % self.sizes["tensor"] == 0
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
-        # The number of strips of its rows that a layer takes in turn.
+        # How many strips a layer cuts its rows into.
         self.strips = strips.count(self.rows, self.time, self.sizes, platform(mesh),
                                    strips.least(config))
-        # Whether tensor also splits the head's tokens, after the stages have shared them.
+        # Whether tensor also splits the head's tokens after the stages divide them.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
-        # How often a layer runs, and how often a run computes it forward: 1F1B and --remat add one.
+        # How often a layer runs, and forward passes per run, to which 1F1B and --remat add one.
         self.layers = round(self.passes * c.layers / S)
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
-        # How often the embedding and the head run (in 1F1B every tick), and the bytes of their X.
+        # How often the embedding and head run (every tick in 1F1B), and the bytes of their X.
         self.ends = self.ticks if self.is_1f1b else config.accumulate
         self.X_ends = self.X if self.is_1f1b else self.X * M
 
     def scatter(self, axis, count, size):
-        """A row for a reduce-scatter, which on a TPU is several exchanges."""
+        """Return a row for a reduce-scatter, which is several all-to-alls on a TPU."""
         kind, stages = scattering(self.sizes[axis], self.mesh)
         return kind, axis, count * stages, size / stages
 
     def in_parts(self, count, size):
-        """A row for the permutes of --overlap that replace a gather or a scatter over tensor."""
+        """Return a row for the permutes with which --overlap replaces a gather or a scatter."""
         n = self.sizes["tensor"]
         return "collective-permute", "tensor", count * (n - 1), size / n
 
@@ -127,8 +127,8 @@ class _Run:
 # Weights of any function
 
 def _data(weights, run):
-    """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that do
-    not split them. With --zero 1 it scatters them over data, and gathers the new weights."""
+    """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that
+    don't split them. With --zero 1, it scatters them over data and gathers the new weights."""
     reduced = collections.Counter()
     for leaf, decision in weights:
         split = spec_axes(decision.spec)
@@ -140,15 +140,15 @@ def _data(weights, run):
             yield "all-gather", "data", 1, G
             axes.remove("data")
             G /= run.sizes["data"]
-        reduced["+".join(axes)] += G        # the compiler joins the reductions of all weights
+        reduced["+".join(axes)] += G        # the compiler combines all weights' reductions
     for axes, G in reduced.items():
         yield "all-reduce", axes, 1, G
 
 
 def _fsdp(weights, run, gathers_by_layer):
     """3 (n-1)/n W: a layer gathers its weights where it uses them, forward and backward, and
-    scatters their gradients, in each part of the batch and each pass through a stage's layers. An
-    update gathers weights outside of layers once for all parts."""
+    scatters their gradients. It does so in each part of the batch and each pass through a stage's
+    layers. An update gathers weights outside the layers once for all parts."""
     of_gradients = 4 if run.model.sum_dtype else run.itemsize
     for leaf, decision in weights:
         split = spec_axes(decision.spec)
@@ -168,21 +168,21 @@ def _fsdp(weights, run, gathers_by_layer):
 # Activations of the transformer
 
 def _tensor(run, traffic):
-    """8 (n-1)/n X for each layer (4 with a parallel block): a block gathers its tokens at its input
-    and scatters them at its output, and the backward pass runs the transposes. If tensor does not
-    divide the sequence, an all-reduce replaces both."""
+    """8 (n-1)/n X per layer (4 with a parallel block): a block gathers its tokens at its input and
+    scatters them at its output, and the backward pass runs the transposes. If tensor doesn't divide
+    the sequence, an all-reduce replaces both."""
     c, n, blocks = run.model, run.sizes["tensor"], traffic.pairs
-    # If tensor does not divide the heads, every device computes all of attention: no reduction.
+    # If tensor doesn't divide the heads, every device computes all of attention: no reduction.
     is_whole = c.heads % n > 0
     out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
-    # Out of a block forward, and into it backward. The backward pass has the reduced result saved,
-    # so recomputing does not reduce it again.
+    # Reductions out of a block forward, and into it backward. The reduced result is saved for the
+    # backward pass, so recomputing doesn't reduce it again.
     reductions = out * (1 + run.is_1f1b) + into
     if traffic.beside:
-        reductions += 1     # experts and the branch next to them share the gather, except backward
+        reductions += 1     # experts and the other branch share the gather, except backward
     gathers = (blocks * run.forwards + out) * run.splits_time
-    if run.overlaps and run.splits_time:    # experts, and a block that is whole, do not overlap
+    if run.overlaps and run.splits_time:    # experts and unsplit blocks don't overlap
         inner = blocks - is_whole - bool(c.experts)
         scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
@@ -193,21 +193,21 @@ def _tensor(run, traffic):
     yield run.reduce, "tensor", times * reductions, X
     yield "all-gather", "tensor", times * gathers, X
     if run.splits_time:
-        # A norm's scale is whole, and each device has its gradient for a part of the sequence.
+        # A norm's scale is whole, and each device has its gradient for only part of the sequence.
         yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
     if run.splits_time or not is_whole:
-        # The gradients of wq and wo, and of wk and wv, if tensor does not divide their heads.
+        # The gradients of wq and wo, and of wk and wv, if tensor doesn't divide their heads.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
         yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
-    if traffic.head_norms and not is_whole:     # two means of each token, and their gradients
+    if traffic.head_norms and not is_whole:     # two means per token, and their gradients
         yield "all-reduce", "tensor", run.layers * (run.forwards + 1), 2 * run.tokens * 4
 
 
 def _vocabulary(run, rows):
-    """4 (n-1)/n X for the embedding and the head over tensor, and the reductions of the loss over
-    the parts of the logits."""
+    """4 (n-1)/n X for the embedding and the head over tensor, plus the loss's reductions over the
+    parts of the logits."""
     D_bytes, S = run.model.d_model * run.itemsize, run.sizes["pipe"]
-    tokens = run.X_ends // D_bytes          # a stage's head has a part of these
+    tokens = run.X_ends // D_bytes          # each stage's head gets a part of these
     chunks = loss_chunks(tokens // run.time, run.time // S // (
         run.sizes["tensor"] if run.splits_head else 1), rows)
     heads, X_head = run.ends * chunks, run.X_ends // S // chunks
@@ -220,16 +220,16 @@ def _vocabulary(run, rows):
             yield "all-gather", "tensor", heads, X_head
             yield "reduce-scatter", "tensor", heads, X_head
         yield "all-reduce", "tensor", run.ends, D_bytes     # the last norm's scale
-    else:       # the tokens are gathered before the stages share them
+    else:       # gather the tokens before the stages divide them
         yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
         yield "all-reduce", "tensor", heads, X_head
-    # The loss of each token: the largest logit, the sum of exponentials, the target's logit.
+    # For each token's loss: the largest logit, the sum of exponentials, the target's logit.
     yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
 
 
 def _experts(run):
-    """4 (n-1) X for each layer: every device has room for every token, on the way to the experts
-    and back, forward and backward. Devices also send the indices of a token's experts and its
+    """4 (n-1) X per layer: every device has room for every token, on the way to the experts and
+    back, forward and backward. Devices also send the indices of each token's experts and its
     routing weights. Over tensor, each device routes its own tokens and gathers all choices."""
     c, n = run.model, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
@@ -239,27 +239,27 @@ def _experts(run):
     for itemsize in (4, run.itemsize):      # the indices of the experts, and their weights
         yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
-    # The gradients of the routing weights. They are too few to fill a tile of a TPU. If they do not
-    # come from expert, its compiler sums them everywhere and slices.
+    # The gradients of the routing weights. There are too few of them to fill a TPU tile. If they
+    # don't come from expert, the TPU compiler sums them everywhere and slices.
     yield run.scatter("expert", run.layers, n * choices * run.itemsize)
     scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
     yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
     if run.splits_time:
-        # The router is whole. A TPU's compiler rounds its gradient before the sum.
+        # The router is whole. The TPU compiler rounds its gradient before the sum.
         yield ("all-reduce", "tensor", run.layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
     if run.splits_time:
         yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
-    # Sums over the whole sequence: the load of each expert in a row and, outside of layers, the
-    # row's weight.
+    # Sums over the whole sequence: each expert's load per row and, outside the layers, the row's
+    # weight.
     axes = "seq+tensor" if run.splits_time else "seq"
     yield "all-reduce", axes, routings, run.rows * c.experts * 4
     yield "all-reduce", axes, run.ticks, run.rows * 4
 
 
 def _pipe(run):
-    """2 X in each tick, to the next stage and, backward, to the previous one. 2 (n-1)/n X at the
-    end, when each stage receives its part of the tokens of the last stage's output for the head."""
+    """2 X per tick, to the next stage and, backward, to the previous one. 2 (n-1)/n X at the end,
+    when each stage receives its part of the last stage's output tokens for the head."""
     n = run.sizes["tensor"]
     yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
     for kind in ("reduce-scatter", "all-gather"):
@@ -267,8 +267,8 @@ def _pipe(run):
 
 
 def _seq(run, segments):
-    """4 (n-1) K for each layer: keys and values go once around the ring, and their gradients back.
-    The slots and documents that decide which keys a query sees go with them. No layer changes
+    """4 (n-1) K per layer: keys and values go once around the ring, and their gradients go back.
+    The slots and documents that determine which keys a query sees go with them. No layer changes
     these, so most programs send them once for all layers."""
     c, n, hops = run.model, run.sizes["tensor"], run.sizes["seq"] - 1
     K = run.tokens * math.lcm(c.kv_heads, n) // n * c.head_dim * run.itemsize

@@ -1,13 +1,13 @@
 """Generating text with a model. Read it to learn how sampling works.
 
     cache       the KV cache
-    engine      Engine: a model that generates; which device has which part of it
-    passes      the compiled passes: prompts into a cache, and a loop that adds ids
-    decoding    Sampling; how an id is chosen
-    batching    prompts through the rows of a cache; a free row takes the next prompt
-    rows        prompts as padded rows; seeds; the context
-    prompts     sample.py's flags; prompts from files and standard input, as ids
-    answers     the text of an answer while its ids arrive, up to a stop text
+    engine      Engine: a model that generates, and how a mesh splits it
+    passes      the compiled passes: read prompts into a cache, then generate ids in a loop
+    decoding    Sampling, and how to choose an id
+    batching    continuous batching: when a row is free, it takes the next prompt
+    rows        padding prompts into rows; seeds; the context
+    prompts     sample.py's flags; reading prompts from files and standard input as ids
+    answers     an answer's text as its ids arrive, up to a stop text
 
 sample.py's command is in zigzag/commands/; tools/ has beams, scores and chat.
 

@@ -1,10 +1,10 @@
-r"""The text of an answer while its ids arrive, up to a stop text.
+r"""An answer's text as its ids arrive, up to a stop text.
 
-An Answer holds back text that a later id may still change:
+An Answer holds back text that a later id might still change:
 
     ids     Wh | at | \xf0\x9f | \x98 | \x80 | # | ## | ...
-    shown   Wh | What |        |      | What😀 |   |     ...     with the stop "###": # may be its
-                                                                 beginning, so it is held back
+    shown   Wh | What |        |      | What😀 |   |     ...     with stop text "###": # may be the
+                                                                 start of it, so hold it back
 """
 
 import sys
@@ -12,20 +12,20 @@ from typing import Callable, Sequence
 
 
 class Answer:
-    """The ids that follow a prompt's ids, and their text, up to the first stop text. There are at
-    most `tokens` ids, and `room` of them fit into the context. Without `decode` (ids -> text) there
-    is no text."""
+    """The ids that follow a prompt's ids, and their text, up to the first stop text. It holds at
+    most `tokens` ids, of which `room` fit in the context. Without `decode` (ids -> text), it has no
+    text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None, prompt: Sequence[int],
                  stop: Sequence[str] = (), tokens: int = sys.maxsize, room: int = sys.maxsize):
         self.decode, self.stop, self.tokens, self.room = decode, stop, tokens, room
         self.ids, self.logprobs, self.text = [], [], ""
         self.reason = ""        # why it ended: stop, length or context
-        self.before, self.decoded = prompt, 0       # the ids before those that `text` lacks
+        self.before, self.decoded = prompt, 0       # ids already decoded; how many are in `ids`
 
     def add(self, pair: tuple[Sequence[int], Sequence[float]] | None) -> None:
-        """Add the next ids, with their log-probabilities. Empty lists mean that the answer has
-        ended; None means that no ids are ready yet."""
+        """Add the next ids and their log-probabilities. Empty lists mean that the answer ended, and
+        None that no ids are ready yet."""
         if pair is None:
             return
         for i, log in zip(*pair):
@@ -40,10 +40,10 @@ class Answer:
                                           "context" if count >= self.room else "stop")
 
     def _decode(self, is_end: bool = False) -> None:
-        """Add the text of the newest ids, unless its last character is incomplete."""
+        """Decode the newest ids and add their text, unless its last character is incomplete."""
         if not self.decode:
             return
-        # Decode a few ids before them as well: some tokenizers drop a space that begins a text.
+        # Decode a few earlier ids as well, because some tokenizers drop a leading space.
         before = [*self.before[-8:]]
         row = [*before, *self.ids[self.decoded:]]
         new = self.decode(row)[len(self.decode(before)):]
@@ -56,7 +56,7 @@ class Answer:
                 self.text, self.reason = self.text[:at], "stop"
 
     def shown(self) -> str:
-        """The text that no later id can change."""
+        """Return the text that later ids can't change."""
         held = 0 if self.reason else max(
             (n for stop in self.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
             default=0)

@@ -1,17 +1,17 @@
-"""Prompts through a few rows: when an answer ends, a waiting prompt takes its row.
+"""Continuous batching over a few rows: when an answer ends, a waiting prompt takes its row.
 
     row 0   | a a a a a a | d d d d d ...
     row 1   | b b | c c c c c c c | e ...
               time ->
 
-All rows share `slot`, the slot of their newest ids, which grows without end. The cache is a ring
-with as many slots as the longest row has tokens. The prompts of new rows go into a small separate
-cache, which is then rolled so that they end at the slot of all rows. A row whose context is full is
-freed as well, and the last half of its text waits to be read again. jax compiles few programs: the
-passes for all rows and for an eighth of them, and prompt chunks of at most five lengths.
+All rows share `slot`, the slot of their newest ids, which keeps growing. The cache is a ring with
+as many slots as the longest row has tokens. We read prompts for new rows into a small separate
+cache, then roll it so that they end at the shared slot. When a row's context is full, we also free
+the row, and the last half of its text waits to be read again. jax compiles only a few programs: the
+passes for all rows and for an eighth of them, with prompt chunks of up to five lengths.
 
-If positions scale with a row's length (Network.decoding_length), only prompts of the same such
-length run together. So an answer does not depend on the prompts around it.
+If positions scale with a row's length (Network.decoding_length), we run only prompts with the same
+length together, so an answer doesn't depend on the other prompts.
 """
 
 import collections
@@ -41,17 +41,17 @@ from zigzag.generate.rows import (
     source_arrays,
 )
 
-PIECE = 8       # while prompts wait: the most ids to write before looking for free rows
-NEAR = 4        # sort prompts by length within groups that fill the rows 4 times
+PIECE = 8       # while prompts wait, write at most this many ids before looking for free rows
+NEAR = 4        # sort prompts by length within groups of 4 times the number of rows
 
 
 @dataclasses.dataclass(eq=False)
 class Text:
     """A prompt and its answer."""
     number: int             # the index of its prompt
-    ids: list[int]          # the prompt's ids that fit into the context, then the new ids
-    left: int               # the most new ids that it may still get; 0: it has ended
-    count: int = 0          # the number of its new ids
+    ids: list[int]          # the prompt's ids that fit in the context, then the new ids
+    left: int               # how many more new ids it may get; 0: it has ended
+    count: int = 0          # how many new ids it has
     begin: int = 0          # where its context begins in `ids`
     length: int = 0         # Network.decoding_length
 
@@ -60,7 +60,7 @@ class Text:
         return len(self.ids) - self.begin
 
     def add(self, new: list[int], ends: Sequence[int]) -> int:
-        """Add the next ids up to the first one in `ends`. Return how many were added."""
+        """Add the next ids up to the first one in `ends`, and return how many were added."""
         kept = cut_at_end(ends, new)[:self.left]
         self.ids += kept
         self.count += len(kept)
@@ -69,8 +69,8 @@ class Text:
 
 
 class Rows:
-    """The rows on the devices: at most `batch` (more if the mesh does not divide it). `owners` has
-    the Text in each row, or None; `length` is the decoding_length of them all."""
+    """The rows on the devices: at most `batch`, or more if the mesh doesn't divide that. `owners`
+    lists the Text in each row, or None; `length` is the decoding_length that they all share."""
 
     def __init__(self, engine: Engine, params: Any, prompts: Sequence[Sequence[int]], tokens: int,
                  sampling: Sampling, ends: Sequence[int], source: Any, seed: int | Sequence[int],
@@ -82,7 +82,7 @@ class Rows:
         self.network, self.config = engine.network, engine.config
         self.context = size = context_of(self.network, self.config)
         longest = check_ids("prompt", prompts, self.config)
-        # An encoder-decoder's text is never read from its middle on: it ends with the context.
+        # We never reread an encoder-decoder's text from the middle; it ends with the context.
         ends_there = stop_at_context or self.network.source_shape(self.config) is not None
         if longest > size:
             say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
@@ -112,17 +112,17 @@ class Rows:
             text.length, text.number // (NEAR * self.count), text.size)))
 
     def _room(self, text):
-        """The number of new ids until its context is full. The last one is never read."""
+        """Return how many new ids it may get before its context is full. The last is never read."""
         return self.context + 1 - text.size
 
     def _length_of(self, text):
-        """The length that decides the scaling of its positions, as if the text ran alone."""
+        """Return the length that sets the scaling of its positions, as if the text ran alone."""
         tokens = padded_length(text.size) + min(text.left, self._room(text))
         return self.network.decoding_length(self.config, tokens, self.slots)
 
     def written(self, draw: Callable, ended: Callable[[int], Any]) -> Iterator[list]:
-        """Yield the next ids of each text and their log-probabilities: empty lists if it has ended,
-        None if there are none yet. A text stops once ended(its number) is true."""
+        """Yield the next ids and their log-probabilities for each text: empty lists if the text has
+        ended, None if it has none yet. A text stops once ended(its number) is true."""
         while True:
             for text in self.texts:
                 if ended(text.number):
@@ -136,7 +136,7 @@ class Rows:
             yield self._write(draw)
 
     def _places(self):
-        """The rows to read next: all if all are free, else some if an eighth is free."""
+        """Return the rows to read next: all if all are free, or some if an eighth is free."""
         free = [row for row, text in enumerate(self.owners) if text is None]
         if not self.waiting or len(free) < max(1, self.count // 8):
             return []
@@ -145,7 +145,7 @@ class Rows:
         return free[:self.some] if self.waiting[0].length == self.length else []
 
     def _read(self, places):
-        """Read waiting texts into the rows `places`. Some of these may stay free."""
+        """Read waiting texts into the rows `places`, some of which may stay free."""
         is_all = len(places) == self.count
         if is_all:
             self.length = self.waiting[0].length
@@ -155,7 +155,7 @@ class Rows:
             if self.waiting and self.waiting[0].length == self.length:
                 self.owners[row] = self.waiting.popleft()
                 texts.append(self.owners[row])
-        # If there are too few texts, repeat the last one, which goes into its row several times.
+        # If there are too few texts, repeat the last one; we write it to its row several times.
         more = (self.count if is_all else self.some) - len(texts)
         texts, places = (some + some[-1:] * more for some in (texts, places[:len(texts)]))
         tokens, start = padded_prompts(
@@ -173,7 +173,7 @@ class Rows:
             self.start[places] = start + moved
 
     def _write(self, draw):
-        """Write the next ids of the occupied rows."""
+        """Generate the next ids for the occupied rows."""
         taken = [text for text in self.owners if text]
         rows = [text or taken[0] for text in self.owners]
         limit = min(max(text.left for text in taken), min(map(self._room, taken)), self.piece,
@@ -197,11 +197,11 @@ class Rows:
                 count = text.add(ids[row], self.ends)
                 new[text.number] = ids[row][:count], logs[row][:count]
                 if text.left and text.size > self.context:
-                    # Its context is full: free its row, and read the last half again later.
+                    # Its context is full, so free the row and reread the last half later.
                     self.owners[row] = None
                     text.begin = len(text.ids) - max(1, self.context // 2)
                     text.length = self._length_of(text)
-                    # It goes last if it cannot run together with the current rows.
+                    # It goes last if it can't run together with the current rows.
                     self.waiting.insert(
                         0 if text.length == self.length else len(self.waiting), text)
         return new
@@ -209,9 +209,9 @@ class Rows:
 
 @jax.jit(static_argnames="engine", donate_argnames="cache")
 def put_rows(engine: Engine, cache: Any, new: Any, places: Any, moved: Any) -> Any:
-    """Put the rows of a `new` cache, `moved` slots further on, into the cache at these places."""
+    """Copy the rows of a `new` cache into the cache at `places`, `moved` slots further on."""
     def put(name, rows, new):
-        # Keys of a source have no slots, so they are not rolled.
+        # A source's keys have no slots, so don't roll them.
         return rows.at[places].set(new if name.startswith("cross") else jnp.roll(new, moved, 2))
 
     cache = [{name: put(name, layer[name], of_new[name]) for name in layer}

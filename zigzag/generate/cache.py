@@ -1,16 +1,15 @@
 """The KV cache: the keys and values of all tokens so far.
 
-    [B, K, S, N]    keys and values of a layer. Token p of the padded row is in slot p mod S
-    a window        S is the window plus one chunk of a prompt: new tokens overwrite the ones that
-                    have left the window
-    latent          one vector for all heads, from which the layer makes keys and values
-    on a mesh       tensor splits the heads K. If it does not divide them, it splits the slots S:
-                    each device attends with all heads to its own slots, and `_join` combines the
+    [B, K, S, N]    a layer's keys and values. Token p of the padded row is in slot p mod S
+    a window        S is the window plus one prompt chunk: new tokens overwrite the ones that have
+                    left the window
+    latent          a single vector for all heads, from which the layer computes keys and values
+    on a mesh       tensor splits the heads K. If it doesn't divide them, it splits the slots S:
+                    each device attends to its own slots with all heads, and `_join` combines the
                     results as in ring attention
 
-Each layer has its own arrays, so the compiled loop over tokens updates them in place. A scan over
-stacked layers would copy them. Slots come after heads because the matrix products read them in that
-order.
+Each layer has separate arrays, so the compiled loop over tokens updates them in place; a scan over
+stacked layers would copy them. Slots come after heads because the matmuls read them in that order.
 """
 
 from typing import Any, Callable
@@ -26,15 +25,15 @@ from zigzag.generate.decoding import State
 from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
 from zigzag.parallel.network import Layer
 
-# Prefill reads a prompt in chunks of this many tokens.
+# Prefill reads prompts in chunks of this many tokens.
 CHUNK = 256
 
-# Extra arrays of a layer with cross-attention: keys, values and documents of an encoder's output.
+# Extra arrays of a layer with cross-attention: the encoder output's keys, values and documents.
 CROSS = ("cross_k", "cross_v", "cross_document")
 
 
 def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
-    """The specs of a layer's cache on this mesh, given the specs of its weights."""
+    """Return the specs of a layer's cache on this mesh, given the specs of the layer's weights."""
     def are_split(names):
         leaves = jax.tree.leaves([specs[name] for name in names if name in specs])
         return mesh.shape["tensor"] > 1 and any("tensor" in spec for spec in leaves)
@@ -50,7 +49,7 @@ def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
 
 
 def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
-    """An empty cache of a layer, {name: [rows, K, slots, N]}; slots are a multiple of `tensor`."""
+    """Return an empty layer cache, {name: [rows, K, slots, N]}, rounding slots up for `tensor`."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
     slots = -(-slots // tensor) * tensor
@@ -59,12 +58,12 @@ def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) 
 
 
 def _slot_shards(cached, kv_heads):
-    """The number of devices that share the slots over tensor: 1 unless each has all heads."""
+    """Return how many devices share the slots over tensor: 1 unless each device has all heads."""
     return axis_size("tensor") if cached.shape[1] == kv_heads else 1
 
 
 def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
-    """Write new keys, values or latent vectors [B, T, K, N] into `cached` from `slot` on."""
+    """Write new keys, values or latent vectors [B, T, K, N] into `cached`, starting at `slot`."""
     new = mark_varying(new.swapaxes(1, 2).astype(cached.dtype), cached)
     shards, size = _slot_shards(cached, kv_heads), cached.shape[2]
     if shards == 1:
@@ -74,17 +73,17 @@ def update(cached: Array, new: Array, slot: Array, kv_heads: int) -> Array:
         on_cpu = (platform() or jax.default_backend()) == "cpu"
         if len(cached) > 1 or new.shape[2] > 1 or not on_cpu:
             return put(cached)
-        # For a single row, a CPU's compiler also fuses `put` into the products that read its
-        # result, which copies all slots. A branch, even one that is always taken, prevents this
-        # (attention to 2,048 slots: 42 -> 22 ms).
+        # For a single row, the CPU compiler also fuses `put` into the matmuls that read its result,
+        # which copies all slots. A branch prevents this, even if it's always taken (attention to
+        # 2,048 slots: 42 -> 22 ms).
         return lax.cond(slot >= 0, put, lambda cached: cached, cached)
     here = (slot + jnp.arange(new.shape[2])) % (size * shards) - lax.axis_index("tensor") * size
-    here = jnp.where((here >= 0) & (here < size), here, size)       # size: on a different device
+    here = jnp.where((here >= 0) & (here < size), here, size)       # size: on another device
     return cached.at[:, :, here].set(new, mode="drop")
 
 
 class Attend:
-    """A shard.self_attend for decoding. Call it with q, k, v of new tokens [B, T] at slots
+    """A drop-in shard.self_attend for decoding. Call it with q, k, v of new tokens [B, T] in slots
     slot ... slot + T - 1 of rows that begin at slots start [B]. It adds k and v to a layer's cache
     (the new cache is `.layer`) and attends to all keys in the cache."""
 
@@ -109,17 +108,17 @@ class Attend:
 
 
 def query_tokens(slot: Array, start: Array, count: int) -> Token:
-    """The Token of `count` new tokens from `slot` on, in rows that begin at slots start [B]."""
+    """Return the Token of `count` new tokens from `slot` on, in rows that begin at start [B]."""
     slots = jnp.broadcast_to(slot + jnp.arange(count), (len(start), count))
     return Token(slots, jnp.maximum(slots - start[:, None], 0), jnp.zeros_like(slots))
 
 
 def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, start: Array,
            heads: int, kv_heads: int, folds: bool = True) -> Array:
-    """Attention [B, T, H, M] of queries q [B, T, H, N] to the cached k and v [B, K, S, N], which
-    already include the queries' own keys. `attention` is a function(q, k, v, (query, key)) from
-    attention.self_attention. `folds` moves the query heads that share a kv head into the T of q, so
-    that keys need no repeating."""
+    """Compute attention [B, T, H, M] of queries q [B, T, H, N] to the cached k and v [B, K, S, N],
+    which already include the queries' own keys. `attention` is a function(q, k, v, (query, key))
+    from attention.self_attention. `folds` moves query heads that share a kv head into the T of q,
+    so that we don't have to repeat keys."""
     shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
     if shards > 1 and own_heads < heads:
         q = lax.all_gather(q, "tensor", axis=2, tiled=True)
@@ -134,7 +133,7 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
     def attend_to(queries, keys):
         (q, query), (k, v, key) = queries, keys
         values, logsum = attention(q, k, v, both(query, key))
-        if shards > 1:      # values and logsum in one array: in_blocks concatenates one result
+        if shards > 1:      # put both in a single array, because in_blocks returns only one
             logsum = logsum.swapaxes(1, 2)[..., None]
             values = jnp.concatenate([values.astype(jnp.float32), logsum], -1)
         return values, logsum
@@ -146,17 +145,17 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
 
 
 def _key_tokens(query, start, slots, total):
-    """The Token in each of these slots of a cache with `total` slots: the newest token of the row
-    that belongs there. Padding and empty slots are in document -1."""
+    """Return the Token in each of these slots of a cache with `total` slots: the newest of the
+    row's tokens that map to the slot. Padding and empty slots get document -1."""
     last, start = query.slot[:, -1:], start[:, None]
     slots = last - (last - slots) % total
     return Token(slots, jnp.maximum(slots - start, 0), jnp.where(slots < start, -1, 0))
 
 
 def _join(out, own_heads):
-    """Combine each device's attention `out` to its own slots into attention to the slots of all
-    devices, for this device's `own_heads` heads. The last number of each vector in `out` is the
-    logsumexp of its scores."""
+    """Combine every device's attention `out`, each to its own slots, into attention to all slots
+    for this device's `own_heads` heads. The last number in each vector of `out` is the logsumexp of
+    its scores."""
     values, logsum = out[..., :-1], out[..., -1:]
     share = jnp.exp(logsum - lax.pmax(logsum, "tensor"))
     values = values * share / lax.psum(share, "tensor")

@@ -1,7 +1,7 @@
 """How decoding chooses an id.
 
-If a mesh splits the rows, all devices continue until the last row has ended, because they may have
-to gather weights together.
+If a mesh splits the rows, all devices keep going until the last row ends, because they may need to
+gather weights together.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from jax import Array, lax
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import varying
 
-# {name: array of rows}; passes.py has a table of the names.
+# {name: array of rows}; passes.py lists the names.
 State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to choose an id: the options of `generate` that are compiled into the loop."""
+    """How to choose an id: the options of `generate` that jax compiles into the loop."""
     temperature: float = 1.0            # 0: greedy
     top_k: int = 0                      # keep the k most likely ids; 0: all
     top_p: float = 1.0                  # keep the most likely ids, up to this total probability
@@ -40,24 +40,24 @@ GREEDY = Sampling(temperature=0)
 
 
 def sampling_of(sampling: Sampling | float, changes: dict[str, Any]) -> Sampling:
-    """The Sampling with these fields changed. A number means a Sampling of that temperature."""
+    """Return the Sampling with these changes. A number means a Sampling with that temperature."""
     if isinstance(sampling, Sampling):
         return dataclasses.replace(sampling, **changes)
     return Sampling(temperature=sampling, **changes)
 
 
 def end_ids(ends: Any, vocab_size: int) -> list[int]:
-    """The ids in `ends` (one id, several or None) that are in the vocabulary."""
+    """Return the ids in `ends` (a single id, several or None) that are in the vocabulary."""
     return [int(i) for i in np.ravel([] if ends is None else ends) if 0 <= i < vocab_size]
 
 
 def penalised(logits: Array, seen: Array, penalty: float) -> Array:
-    """Lower the logits [B, V] of the ids that are `seen` [B, V]."""
+    """Return the logits [B, V] with those of the ids in `seen` [B, V] lowered."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def ids_seen(rows: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """Whether each id appears in each of these rows, [B, V]."""
+    """Return whether each id appears in each of these rows, [B, V]."""
     seen = np.zeros((len(rows), vocab_size), bool)
     for of_row, ids in zip(seen, rows):
         of_row[ids] = True
@@ -65,26 +65,26 @@ def ids_seen(rows: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
 
 
 def before_ids(seeds: Any, ends: Sequence[int], count: Any = 0) -> State:
-    """The state of rows with these seeds [B, 3] before the next id is chosen. Each row already has
-    `count` [B] new ids."""
+    """Return the state of rows with these seeds [B, 3] before the next id is chosen. Each row
+    already has `count` [B] new ids."""
     return {"seeds": seeds, "count": np.zeros(len(seeds), np.int32) + np.array(count, np.int32),
             "ended": np.zeros(len(seeds), bool),
-            # Pad with -1, which is no id, to 8 ends, so that new ends need no new compilation.
+            # Pad to 8 ends with -1, which isn't a valid id, so that new ends don't recompile.
             "ends": np.array([*ends, *[-1] * max(1, 8 - len(ends))], np.int32)}
 
 
 def keys_of(seeds: Array, count: Array | int) -> Array:
-    """The random keys [B] for new id number `count` (one for all rows, or [B]) of rows with these
-    seeds [B, 3]."""
+    """Return the random keys [B] for new id number `count` (a single number for all rows, or [B])
+    of rows with these seeds [B, 3]."""
     return jax.vmap(lambda seed, count: functools.reduce(
         jax.random.fold_in, (seed[1], seed[2], count), jax.random.key(seed[0])))(
             seeds, jnp.broadcast_to(count, len(seeds)))
 
 
 def choose(state: State, logits: Array, sampling: Sampling, draw: Callable) -> tuple[State, Array]:
-    """Choose an id for each row by draw (sample.draw) from these logits [B, V]. Return the state
-    with these `newest` ids, and their log-probabilities [B]. Rows that have ended also get ids,
-    which nothing reads."""
+    """Choose an id for each row from these logits [B, V] with draw (sample.draw). Return the state
+    with these as the `newest` ids, and their log-probabilities [B]. Rows that have ended get ids
+    too, but nothing reads them."""
     has_penalty = "seen" in state
     scores = penalised(logits, state["seen"], sampling.repetition_penalty
                        ) if has_penalty else logits
@@ -98,6 +98,6 @@ def choose(state: State, logits: Array, sampling: Sampling, draw: Callable) -> t
 
 
 def any_device(x: Array) -> Array:
-    """Whether x holds a True on any device."""
+    """Return whether x contains a True on any device."""
     x, axes = x.any(), tuple(sorted(varying(x)))
     return lax.pmax(x.astype(jnp.int32), axes) > 0 if axes else x

@@ -1,9 +1,9 @@
-"""Engine: a model that generates text. It knows which device of a mesh has which rows, weights and
-parts of the cache.
+"""Engine: a model that generates text, and how a mesh splits its rows, weights and cache.
 
-On a mesh, a forward pass is one shard_map, like a training step. It takes the weights and the state
-(passes.py). The weights are split as in training, except that each device has all layers. The
-state is the rows, padded to a number that the mesh divides, the cache, and what all rows share.
+On a mesh, a forward pass is a single shard_map, like a training step. It takes the weights and the
+state (passes.py). The weights are split as in training, except that each device has all layers.
+The state consists of the rows, padded so that the mesh divides their number, the cache, and the
+values that all rows share.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from zigzag.parallel.collectives import all_gather
 from zigzag.parallel.network import Network
 from zigzag.parallel.table import layer_counts
 
-REPLICATED = {"slot", "ends", "limit", "written"}     # values of a state that all rows share
+REPLICATED = {"slot", "ends", "limit", "written"}     # state values that all rows share
 
 
 @contextlib.contextmanager
 def mesh_of_weights(params: Any) -> Iterator[None]:
-    """Make the mesh of the weights jax's ambient mesh."""
+    """Make the weights' mesh jax's ambient mesh."""
     mesh = mesh_of(params)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         yield
@@ -39,39 +39,39 @@ def mesh_of_weights(params: Any) -> Iterator[None]:
 class Engine:
     """A model that generates text. Its specs are for jax's ambient mesh."""
     network: Network
-    config: Any             # the network's configuration
+    config: Any             # the network's config
 
     def decoder_of(self, tree: Any) -> Any:
         return self.network.decoder_of(tree) if self.network.decoder_of else tree
 
     @property
     def specs(self) -> Any:
-        """The specs of the weights for decoding; None on one device."""
+        """The weights' specs for decoding, or None on a single device."""
         return _specs(self, get_abstract_mesh())
 
     def unstacked(self, params: Any) -> Any:
-        """The weights in the dtype of decoding, with a list of layers."""
-        # w[i] would compile one slice for each i; a dynamic index compiles one for all layers.
+        """Return the weights in the decoding dtype, with the layers as a list."""
+        # w[i] would compile a slice for each i; a dynamic index compiles one for all layers.
         params = self.decoder_of(params)
         return unstack_layers(cast(params, self.config.dtype), layer_counts(params),
                               lambda w, i: lax.dynamic_index_in_dim(w, i, 0, keepdims=False))
 
     def for_decoding(self, params: Any) -> Any:
-        """Prepare the weights for decoding: cast them, split them, and make a list of layers.
-        Weights that are already prepared are returned unchanged."""
+        """Prepare the weights for decoding: cast them, split them, and turn the layers into a list.
+        If they're already prepared, return them unchanged."""
         if isinstance(params.get("layers"), list):
             return params
         return placed(self.unstacked(params), self.specs)
 
     def places(self, mesh: Any) -> Any:
-        """The shapes of the result of for_decoding on this mesh, each with its sharding."""
+        """Return the shapes and shardings that for_decoding produces on this mesh."""
         shapes = jax.eval_shape(self.unstacked, self.network.weight_shapes(self.config))
         specs = _specs(self, mesh) or jax.tree.map(lambda _: P(), shapes)
         return jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes,
                             shardings(specs, mesh))
 
     def cache_specs(self, cache: Any = None) -> list[dict[str, P]]:
-        """The specs of all arrays of the cache, or only of those in `cache`."""
+        """Return the specs of all arrays in the cache, or only of those in `cache`."""
         mesh = get_abstract_mesh()
         found = [layer_specs(layer, own, mesh) for layer, own in zip(
             self.network.cache_layers(self.config), self.specs["layers"], strict=True)]
@@ -79,19 +79,19 @@ class Engine:
             {name: of_layer[name] for name in own} for own, of_layer in zip(cache, found)]
 
     def placed_cache(self, cache: Any) -> Any:
-        """Split the cache as the passes expect it."""
+        """Split the cache the way the passes expect."""
         return placed(cache, self.specs and self.cache_specs(cache))
 
     def empty_cache(self, rows: int, slots: int, dtype: Any) -> list[State]:
-        """An empty cache for this number of rows and slots."""
+        """Return an empty cache with this many rows and slots."""
         tensor = get_abstract_mesh().shape.get("tensor", 1)
         return self.placed_cache([new_layer(layer, rows, slots, dtype, tensor)
                                   for layer in self.network.cache_layers(self.config)])
 
     def on_mesh(self, fn: Callable, params: Any, state: State, outputs: Iterable[str]) -> State:
-        """Run fn(params, specs, state) in one shard_map over the ambient mesh, or directly without
-        a mesh. fn gets this device's part of the state and of the weights; fsdp still splits those
-        of layers. It returns a dict with the names `outputs`."""
+        """Run fn(params, specs, state) in a single shard_map over the ambient mesh, or directly if
+        there's no mesh. fn gets this device's part of the state and the weights; layer weights are
+        still split over fsdp. fn returns a dict with the keys `outputs`."""
         specs = self.specs
         if specs is None:
             return fn(params, None, state)
@@ -110,9 +110,9 @@ class Engine:
 
 
 def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any:
-    """Replace the stacked weights [L, ...] of a tree by a list of layers, each a dict. `counts` has
-    the names of the stacks, in order, and the number of layers in each. of_layer(leaf, i) makes the
-    leaf of layer i from a stacked leaf (a weight, or its spec)."""
+    """Replace a tree's stacked weights [L, ...] with a list of layers, each a dict. `counts` maps
+    the names of the stacks, in order, to the number of layers in each. of_layer(leaf, i) returns
+    layer i's leaf, given a stacked leaf (a weight or its spec)."""
     return {**{name: w for name, w in tree.items() if name not in counts}, "layers": [
         low_rank.adapted(jax.tree.map(lambda w: of_layer(w, i), tree[name]))
         for name, count in counts.items() for i in range(count)]}
@@ -120,7 +120,7 @@ def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any
 
 @functools.cache
 def _specs(engine, mesh):
-    """The specs of the weights: those for training, without the dimension of layers."""
+    """Return the weights' specs: the training specs without the layer dimension."""
     if mesh.size <= 1:
         return None
     network, config = engine.network, engine.config
@@ -130,14 +130,14 @@ def _specs(engine, mesh):
 
 
 def placed(tree: Any, specs: Any) -> Any:
-    """Split the tree over the ambient mesh by its specs; return it unchanged if they are None."""
+    """Split the tree over the ambient mesh by its specs; if they're None, return it unchanged."""
     mesh = get_abstract_mesh()
     return tree if specs is None else lax.with_sharding_constraint(tree, shardings(specs, mesh))
 
 
 def gather_all_but_layers(params: Any, specs: Any) -> Any:
-    """All-gather the weights over fsdp, except those of layers: model.extend gathers a layer's
-    weights when it reaches that layer."""
+    """All-gather the weights over fsdp, except for layers: model.extend gathers a layer's weights
+    when it gets to that layer."""
     def whole(path, w, spec):
         if "fsdp" not in spec or any(getattr(key, "key", "").endswith("layers") for key in path):
             return w

@@ -1,22 +1,22 @@
-"""The compiled passes of generation, on one device or on a mesh.
+"""The compiled passes of generation, on a single device or a mesh.
 
-    new_cache       an empty cache; with an encoder, the keys and values of its sources
+    new_cache       create an empty cache; with an encoder, add the sources' keys and values
     read_chunk      read some tokens of each row into the cache
-    prefill         read all tokens, chunk by chunk, into a new cache
-    decode          a compiled loop: read each row's newest id, choose the next
-    ids_of_rows     prefill and decode, which may be a part of a compiled function
+    prefill         read all tokens into a new cache, chunk by chunk
+    decode          loop in compiled code: read each row's newest id, choose the next
+    ids_of_rows     prefill, then decode; works inside a compiled function
 
-Each takes an Engine (a model) first. On a mesh a pass is one shard_map (Engine.on_mesh). In it a
-device has its rows, all layers, and its part of each weight and of the cache. A pass also takes the
-state of its rows, a dict of arrays:
+Each takes an Engine (a model) first. On a mesh, a pass is a single shard_map (Engine.on_mesh). In
+it, a device has its rows, all layers, and its part of each weight and of the cache. A pass also
+takes the state of its rows, a dict of arrays:
 
-    start      [B]        the slot where a row begins, after its padding
+    start      [B]        the slot where each row begins, after its padding
     slot       []         the slot of the newest ids
-    newest     [B]        a row's newest id, to read next: at first the prompt's last, once more
-    count      [B]        the number of new ids in a row
-    ended      [B]        whether a row has one of `ends` (end ids, padded with -1 to 8 or more)
-    seeds      [B, 3]     these and `count` determine a row's random numbers
-    seen       [B, V]     the ids in a row; only with a repetition_penalty
+    newest     [B]        each row's newest id, read next; initially the prompt's last id, again
+    count      [B]        the number of new ids in each row
+    ended      [B]        whether the row has one of `ends` (end ids, padded with -1 to 8 or more)
+    seeds      [B, 3]     together with `count`, these determine a row's random numbers
+    seen       [B, V]     whether each id is in the row; only with a repetition_penalty
 """
 
 from typing import Any, Callable, Sequence
@@ -36,8 +36,8 @@ from zigzag.generate.rows import pad_rows, padded_length, seeds_of
 
 @jax.jit(static_argnames=("engine", "slots"))
 def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
-    """An empty cache for these rows. If there is an encoder, it holds the keys and values of the
-    sources."""
+    """Return a cache for these rows. It is empty, except for the sources' keys and values if there
+    is an encoder."""
     cache = engine.empty_cache(len(rows["start"]), slots, params["embed"].dtype)
 
     def encode(params, specs, state):
@@ -53,8 +53,8 @@ def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
 
 @jax.jit(static_argnames=("engine", "length"), donate_argnames="cache")
 def read_chunk(engine: Engine, params: Any, cache: Any, rows: State, length: int) -> State:
-    """Run the rows' `tokens` [B, T] through the network, into the cache. If rows have `targets`,
-    the result also has `sums` [B, 2], added to those of the rows: the weighted sum of the targets'
+    """Run the rows' `tokens` [B, T] through the network and into the cache. If rows have `targets`,
+    also return their `sums` [B, 2] updated with this chunk: the weighted sum of the targets'
     log-probabilities, and the total weight of the targets that are the argmax."""
     network, config = engine.network, engine.config
 
@@ -75,8 +75,8 @@ def read_chunk(engine: Engine, params: Any, cache: Any, rows: State, length: int
 
 def prefill(engine: Engine, params: Any, rows: State, slots: int, length: int, chunk: int = CHUNK
             ) -> State:
-    """Read rows chunk by chunk into a new cache with this many slots. Return the state after them
-    (cache, start, slot and newest), and the `sums` of read_chunk if rows have targets."""
+    """Read rows chunk by chunk into a new cache with this many slots. Return the resulting state
+    (cache, start, slot and newest), plus read_chunk's `sums` if rows have targets."""
     tokens, start = rows["tokens"], rows["start"]
     read = {"cache": new_cache(engine, params, rows, slots)}
     if "targets" in rows:
@@ -92,7 +92,7 @@ def prefill(engine: Engine, params: Any, rows: State, slots: int, length: int, c
 
 
 def room_for(engine: Engine, rows: State, tokens: int) -> tuple[int, int]:
-    """Return the slots of a cache for these rows and `tokens` new ids, and the length that scales
+    """Return how many cache slots these rows and `tokens` new ids need, and the length that scales
     their positions (Network.decoding_length)."""
     size = rows["tokens"].shape[1]
     slots = size + (padded_length(tokens) if tokens else 0)
@@ -102,8 +102,8 @@ def room_for(engine: Engine, rows: State, tokens: int) -> tuple[int, int]:
 @jax.jit(static_argnames=("engine", "room", "length", "sampling", "draw"), donate_argnames="cache")
 def decode(engine: Engine, params: Any, cache: Any, state: State, limit: Array, room: int,
            length: int, sampling: Sampling, draw: Callable) -> State:
-    """Write `limit` new ids for each row, or fewer if all rows end earlier. Return the cache, `ids`
-    [B, room] with their `logprobs`, and the number of them that are `written`."""
+    """Generate `limit` new ids per row, or fewer if all rows end earlier. Return the cache, `ids`
+    [B, room] with their `logprobs`, and how many were `written` per row."""
     network, config = engine.network, engine.config
 
     def run(params, specs, state):
@@ -135,8 +135,8 @@ def decode(engine: Engine, params: Any, cache: Any, state: State, limit: Array, 
 
 def ids_of_rows(engine: Engine, params: Any, rows: State, tokens: int, sampling: Sampling,
                 seed: int, ends: Sequence[int], draw: Callable) -> Array:
-    """Generate ids [B, tokens] for these rows. Ids after the first one in `ends` mean nothing. This
-    may be a part of a compiled function."""
+    """Generate ids [B, tokens] for these rows. Ids after the first one in `ends` are meaningless.
+    This works inside a compiled function."""
     def write(params, rows):
         slots, length = room_for(engine, rows, tokens)
         state = prefill(engine, params, rows, slots, length)
@@ -152,8 +152,8 @@ def ids_of_rows(engine: Engine, params: Any, rows: State, tokens: int, sampling:
 
 
 def of_padded(engine: Engine, params: Any, rows: State, write: Callable) -> Array:
-    """The result of write(params, rows) for these rows. It gets the weights prepared for decoding,
-    and more rows, until their number divides over the mesh."""
+    """Return write(params, rows) for these rows. Before the call, prepare the weights for decoding
+    and pad the rows until the mesh divides their number."""
     start = jnp.zeros(len(rows["tokens"]), jnp.int32)
     rows = {name: pad_rows(x, jnp) for name, x in {"start": start, **rows}.items()}
     return write(engine.for_decoding(params), rows)[:len(start)]

@@ -1,11 +1,11 @@
-"""The flags of sample.py, and its input as ids: prompts, or texts to score, from the command line,
-a file or standard input.
+"""sample.py's flags, and its input as ids: prompts or texts to score, from the command line, a file
+or standard input.
 
-    The sea is                      a text on each line; blank lines are skipped
-    {"prompt": "The sea is"}        an object on each line: in a *.jsonl file, or if the first line
+    The sea is                      one text per line; blank lines are skipped
+    {"prompt": "The sea is"}        one object per line, in a *.jsonl file or if the first line
                                     begins with {"
 
-The file name - stands for standard input.
+The file name - means standard input.
 """
 
 import collections
@@ -31,22 +31,22 @@ from zigzag.parallel.network import Network
 class Flags(*added("OfSampling"), hosts.Processes):
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
-    Without a prompt it continues each line of standard input. On a terminal it chats if the model
-    has a chat template, else it continues your text. With --chat a prompt is a message to it."""
+    Without a prompt, it continues each line of standard input. On a terminal, it chats if the model
+    has a chat template, and otherwise continues your text. With --chat, a prompt is a message."""
     # the model
     run: str = "out"            # the --out of a train.py run
     checkpoint: str = ""        # its checkpoint: a step, best, or smallest:NAME or largest:NAME (of
                                 # an evaluation); empty: the newest
     model: str = flag("", part="published")     # or a Hugging Face folder with a published model
     edited: bool = flag(False, part="published")
-                                # load a published model into an edited model.py, although the
-                                # edit computes a different function
+                                # load a published model into an edited model.py, even though it
+                                # computes something different
     shards: int = 0             # devices to split the model over, independent of training
     mesh: str = ""              # or axis=size,...; data takes the remaining devices
     # what to do
     prompt: str = ""            # text to continue, or the input of an encoder-decoder; empty: begin
                                 # a document
-    prompts: str = ""           # or a file with a prompt or an object with "prompt" on each line
+    prompts: str = ""           # or a file with a prompt, or an object with "prompt", per line
     source: str = ""            # or a .npy file of images or sound, for a model that reads them
     # which ids
     tokens: int = flag(256, least=1)    # number of new ids
@@ -57,8 +57,8 @@ class Flags(*added("OfSampling"), hosts.Processes):
                                 # probability
     repetition_penalty: float = 1.0     # above 1: penalize ids that already occur in the text
     stop: tuple = ()            # end an answer before any of these texts
-    stop_at_context: bool = False       # end when the context is full; else continue from its last
-                                        # half
+    stop_at_context: bool = False       # end when the context is full, instead of continuing from
+                                        # its last half
     seed: int = 0               # random seed
     # output
     json: bool = False          # print a JSON object for each text
@@ -70,26 +70,26 @@ class Flags(*added("OfSampling"), hosts.Processes):
         hosts.check_processes(self)
         if "" in self.stop:
             raise ConfigError("--stop '': expected a text")
-        _ = self.sampling       # Sampling refuses wrong values
+        _ = self.sampling       # Sampling rejects invalid values
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
 
 
-# The groups of flags in --help: the headings above them.
+# The groups of flags in --help, named by the headings above them.
 GROUPS: dict[str, list[str]] = {}
 for name, comment in comments(Flags).items():
     GROUPS.setdefault(comment.group, []).append(name)
-# {flag: the groups of flags, and the single flags, that have no effect next to it}
+# {flag: the groups of flags and the individual flags that have no effect with it}
 NOT_USED = collections.ChainMap(*added("NOT_USED"), {
     "prompts": Unused((), ("prompt",)), "model": Unused((), ("checkpoint",))})
-# {flag: the flag that it needs next to it}
+# {flag: another flag that it requires}
 NEEDS = collections.ChainMap(*added("NEEDS"), {"logprobs": "json", "edited": "model FOLDER"})
 
 
 def check_given(given: Values) -> None:
-    """Refuse flags on a command line that have no effect, given the flags around them."""
+    """Reject command-line flags that have no effect with the other flags."""
     for one, (groups, names) in NOT_USED.items():
         for name in (*(name for group in groups for name in GROUPS[group]), *names):
             if given.get(one) and given.get(name):
@@ -100,8 +100,8 @@ def check_given(given: Values) -> None:
 
 
 def step_of(run: str, step: str) -> int | None:
-    """The step that --checkpoint names: a number, the step of "best", or the best step by
-    smallest:NAME or largest:NAME; None (the newest) if empty."""
+    """Return the step that --checkpoint names: a number, the step of "best", or the best step by
+    smallest:NAME or largest:NAME. Return None (the newest) if it's empty."""
     if not step:
         return None
     if step == "best" or step.startswith(("smallest:", "largest:")):
@@ -113,7 +113,7 @@ def step_of(run: str, step: str) -> int | None:
 
 
 def needed_tokenizer(run: str) -> Tokenizer:
-    """The tokenizer of a run. Refuse a run without one."""
+    """Return a run's tokenizer. Reject a run without one."""
     if tokenizer := tokenizer_of_run(run):
         return tokenizer
     raise ConfigError(f"--run {run}: a run of another task, or one without a tokenizer to read and "
@@ -122,30 +122,30 @@ def needed_tokenizer(run: str) -> Tokenizer:
 
 
 class Input(NamedTuple):
-    """The text of a file, or of standard input (-)."""
-    name: str               # in messages
+    """The text of a file or of standard input (-)."""
+    name: str               # for messages
     text: str
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """List (its place, for messages; the line) for each line that is not blank."""
+        """List (its location, for messages; the line) for each nonblank line."""
         return [(f"{self.name} line {number}", line.rstrip("\r"))   # only \n ends a line
                 for number, line in enumerate(self.text.split("\n"), 1) if line.strip()]
 
     @property
     def has_objects(self) -> bool:
-        """Whether the lines are JSON objects."""
+        """Whether each line is a JSON object."""
         return self.name.endswith(".jsonl") or self.text.lstrip().startswith('{"')
 
     def texts(self, field: str) -> list[str]:
-        """The text of each line: this field of its object, or the line if it is not an object."""
+        """Return each line's text: this field of its object, or the line if it isn't an object."""
         if self.has_objects:
             return [texts_of(line.encode(), where, (field,))[0] for where, line in self.lines]
         return [line for _, line in self.lines]
 
 
 def read_input(path: str, flag: str) -> Input:
-    """Read a file or standard input. Without a flag, the text may be empty."""
+    """Read a file or standard input. If `flag` is empty, the text may be empty."""
     name = f"{flag} {path}" if path != "-" else "standard input"
     try:
         raw = Path(path).read_bytes() if path != "-" else sys.stdin.buffer.read()
@@ -166,16 +166,16 @@ class Prompt(NamedTuple):
     """A prompt, as text and as ids."""
     text: str               # the text from the user or the file
     ids: Sequence[int]      # the ids that the model continues
-    source: Any = None      # the input of an encoder
+    source: Any = None      # an encoder's input
     begin: str = ""         # the text to show before the answer
-    score: float | None = None      # the score of a beam
+    score: float | None = None      # a beam's score
 
 
 def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
                  source: str = "") -> list[Prompt]:
-    """Make prompts for this model from the texts. `source` is the .npy file of an encoder that does
-    not read text. A single text is the prompt for each of its arrays; several texts have one array
-    each, or share a single one."""
+    """Turn texts into prompts for this model. `source` is a .npy file for an encoder that doesn't
+    read text. A single text is the prompt for all of its arrays; several texts have one array each,
+    or share a single one."""
     shape = network.source_shape(c)
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")
@@ -199,22 +199,21 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
 
 
 def special_ids(c: Any, tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """Return (the id that begins a text of an encoder-decoder, the id that ends it, the id of
-    padding)."""
+    """Return an encoder-decoder's (id that begins a text, id that ends a text, padding id)."""
     if not c.published:
         return tokenizer.ends[0], tokenizer.ends[0], 0
     return part("published.llama", "the ids of a published model").special_ids(c, tokenizer)
 
 
 def reads_text(network: Network, c: Any) -> bool:
-    """Whether a model has no encoder, or one that reads text."""
+    """Return whether a model has no encoder, or one that reads text."""
     shape = network.source_shape(c)
     return shape is None or len(shape) == 1
 
 
 def load_sources(path: str, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
-    """Load the arrays of this shape from a .npy file (one, or several in one array [n, ...]), for
-    an encoder that does not read text."""
+    """Load arrays of this shape from a .npy file (one, or several stacked as [n, ...]), for an
+    encoder that doesn't read text."""
     try:
         arrays = np.load(path, mmap_mode="r", allow_pickle=False)
         found = arrays[None] if arrays.shape == shape else arrays

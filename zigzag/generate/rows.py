@@ -1,7 +1,7 @@
-"""Prompts as arrays. Padding brings them to a few lengths, so that jax compiles few programs, and
-brings their number to one that divides over the mesh.
+"""Turning prompts into arrays. We pad them to a few lengths, so that jax compiles few programs, and
+pad their number until the mesh divides it.
 
-    . . t h e |        prompts are padded on the left, and slots before a row's start are masked
+    . . t h e |        we pad prompts on the left, and mask slots before a row's start
     o n c e   |
               ^ all rows choose their first new id at the same slot
 """
@@ -22,7 +22,7 @@ from zigzag.parallel.rotary import scaled_length
 
 
 def padded_length(length: int) -> int:
-    """The length of a row after padding: a power of two from 16 up, or a multiple of CHUNK."""
+    """Return a row's length after padding: a power of two, at least 16, or a multiple of CHUNK."""
     if length > CHUNK:
         return -(-length // CHUNK) * CHUNK
     return max(16, 2 ** (length - 1).bit_length())
@@ -30,9 +30,9 @@ def padded_length(length: int) -> int:
 
 def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int
                    ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (prompts as [B, P], padded on the left; the slots [B] where they begin). Refuse
-    prompts if there are too few positions for `tokens` new ids; the last id, which is never read,
-    needs none. If ids stand for a source, they go before each prompt."""
+    """Return (prompts as [B, P], padded on the left; the slots [B] where they begin). Reject
+    prompts that don't leave enough positions for `tokens` new ids; the last id is never read, so it
+    needs none. If placeholder ids represent a source, put them before each prompt."""
     longest, context = check_ids("prompt", prompts, c), context_of(network, c)
     before, limit = network.source_ids(c), network.max_positions(c)
     room = context if longest > context else limit - len(before)
@@ -47,7 +47,7 @@ def padded_prompts(network: Network, prompts: Sequence[Sequence[int]], c: Any, t
 
 
 def check_ids(what, rows, c):
-    """Refuse rows that are empty or not lists of known ids. Return the length of the longest."""
+    """Reject rows that are empty or not lists of valid ids. Return the longest row's length."""
     for number, row in enumerate(rows):
         is_list = np.ndim(row) == 1 and len(row)
         wrong = [i for i in row if not 0 <= i < c.vocab_size] if is_list else [row]
@@ -60,7 +60,7 @@ def check_ids(what, rows, c):
 
 
 def check_writes(network: Network, c: Any, what: str, mesh: Any = None) -> None:
-    """Refuse a model that generates no text, or that this mesh cannot split."""
+    """Reject a model that doesn't generate text, or that this mesh can't split."""
     if mesh is not None and mesh.shape["tensor"] > 1:
         check_tensor(c, mesh, network.weight_specs(c, mesh))
     if (gives := network.gives(c)) != "text":
@@ -68,7 +68,7 @@ def check_writes(network: Network, c: Any, what: str, mesh: Any = None) -> None:
 
 
 def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
-    """Turn sources into the encoder's inputs; {} for a model without an encoder."""
+    """Turn sources into the encoder's inputs, or return {} for a model without an encoder."""
     shape = network.source_shape(c)
     if (source is None) == (shape is not None):
         raise ConfigError("this model has an encoder: give it a source" if source is None else
@@ -77,7 +77,7 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
         return {}
     if len(source) != rows:
         raise ConfigError(f"{rows} prompts and {len(source)} sources: expected one for each")
-    if len(shape) > 1:      # the encoder does not read text
+    if len(shape) > 1:      # the encoder doesn't read text
         array = np.asarray(source, np.float32)
         if array.shape != (rows, *shape):
             raise ConfigError(f"sources have the shape {list(array.shape)}; expected "
@@ -92,15 +92,15 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
 
 
 def pad_rows(rows: Any, xp: Any = np) -> Any:
-    """Repeat the last of these rows until their number divides over the mesh."""
+    """Repeat the last row until the mesh divides the number of rows."""
     more = -len(rows) % row_groups(get_abstract_mesh())
     return xp.concatenate([rows, xp.repeat(rows[-1:], more, 0)]) if more else rows
 
 
 def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, tokens: int,
                   source: Any) -> State:
-    """Return prompts and sources as arrays whose number of rows divides over the ambient mesh.
-    Refuse prompts if there are too few positions for `tokens` more ids."""
+    """Return prompts and sources as arrays, with enough rows for the ambient mesh to divide. Reject
+    prompts that don't leave enough positions for `tokens` new ids."""
     check_writes(network, c, "sample")
     padded, start = padded_prompts(network, prompts, c, tokens)
     arrays = {"tokens": padded, "start": start,
@@ -109,7 +109,7 @@ def prompt_arrays(network: Network, prompts: Sequence[Sequence[int]], c: Any, to
 
 
 def on_host(x: Any) -> np.ndarray:
-    """Return the whole array as numpy, with the parts that remote processes hold."""
+    """Return the whole array as numpy, including the parts that remote processes hold."""
     if not getattr(x, "is_fully_addressable", True):
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
@@ -119,7 +119,7 @@ def on_host(x: Any) -> np.ndarray:
 # Seeds
 
 def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
-    """Hash each row [B, ...] from index `first` [B] on."""
+    """Hash each row [B, ...], starting at index `first` [B]."""
     rows = rows.reshape(len(rows), -1)
     if rows.dtype == np.float32:
         rows = rows.view(np.uint32)
@@ -132,9 +132,9 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
 
 
 def seeds_of(rows: State, seed: int | Sequence[int], xp: Any = np) -> Any:
-    """Return three integers [B, 3] that seed each row's random numbers: its seed (`seed` is one for
-    all rows, or one each), a hash of its content, and (0 if traced) the number of equal rows before
-    it. So an answer depends neither on the rows around it nor on their order, and equal prompts get
+    """Return three integers per row [B, 3] that seed its random numbers: its seed (`seed` is one
+    for all rows, or one each), a hash of its content, and the number of equal rows before it (0 if
+    traced). So an answer doesn't depend on the other rows or their order, yet equal prompts get
     different answers."""
     content = content_hash(rows["tokens"], rows["start"], xp)
     if "source" in rows:
@@ -153,8 +153,8 @@ def seeds_of(rows: State, seed: int | Sequence[int], xp: Any = np) -> Any:
 # Contexts and ends
 
 def context_of(network: Network, c: Any) -> int:
-    """The most tokens in a row: seq_len (or more, if positions scale with the length), or the
-    number of positions if that is smaller, or if there is an encoder."""
+    """Return the maximum tokens per row: seq_len (or more, if positions scale with the length), or
+    the number of positions if that is smaller or there is an encoder."""
     positions = network.max_positions(c) - len(network.source_ids(c))
     if network.source_shape(c) is not None:
         return positions
@@ -162,5 +162,5 @@ def context_of(network: Network, c: Any) -> int:
 
 
 def cut_at_end(ends: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
-    """The ids before the first one in `ends`."""
+    """Return the ids before the first one in `ends`."""
     return ids[:next((n for n, i in enumerate(ids) if i in ends), len(ids))]

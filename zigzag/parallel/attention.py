@@ -1,19 +1,19 @@
-"""Attention on one device: in blocks of queries, or by the device's own kernel. Section seq of
-shard.py has attention around a ring of devices.
+"""Attention on a single device: in blocks of queries, or with the device's own kernel. Section seq
+of shard.py has ring attention across devices.
 
-In causal attention, a block of queries meets only the keys up to its last query. So most of the
-masked scores are never computed.
+In causal attention, a block of queries only sees keys up to its last query, so most of the masked
+scores are never computed.
 
     queries 0..3 |x . . .|      4 blocks: 10 of 16 squares are computed
             4..7 |x x . .|
            8..11 |x x x .|
           12..15 |x x x x|
 
-`attend_to(queries, keys)` is attention of any kind. `queries` is a pair: q [B, T, H, N], and a tree
-of arrays [B, T] with facts about each query, for example a `Token`. `keys` is (k, v, a tree of
+`attend_to(queries, keys)` is any kind of attention. `queries` is a pair: q [B, T, H, N], and a tree
+of arrays [B, T] that describe each query, for example a `Token`. `keys` is (k, v, a tree of
 arrays [B, S]) with k and v [B, S, K, N]. It returns the values [B, T, H, N] and the logsumexp of
-the scores [B, H, T], which `join` needs to combine partial results. Around a ring it takes a third
-argument, `own`: whether these keys belong to the queries' own tokens.
+the scores [B, H, T], which `join` needs to combine partial results. In a ring, it takes a third
+argument, `own`: whether these keys belong to the same tokens as the queries.
 
 B batch, T queries, S keys, H heads, K kv heads, N per head.
 """
@@ -32,26 +32,26 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import ambient, around, mark_varying, may_unroll, untyped, varying
 from zigzag.parallel.remat import part, recomputed
 
-# SCORES: the most scores that a device holds in memory at once. BLOCK: the fewest queries of a
-# block; smaller blocks save too little work. Each block takes time to compile, so `block_ends` uses
-# eight only for long sequences, where attention is much of the work.
+# SCORES: the maximum number of scores per device in memory at once. BLOCK: the minimum number of
+# queries per block; smaller blocks save too little work. Each block adds compile time, so
+# `block_ends` uses eight only for long sequences, where attention is a large share of the work.
 SCORES, BLOCK = 2**25, 128
 
 
 class Partial(NamedTuple):
-    """Attention to some of the keys, with a softmax over those keys alone."""
+    """The result of attending to some of the keys, with the softmax over just those keys."""
     values: Array   # [B, T, H, N] float32
     logsum: Array   # [B, H, T], the logsumexp of the scores
 
 
 def look(attend_to: Callable, queries: tuple, keys: tuple, own: bool = False) -> Partial:
-    """Attend to some of the keys, and return a Partial in float32."""
+    """Attend to some of the keys and return a Partial in float32."""
     values, logsum = attend_to(queries, keys, own)
     return Partial(values.astype(jnp.float32), logsum)
 
 
 def join(a: Partial, b: Partial) -> Partial:
-    """Attention to the keys of both parts: their values, weighted by exp(logsum)."""
+    """Combine two Partials into one over the keys of both, weighting values by exp(logsum)."""
     logsum = jnp.logaddexp(a.logsum, b.logsum)
 
     def share(part):
@@ -64,35 +64,35 @@ def join(a: Partial, b: Partial) -> Partial:
 # Softmax attention, by its formula
 
 class Known(NamedTuple):
-    """The options that kernels know: which keys a query sees, and how scores change."""
+    """The options that kernels support: which keys a query sees, and how scores change."""
     causal: bool = True                 # a query sees no later key
-    window: int = 0                     # it sees only this many last keys, its own included; 0: all
-    local: Array | None = None          # a bool: whether this layer has the window; None: it does
+    window: int = 0                     # see only the last `window` keys, including its own; 0: all
+    local: Array | None = None          # a bool: whether this layer uses the window; None: it does
     softcap: float = 0.0                # a score s becomes softcap * tanh(s / softcap); 0: no cap
-    documents: Array | None = None      # [B, T]: a query sees its own; None: a row is one document
+    documents: Array | None = None      # [B, T]: see only one's own document; None: one per row
 
 
 class Asked(NamedTuple):
-    """The options of a call of shard.attend, besides its arrays and functions."""
-    causal: bool = False                # no query sees a later key: half of the work can be skipped
-    known: Known | None = None          # what the device's own kernel must know to compute this;
-                                        # None: no kernel may compute it
-    beyond: str = "a function of its own"   # for messages: what the call has beyond causal softmax
-                                        # attention
+    """The options of a shard.attend call, besides its arrays and functions."""
+    causal: bool = False                # no query sees a later key, so half the work can be skipped
+    known: Known | None = None          # the options to give the device's own kernel;
+                                        # None: no kernel may compute this call
+    beyond: str = "a function of its own"   # for messages: how the call differs from plain causal
+                                        # softmax attention
 
 
 class Token(NamedTuple):
-    """Facts about queries [B, T, 1] or keys [B, 1, S] for masks and changes of scores."""
-    slot: Array         # the index of the token in its row
-    position: Array     # the position that the rotary embedding sees
-    document: Array     # the number of the token's document in its row; -1 where there is no token
+    """What masks and score functions can see of queries [B, T, 1] or keys [B, 1, S]."""
+    slot: Array         # the token's index in its row
+    position: Array     # the token's position for the rotary embedding
+    document: Array     # the index of the token's document in its row; -1 if there is no token
 
 
 def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callable | None = None
                       ) -> tuple[Array, Array]:
     """Softmax attention: q [B, T, H, N], k and v [B, S, K, N] -> values [B, T, H, N], and the
-    logsumexp of the scores [B, H, T]. seen [B, 1, T, S] is the mask; `change` maps the scores
-    [B, H, T, S] to new scores before the mask."""
+    logsumexp of the scores [B, H, T]. seen [B, 1, T, S] is the mask; `change`, applied before the
+    mask, maps the scores [B, H, T, S] to new scores."""
     if k.shape[2] != q.shape[2]:    # each key/value head serves the query heads of its group
         k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q * q.shape[-1] ** -0.5, k,
@@ -105,7 +105,7 @@ def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callabl
 
 
 def sees(known: Known, query: Token, key: Token) -> Array:
-    """Whether each query sees each key, [B, T, S]."""
+    """Return whether each query sees each key, [B, T, S]."""
     seen = key.document == query.document
     seen = seen & (key.slot <= query.slot) if known.causal else seen
     if not known.window:
@@ -117,9 +117,9 @@ def sees(known: Known, query: Token, key: Token) -> Array:
 def self_attention(mask: Callable | None, scores: Callable | None, heads: int, known: Known
                    ) -> Callable:
     """Return a function attention(q, k, v, tokens) for shard.attend and the cache. A query sees the
-    keys of its document that `known` and mask(query, key) allow. scores(s, query, key, numbers)
-    replaces the scores s [B, H, T, S]; `numbers` [H] are the indices of this device's query heads
-    among all `heads`."""
+    keys in its document that both `known` and mask(query, key) allow. scores(s, query, key,
+    numbers) returns new scores to use instead of s [B, H, T, S]; `numbers` [H] are the indices of
+    this device's query heads among all `heads`."""
     def attention(q, k, v, tokens):
         query, key = tokens
         seen = sees(known, query, key)
@@ -127,7 +127,7 @@ def self_attention(mask: Callable | None, scores: Callable | None, heads: int, k
 
         def change(s):
             s = known.softcap * jnp.tanh(s / known.softcap) if known.softcap else s
-            if not scores:      # the cache may have folded heads into T: then s has fewer heads
+            if not scores:      # return early: the cache may fold heads into T, so s has fewer
                 return s
             first = lax.axis_index("tensor") * s.shape[1] if s.shape[1] < heads else 0
             return scores(s, query, key, first + jnp.arange(s.shape[1]))
@@ -146,10 +146,10 @@ def both(query: Token, key: Token) -> tuple[Token, Token]:
 
 def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, eps: float
                    ) -> list[Array]:
-    """RMSNorm of queries [B, T, H, N] over all heads of a token together, and of keys [B, T, K, N];
-    the scales are [1, H, N] and [1, K, N]. If the device has a part of the `heads` query heads, one
-    reduction computes both means, and one their gradients. The device may have all key heads or a
-    part. They may be repeated, each equally often, which leaves their mean unchanged."""
+    """Apply RMSNorm to queries [B, T, H, N] and keys [B, T, K, N], each over all of a token's heads
+    together; the scales are [1, H, N] and [1, K, N]. If the device holds only some of the `heads`
+    query heads, one reduction computes both means, and another computes their gradients. The device
+    may hold all key heads or only some. Repeating each equally often doesn't change the mean."""
     means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32)), (2, 3), keepdims=True)
                        for x in (q, k)])                                    # [2, B, T, 1, 1]
     if q.shape[2] < heads:
@@ -160,29 +160,29 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
 
 
 # -------------------------------------------------------------------------------------------
-# The report at the start of a run: the attention in a loss, and how it is computed
+# The report at the start of a run: which attention the loss contains, and what computes it
 
 class Call(NamedTuple):
-    """The facts about one call of shard.attend, collected while jax traces a loss."""
+    """One call of shard.attend, recorded while jax traces a loss."""
     causal: bool
-    beyond: str         # what it has beyond plain causal softmax attention; "": nothing
-    known: Known | None     # for a kernel; None: no kernel may. Here window, softcap and documents
-                        # are bools (whether there are any), and local is always None
+    beyond: str         # how it differs from plain causal softmax attention; "": not at all
+    known: Known | None     # for a kernel; None: no kernel may compute it. Here window, softcap and
+                        # documents are bools (whether there are any), and local is always None
     dtype: str
     rows: int
     heads: int
-    queries: int        # the number of tokens, T
+    queries: int        # the sequence length, T
     keys: int           # S
-    width: int          # the width of a head, N
-    same_shape: bool    # q, k and v have equal T and N
+    width: int          # the head width, N
+    same_shape: bool    # whether q, k and v have the same T and N
 
 
 def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
-    """Describe how shard.attend computes this call on a mesh, as text. The rows of `call` are the
-    rows in the traced code: the device's own over `manual` axes, and all of them over axes that the
-    compiler splits."""
+    """Return a description of how shard.attend computes this call on a mesh. `call.rows` counts the
+    rows in the traced code: only the device's own along `manual` axes, but all of them along axes
+    that the compiler splits."""
     n = mesh.shape["seq"]
-    own = call._replace(queries=call.queries // n)      # the loss was traced with whole sequences
+    own = call._replace(queries=call.queries // n)      # the trace used whole sequences
     kernel = kernel_for(own, n > 1, mesh, manual)
     how = f"by the {kernel} kernel" + ", within documents" * call.known.documents if kernel else ""
     if n == 1:
@@ -198,9 +198,9 @@ def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
 
 def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
                ) -> tuple[list[int], int]:
-    """Return where the blocks of queries end, and the number of parts of each block. The parts keep
-    at most SCORES of the device's `scores` in memory. The last of four blocks is halved, because it
-    has the most keys. If layers may be unrolled (`loops` False) and memory matters, there are at
+    """Return where the blocks of queries end, and how many parts each block has. The parts keep at
+    most SCORES of the device's `scores` in memory. The last of four blocks is halved, because it
+    has the most keys. If layers may be unrolled (`loops` is False) and memory matters, there are at
     least two parts: without a loop, the compiler would merge the recomputation in the backward pass
     with the forward pass."""
     count = max(n for n in (1, 2, 4, 8) if n == 1 or causal and time % n == 0
@@ -215,11 +215,11 @@ def block_ends(scores: int, time: int, causal: bool = True, loops: bool = True
 
 
 def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) -> Array:
-    """Attention [B, T, H, N], one block of queries after another (`block_ends`). If the scores do
-    not fit, the backward pass recomputes each part of a block."""
+    """Compute attention [B, T, H, N] one block of queries at a time (`block_ends`). If the scores
+    don't fit in memory, the backward pass recomputes each part of a block."""
     (B, T, H, _), S = queries[0].shape, keys[0].shape[1]
     sizes, manual = ambient()
-    # Where tensor is an auto axis, H counts all heads, and the compiler divides them.
+    # If tensor is an auto axis, H counts all heads; the compiler splits them later.
     compilers = 1 if "tensor" in manual else sizes.get("tensor", 1)
     causal, scores = causal and S == T, B * H * T * S // compilers
     ends, parts = block_ends(scores, T, causal, not may_unroll())
@@ -253,14 +253,14 @@ def _time(tree, begin, end):
 
 def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bool = False,
                 numbers: int = 0) -> str:
-    """The name of the device's kernel for attention with this dtype, sequence length and head
-    width; '' if it has none. `numbers` is the size of a mask [B, T, T] of documents, if any."""
+    """Return the name of the device's kernel for attention with this dtype, sequence length and
+    head width, or '' if none. `numbers` is the size of the document mask [B, T, T], if any."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_mesh.abstract_device
     kind, dtype = getattr(device, "device_kind", ""), jnp.dtype(dtype)
     if kind.startswith("TPU") and kind[4:6] not in ("v2", "v3"):        # splash fails to compile
         fits = time % 128 == 0 and width % 64 == 0 and dtype == jnp.bfloat16
         return "splash" if fits else ""
-    # cuDNN takes documents as such a mask, and also keeps the mask's gradient in memory.
+    # cuDNN needs documents as a mask like this, and also keeps the mask's gradient in memory.
     if not kind.startswith("NVIDIA") or softcap or numbers > 4 * SCORES:
         return ""
     capability = float(getattr(jax.local_devices()[0], "compute_capability", 8))
@@ -269,8 +269,8 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bo
 
 
 def kernel_for(call: Call, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
-    """The name of the kernel that shard.attend uses for this call on a mesh, in a `ring` over seq
-    or not; '' if none. A compiler cannot split a kernel, so every axis must be manual."""
+    """Return the name of the kernel that shard.attend uses for this call, with or without a `ring`
+    over seq, or '' if none. The compiler can't split a kernel, so all mesh axes must be manual."""
     known, T = call.known, call.queries
     is_own = all(size == 1 or axis in manual for axis, size in mesh.shape.items())
     if known is None or not (call.same_shape and is_own):
@@ -278,15 +278,15 @@ def kernel_for(call: Call, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
     if not ring:
         return kernel_name(call.dtype, T, call.width, mesh, known.softcap,
                            call.rows * T * T if known.documents else 0)
-    # ring_kernel.py has no window, and is causal exactly where the ring is.
+    # ring_kernel.py supports no window, and is causal if and only if the ring is.
     name = kernel_name(call.dtype, T // 2 if call.causal else T, call.width, mesh)
     fits = name == "splash" and not known.window and bool(known.causal) == call.causal
     return name if fits else ""
 
 
 def kernel_fits(q: Array, k: Array, v: Array, asked: Asked) -> bool:
-    """Whether a kernel computes attend's result for these arguments, on the ambient mesh. Also
-    reports the call to around().calls, if there is one."""
+    """Return whether a kernel can compute attend's result for these arguments on the ambient mesh.
+    Also report the call to around().calls, if set."""
     known = asked.known and asked.known._replace(
         window=bool(asked.known.window), local=None, softcap=bool(asked.known.softcap),
         documents=asked.known.documents is not None)
@@ -301,7 +301,7 @@ def kernel_fits(q: Array, k: Array, v: Array, asked: Asked) -> bool:
 
 
 def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
-    """Attention by the device's kernel, even inside a shard_map: q [B, T, H, N], k and v
+    """Compute attention with the device's kernel, even inside a shard_map: q [B, T, H, N], k and v
     [B, T, K, N] -> [B, T, H, N]."""
     def run(qkv, traced):
         here = known._replace(**traced)
@@ -320,8 +320,8 @@ def _cudnn(q, k, v, known):
     assert not known.softcap
     window, mask = (known.window - 1, 0) if known.window else None, None
     if known.documents is not None or known.local is not None:
-        # A mask [B, 1, T, T] ([1, 1, T, T] without documents) in place of a window: cuDNN may not
-        # take both.
+        # Replace the window with a mask [B, 1, T, T] ([1, 1, T, T] without documents): cuDNN may
+        # not accept both.
         slots = jnp.arange(q.shape[1])[None]
         info = Token(slots, slots, 0 * slots if known.documents is None else known.documents)
         window, mask = None, sees(known, *both(info, info))[:, None]
@@ -330,15 +330,15 @@ def _cudnn(q, k, v, known):
 
 
 def _splash(q, k, v, known):
-    # The name makes --remat selective save the kernel's output and logsumexp.
+    # Because of this name, --remat selective saves the kernel's output and logsumexp.
     kernel = splash_kernel(q.shape, known, residual_checkpoint_name="product")
     documents = known.documents, known.documents
     return by_row_or_head(kernel, q, k, v, documents)[0].swapaxes(1, 2)
 
 
 def splash_kernel(shape: Sequence[int], known: Known, **options: Any) -> Callable:
-    """jax's kernel for TPUs, for queries of this shape [B, T, H, N]. by_row_or_head calls it. If
-    rows have documents, it is for one row, else for all rows, with their heads as heads of one."""
+    """Return jax's TPU kernel for queries of shape [B, T, H, N]; call it with by_row_or_head. With
+    documents, it takes a single row; otherwise it takes all rows as the heads of one row."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     B, T, H, _ = shape
@@ -355,8 +355,8 @@ def splash_kernel(shape: Sequence[int], known: Known, **options: Any) -> Callabl
 
 def by_row_or_head(kernel: Callable, q: Array, k: Array, v: Array,
                    documents: tuple[Array | None, Array | None]) -> list[Array]:
-    """The results of a splash_kernel, as arrays [B, H, T, ...]. `documents` are those of queries
-    and of keys [B, T] if the kernel's `known` has documents, else None twice."""
+    """Run a splash_kernel, and return its results as arrays [B, H, T, ...]. `documents` is the pair
+    (queries' documents, keys' documents), each [B, T], or (None, None) if `known` has none."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     B, T, H, N = q.shape
     rows = [x.swapaxes(1, 2) for x in (q * N ** -0.5, k, v)]                # [B, H, T, N]
@@ -367,15 +367,15 @@ def by_row_or_head(kernel: Callable, q: Array, k: Array, v: Array,
 
 
 def without_types(fn: Callable) -> Callable:
-    """Wrap fn(qkv, others), which has a gradient for qkv alone, so that it works in a shard_map.
+    """Wrap fn(qkv, others), which is differentiable only in qkv, so that it works in a shard_map.
 
-    The kernels know nothing of varying types. So inside a shard_map, `track` runs a function
-    without types (`untyped`, in an inner shard_map over no axes with check_vma=False). It marks
-    the results as varying over every axis over which an argument varies. This is right because a
-    device's result depends only on its own arguments. A custom_vjp tracks the forward and the
-    backward pass separately, so autodiff never goes through an untyped call. The residuals of the
-    kernel's own vjp pass from one to the other as a flat list of arrays."""
-    structure = None        # the tree structure of these residuals, known once forward is traced
+    The kernels don't support varying types. So inside a shard_map, `track` runs a function without
+    types (`untyped`, in an inner shard_map over no axes with check_vma=False). It then marks the
+    results as varying over every axis that any argument varies over. This is correct because a
+    device's result depends only on its own arguments. A custom_vjp tracks the forward and backward
+    passes separately, so autodiff never goes through an untyped call. The residuals of the kernel's
+    own vjp go from the forward to the backward pass as a flat list of arrays."""
+    structure = None        # the residuals' tree structure, set when forward is traced
 
     def track(fn):
         def call(*args):
@@ -406,10 +406,10 @@ def without_types(fn: Callable) -> Callable:
 
 
 # -------------------------------------------------------------------------------------------
-# The zigzag order, in which the devices of seq hold the tokens of a row
+# The zigzag order: how the devices of seq divide a row's tokens
 
 def zigzag_order(time: int, devices: int) -> np.ndarray:
-    """The slots of a row, in the order of the devices that hold them. With 8 tokens on 2 devices:
+    """Return a row's slots in the order of the devices that hold them. For 8 tokens on 2 devices:
     0 1 6 7 | 2 3 4 5."""
     parts = np.arange(time).reshape(2 * devices, -1)
     return np.stack([parts, parts[::-1]], 1)[:devices].reshape(-1)
@@ -417,10 +417,10 @@ def zigzag_order(time: int, devices: int) -> np.ndarray:
 
 def shard_time(batch: dict[str, Array], mesh: Any, row_axes: Any = None,
                untimed: Sequence[str] = ()) -> tuple[dict, dict]:
-    """Return a batch in zigzag order, and the specs that split it over seq, and its rows over
-    `row_axes`. Arrays [B, T, ...] are reordered and split; all others stay whole, as do those named
-    in `untimed`, whose second dimension is not the sequence. Every device of seq already has the
-    whole batch, so nothing is sent."""
+    """Return the batch in zigzag order, and the specs that split it over seq and its rows over
+    `row_axes`. It reorders and splits arrays [B, T, ...]. All others stay whole, including those
+    in `untimed`, whose second dimension isn't the sequence. Nothing is sent: every device of seq
+    already has the whole batch."""
     n = mesh.shape["seq"]
     if n == 1 or "tokens" not in batch and not batch.keys().isdisjoint(untimed):
         return batch, {k: P(row_axes) for k in batch}

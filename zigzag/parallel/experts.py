@@ -1,17 +1,17 @@
-"""Products of tokens with the weights of their experts. No token is dropped.
+"""Multiplying tokens by the weights of their experts. No token is dropped.
 
     tokens           a b c d      sort by expert,       [ a c | b | d ]     groups of rows
     their experts    0 1 0 2  ->  multiply each group    w[0] w[1] w[2]
                                   by its expert's w
 
-R rows (tokens), K experts for each row, D model, F feed-forward, E experts on this device.
+R rows (tokens), K experts per row, D model, F feed-forward, E experts on this device.
 
-What to change at scale. `shard.experts` sends every other device an array as large as all tokens
-of this one. So bytes and memory grow with the number of devices, and most rows are zeros once a
-token visits few devices. Sending only the needed rows takes two exchanges: first the number of rows
-for each device, then the rows (lax.ragged_all_to_all, where the compiler has it). The receiver then
-needs a buffer whose size the compiled program fixes. Sized for the worst case, it is today's array.
-Sized for a capacity, it drops the tokens beyond that, and then the loss depends on the mesh.
+What to change at scale: `shard.experts` sends every other device an array as large as all of this
+device's tokens. So bytes and memory grow with the number of devices, and most rows are zeros when
+each token visits only a few devices. Sending only the needed rows takes two exchanges: first the
+row count for each device, then the rows (lax.ragged_all_to_all, where the compiler supports it).
+But the compiled program must fix the size of the receive buffer. Sized for the worst case, it is as
+large as today's array. Sized for a capacity, it drops tokens, and the loss depends on the mesh.
 """
 
 import functools
@@ -29,14 +29,14 @@ from zigzag.parallel.products import Adapted
 
 def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, expected: int) -> Array:
-    """The output [R, D] of this device's experts for the rows x [R, D]: the sum over a row's
-    experts, weighted by shares [R, K]. `chosen` [R, K] holds the indices of the row's experts, or E
-    for an expert of a different device. An expert multiplies by its weights in each of `up`
-    ([E, D, F]), applies activation(...), and multiplies by `down` [E, F, D]. `expected` is the
-    number of choices that fall on this device's experts if all experts are equally busy."""
+    """Return the output [R, D] of this device's experts for the rows x [R, D]: the sum over each
+    row's experts, weighted by shares [R, K]. `chosen` [R, K] holds the indices of a row's experts,
+    or E for an expert on a different device. An expert multiplies by its weights in each of `up`
+    ([E, D, F]), applies activation(...), and multiplies by `down` [E, F, D]. `expected` is how
+    many choices this device's experts would get if all experts were equally busy."""
     R, K = chosen.shape
     flat = chosen.reshape(-1)
-    # A stable sort. Choices of other devices' experts come last. They are in no group, and a
+    # A stable sort puts choices of other devices' experts last. They belong to no group, and a
     # product may leave anything in their rows (zeros on CPU, whatever was in memory on TPU).
     order = jnp.argsort(flat)
     counts = (flat == jnp.arange(down.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
@@ -57,8 +57,8 @@ def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
 
 def grouped_product(x: Array, w: Array, counts: Array, expected: int) -> Array:
     """Multiply rows x [R, D], sorted by expert (counts [E] rows each), by their expert's weights
-    [E, D, F] -> [R, F]. Uses lax.ragged_dot on a TPU, and where a compiler splits the rows; else
-    blocks."""
+    [E, D, F] -> [R, F]. Use lax.ragged_dot on a TPU or if a compiler splits the rows; otherwise
+    loop over blocks."""
     x, w, counts = mark_varying((x, w, counts), x, w)
     sizes, manual = ambient()
     if platform() in ("", "tpu") or not (manual or math.prod(sizes.values()) == 1):
@@ -67,9 +67,9 @@ def grouped_product(x: Array, w: Array, counts: Array, expected: int) -> Array:
 
 
 def _blocks(counts, rows, expected):
-    """Cut the groups of rows into blocks of at most `size` rows, each within one group. Return
-    `size`, a power of two from 8 to 2048 and, above 8, at most a quarter of an expected group; and
-    arrays [n] with each block's group, first row and number of rows. n is static, so it is an upper
+    """Cut the groups of rows into blocks of up to `size` rows, each within a single group. Return
+    `size`, a power of two from 8 to 2048 and, above 8, at most a quarter of the expected group; and
+    arrays [n] with each block's group, first row and row count. n is static, so it is an upper
     bound: the last blocks may have 0 rows."""
     E = len(counts)
     size = 1 << min(2048, max(8, expected // (4 * E))).bit_length() - 1
@@ -82,9 +82,9 @@ def _blocks(counts, rows, expected):
 
 
 def _loop(size, blocks, make, put, start, *rows):
-    """Loop over the blocks: made = make(group, *rows of the block), then the carry `out` (`start`
-    at first) becomes put(out, group, first row, made). The slices of `rows` always have `size`
-    rows, with zeros for rows outside the block. Empty blocks skip `make`."""
+    """Loop over the blocks. Each turn computes made = make(group, *rows of the block) and replaces
+    the carry `out` (initially `start`) with put(out, group, first row, made). The slices of `rows`
+    always have `size` rows, with zeros for rows outside the block. Empty blocks skip `make`."""
     rows = [jnp.pad(a, ((0, size), (0, 0))) for a in rows]
 
     def turn(out, block):
@@ -103,12 +103,12 @@ def _loop(size, blocks, make, put, start, *rows):
 
 
 def _by_blocks(x, w, counts, expected):
-    """grouped_product on CPU and GPU, where XLA's ragged_dot multiplies every row by the weights of
-    every group. This is a loop over blocks (`_blocks`), each a dense product of up to `size` rows
-    with one group's weights. A group of the expected length has about four blocks.
+    """grouped_product on CPU and GPU, where XLA's ragged_dot would multiply every row by the
+    weights of every group. This loops over blocks (`_blocks`) instead; each is a dense matmul of up
+    to `size` rows with a single group's weights. A group of the expected size has about four.
 
-    Its gradient is written by hand. The gradient of x is the same loop with transposed weights; the
-    gradient of w adds each block's x^T g [D, F], in float32, to its group's entry."""
+    The gradient is written by hand. For x it is the same loop with transposed weights; for w, each
+    block adds its x^T g [D, F] to its group's entry, in float32."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def product(x, w, counts, contract):
@@ -118,8 +118,8 @@ def _by_blocks(x, w, counts, expected):
             return jnp.tensordot(x, w[group], (1, contract))
 
         def put(out, group, first, made):
-            # A block always writes `size` rows. Blocks run in the order of their rows, so the next
-            # blocks overwrite whatever one writes beyond its own rows.
+            # A block always writes `size` rows. Blocks run in row order, so later blocks overwrite
+            # anything a block writes past its own rows.
             return lax.dynamic_update_slice_in_dim(out, made, first, 0)
 
         start = jnp.zeros((len(x) + size, w.shape[2 - contract]), x.dtype)
@@ -147,8 +147,8 @@ def _by_blocks(x, w, counts, expected):
 
 
 def own_choices(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
-    """Keep only this device's experts, numbered 0 ... own - 1, in (chosen, shares) [R, K]. Every
-    other choice becomes `own`. In the results K is at most `own`."""
+    """Keep only this device's experts, numbered 0 ... own - 1, in (chosen, shares) [R, K]. Replace
+    every other choice with `own`. In the results, K is at most `own`."""
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
     if chosen.shape[1] > own:       # a row chooses each expert at most once
         first = jnp.argsort(chosen, -1)[:, :own]

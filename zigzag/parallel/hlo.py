@@ -1,7 +1,7 @@
-"""The collectives and the arithmetic of a compiled program, read from its text.
+"""The collectives and FLOPs of a compiled program, parsed from its text.
 
-The text is HLO: computations, with one operation on each line. The program starts at ENTRY. A line
-may call other computations; a loop, for example, calls its body once for each turn:
+The text is HLO: a list of computations, with one operation per line. The program starts at ENTRY.
+A line may call other computations; for example, a loop calls its body once per iteration:
 
     %body.2 (param.1: (s32[], f32[8,32])) -> (s32[], f32[8,32]) {
       %psum.1 = f32[8,32]{1,0} all-reduce(%x.1), replica_groups={{0,1},{2,3}}, to_apply=%add.7
@@ -11,7 +11,7 @@ may call other computations; a loop, for example, calls its body once for each t
           backend_config={"known_trip_count":{"n":"5"}}
     }
 
-Here a device runs 5 all-reduces. Above each pattern below is an example of a line that it matches.
+Here, each device runs 5 all-reduces. Above each pattern below is an example of what it matches.
 """
 
 import collections
@@ -26,16 +26,16 @@ from zigzag.core.mesh import mesh_of
 
 
 class Collective(NamedTuple):
-    """One kind of collective over one mesh axis, in one run of a program."""
+    """One kind of collective over one mesh axis, totaled over a single run of a program."""
     kind: str       # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
     axis: str       # the mesh axis, or several joined by +
     count: int      # how often it runs, with loops multiplied out
-    bytes: int      # the bytes that a device sends in all these runs, on the shortest ring
+    bytes: int      # the total bytes sent per device in these runs, on the shortest ring
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """List every collective of a compiled program (a jax.stages.Compiled), by kind and mesh axis.
-    Every branch counts as always taken, so a pipeline's idle ticks are included."""
+    """List the collectives of a compiled program (a jax.stages.Compiled), by kind and mesh axis.
+    This assumes that every branch is taken, so it includes a pipeline's idle ticks."""
     mesh = mesh_of(compiled.input_shardings)
     if mesh is None:
         return []
@@ -43,18 +43,17 @@ def collectives(compiled: Any) -> list[Collective]:
     for line, times, computation in _executed(compiled.as_text()):
         found = _COLLECTIVE.search(line)
         # On TPU, a collective that overlaps with other work appears in every computation of its
-        # chain. Count it only in the one that starts it.
+        # chain. Count it only in the computation that starts it.
         if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation):
             rows.append(_row(found, line, mesh, times))
     return add_up(rows)
 
 
 def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collective]:
-    """Add up rows to one Collective for each kind and axis. A row is (kind, axis, the n devices of
-    the axis, how often it runs, the bytes of its result on a device; for a reduce-scatter, of its
-    operand). On the shortest ring a device sends (n-1)/n of these bytes in an all-gather, a
-    reduce-scatter or an all-to-all, twice as much in an all-reduce, and all of them in a
-    collective-permute."""
+    """Sum rows into one Collective per kind and axis. A row is (kind, axis, the axis's n devices,
+    how often it runs, the bytes of its result per device, or of its operand for a reduce-scatter).
+    On the shortest ring, a device sends (n-1)/n of these bytes in an all-gather, a reduce-scatter
+    or an all-to-all, twice as much in an all-reduce, and all of them in a collective-permute."""
     counts, sizes = collections.Counter(), collections.Counter()
     for kind, axis, n, count, size in rows:
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
@@ -64,11 +63,11 @@ def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collectiv
 
 
 def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
-    """FLOPs of a compiled program's matrix products and convolutions on one device: 2 for each
-    product of two numbers, with loops multiplied out (the compiler's own count takes a loop's body
-    once). Among branches, the one with the most products counts. Ragged products, by a TPU's kernel
-    or by our loop over blocks, skip rows outside all groups; `ragged` is the share of rows in
-    groups."""
+    """Return the FLOPs per device of a compiled program's matmuls and convolutions: 2 for each
+    multiply-add, with loops multiplied out (the compiler's own count includes a loop's body only
+    once). Of several branches, count only the one with the most FLOPs. Ragged matmuls, whether
+    in a TPU's kernel or our loop over blocks, skip rows outside all groups; `ragged` is the share
+    of rows inside groups."""
     return _work(_executed(compiled.as_text(), ragged, one_branch=True), ragged)
 
 
@@ -97,13 +96,13 @@ _RESULT = re.compile(r"^ *(?:ROOT )?%([\w.\-]+) = \w+\[([\d,]*)\]", re.M)
 
 @functools.lru_cache(maxsize=64)
 def _shapes(computation):
-    """Return {name: shape} for the values that this computation makes."""
+    """Return {name: shape} for the values that this computation defines."""
     return {name: _ints(dims) for name, dims in _RESULT.findall(computation)}
 
 
 def _executed(text, ragged=1.0, one_branch=False):
-    """Yield (line, how often it runs, its computation's text) for each line that runs, in all
-    branches or in the one with the most products."""
+    """Yield (line, how often it runs, its computation's text) for each line that runs, either in
+    all branches or only in the one with the most FLOPs."""
     _, *parts = _HEADER.split(text)     # for each computation: "ENTRY " or None, its name, its text
     entries, names, texts = parts[::3], parts[1::3], parts[2::3]
     computations = dict(zip(names, texts))
@@ -122,14 +121,14 @@ def _executed(text, ragged=1.0, one_branch=False):
 
 
 def _repeats(line, computations, ragged):
-    """How many times a line runs the computations that it calls."""
+    """Return how many times a line runs the computations it calls."""
     if " while(" in line:
         trips, condition = _TRIP_COUNT.search(line), computations[_CONDITION.search(line)[1]]
         if not trips and "direction=LT" in condition:
-            # The loop counts from 0 while the counter is below a constant.
+            # The loop counts up from 0 while the counter is below a constant.
             trips = _CONSTANT.search(condition)
         return int(trips[1]) if trips else 1
-    # A conditional skips the empty blocks in the loop over blocks of a ragged product.
+    # In a ragged matmul's loop over blocks, a conditional skips the empty blocks.
     return ragged if " conditional(" in line and "/ragged/" in line else 1
 
 
@@ -157,7 +156,7 @@ _MESH = re.compile(r"replica_groups=mesh\[(?P<axes>.*?)\](?:, device_ids=\(\[(?P
 
 
 def _row(found, line, mesh, times):
-    """The collective on this line, as a row for add_up."""
+    """Return the collective on this line as a row for add_up."""
     kind, groups = found["kind"], _groups(line, mesh)
     sizes = [math.prod(_ints(dims)) * _bits(name) / 8
              for name, dims in _SHAPE.findall(found["result"])]
@@ -170,14 +169,14 @@ def _row(found, line, mesh, times):
 
 
 def _bits(name):
-    """The width in bits of a type: bf16, s32, f8e4m3fn, pred; 0 for one with no bytes (token)."""
+    """Return a type's width in bits (bf16, s32, f8e4m3fn, pred), or 0 if it has none (token)."""
     digits = re.search(r"\d+", name)
     return int(digits[0]) if digits else {"pred": 8}.get(name, 0)
 
 
 def _groups(line, mesh):
-    """The groups of devices of a collective, in any form that XLA writes. If XLA writes none, all
-    devices are one group."""
+    """Return a collective's device groups, in any of the forms that XLA writes. If XLA writes none,
+    all devices form a single group."""
     if found := _IOTA.search(line):
         return _count(found[2], found[3]).reshape(_ints(found[1]))
     if found := _MESH.search(line):
@@ -193,14 +192,14 @@ def _groups(line, mesh):
 
 
 def _count(shape, order):
-    """Return the numbers 0, 1, 2, ... in this shape, transposed to this order."""
+    """Return the numbers 0, 1, 2, ... reshaped to `shape` and transposed to `order`."""
     ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
     return ids.transpose(_ints(order)) if order else ids
 
 
 def _axes_within(groups, mesh):
-    """The axes along which the members of a group differ, joined by +. A program numbers the mesh's
-    devices in order."""
+    """Return the axes along which members of a group differ, joined by +. A program numbers the
+    mesh's devices in order."""
     differ = {d for group in groups
               for d, places in enumerate(np.unravel_index(group, mesh.axis_sizes))
               if len(set(places)) > 1}
@@ -208,7 +207,7 @@ def _axes_within(groups, mesh):
 
 
 # -------------------------------------------------------------------------------------------
-# The FLOPs of a product
+# The FLOPs of a matmul
 
 # %dot.1 = bf16[384,4096]{0,1} dot(%a.1, %b.2), lhs_contracting_dims={0}, rhs_contracting_dims={1}
 # %convolution.1 = f32[512,4]{1,0} convolution(%a.1, %b.2), window={size=4 pad=3_3}, dim_labels=...
@@ -222,8 +221,8 @@ _WINDOW = re.compile(r"window={(.*?)}")
 _SETTING = re.compile(r"(\w+)=([\dx_\-]+)")
 # %splash_mha_fwd_residuals.10 = (...) custom-call(...), custom_call_target="tpu_custom_call", ...
 _SPLASH = re.compile(r"%splash_mha_(fwd|dq|dkv)")
-# The products of a block of queries and keys in each of splash attention's kernels: two forward,
-# three and four backward. Both backward kernels compute the same two of these.
+# Matmuls per block of queries and keys in each splash attention kernel: two forward, then three and
+# four backward. Two of the matmuls are the same in both backward kernels.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 # backend_config={..."sliding_window_length":256...}
 _SLIDING = re.compile(r'"sliding_window_length":\s*"?(\d+)')
@@ -232,7 +231,7 @@ _INPUTS = re.compile(r"operand_layout_constraints={(.*?)}(?:, \w+=|$)")
 
 
 def _operations(line, computation, ragged):
-    """The FLOPs of a line with a product or a kernel; 0 for any other line."""
+    """Return the FLOPs of a line with a matmul or a kernel, or 0 for any other line."""
     if 'custom_call_target="__cudnn$fmha' in line:
         return _cudnn_operations(line)
     if "tpu_custom_call" in line:
@@ -256,16 +255,17 @@ def _inputs(line):
 
 
 def _ragged_products(line):
-    """The number of scalar products in a TPU's kernel for a ragged product. One of the two matrices
-    and the result has a dimension of groups; every other dimension is in two of the three."""
+    """Return the number of scalar multiplications in a TPU kernel for a ragged matmul. Among the
+    two matrices and the result, one has a groups dimension; each other dimension is in two."""
     *_, (_, left), (_, right) = _inputs(line)
     result = _ints(_SHAPE.search(line)[2])
     return math.isqrt(math.prod(math.prod(shape[-2:]) for shape in (result, left, right)))
 
 
 def _cudnn_operations(line):
-    """The FLOPs of cuDNN's attention, with queries [B, T, H, N] and keys [B, S, K, N]: two products
-    forward, five backward, and half of each if causal. A window leaves W T - W W / 2 of T T."""
+    """Return the FLOPs of cuDNN's attention for queries [B, T, H, N] and keys [B, S, K, N]: two
+    matmuls forward, five backward, and half of that if causal. A window of W leaves W T - W W / 2
+    of the T T scores."""
     (_, (B, T, H, N)), (_, (_, S, *_)), *_ = _inputs(line)
     products, window = 5 if "Backward" in line else 2, _SLIDING.search(line)
     met = T * S / 2 if '"CAUSAL"' in line else T * S
@@ -275,9 +275,9 @@ def _cudnn_operations(line):
 
 
 def _splash_operations(kernel, line):
-    """The FLOPs of a TPU's attention, with queries [B H, T, N] or [B, H, T, N]. There are n x n
-    blocks, and a query meets at most m of its row (the first operand is [1, n, m]). If the operands
-    include slots (a matrix of integers), a query meets no later block."""
+    """Return the FLOPs of a TPU's attention for queries [B H, T, N] or [B, H, T, N]. There are
+    n x n blocks, and a query meets at most m blocks in its row (the first operand is [1, n, m]). If
+    the operands include slots (an integer matrix), a query meets no later block."""
     inputs = _inputs(line)
     m, n = sorted(inputs[0][1][1:])
     blocks = n * m - m * (m - 1) / 2 if any(
@@ -287,8 +287,8 @@ def _splash_operations(kernel, line):
 
 
 def _convolution_products(result, image, kernel, options):
-    """The number of scalar products in a convolution, without those with padding or with the zeros
-    between the numbers of a dilated side. TPU programs write batched products as convolutions."""
+    """Return the number of scalar multiplications in a convolution, excluding those with padding or
+    with the zeros that dilation inserts. TPU programs write batched matmuls as convolutions."""
     image, kernel, result = (dict(zip(labels, shape)) for labels, shape in zip(
         _DIM_LABELS.search(options).groups(), (image, kernel, result)))
     window = {name: values.split("x") for name, values in _SETTING.findall(

@@ -1,10 +1,10 @@
 """Reading a jaxpr: the list of operations that jax records when it traces a function.
 
 These functions answer questions about a user's function without running it: which of our functions
-it calls (`names_in`), whether it computes in 16 bits (`computes_in_16_bits`), and what in it a
-compiler must not split (`why_not_split`). Each takes the function and its arguments, or the
-ClosedJaxpr from jax.make_jaxpr, so a caller with several questions traces once. How to split the
-weights is a larger question: see trace.py and rule.py.
+it calls (`names_in`), whether it computes in 16 bits (`computes_in_16_bits`), and why the compiler
+must not split it (`why_not_split`). Each takes the function and its arguments, or the ClosedJaxpr
+from jax.make_jaxpr, so a caller with several questions can trace just once. How to split the
+weights is a bigger question: see trace.py and rule.py.
 """
 
 import functools
@@ -18,19 +18,19 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 from zigzag.core.mesh import ambient
 
 DIFFERENTIATED = "differentiated"
-OURS = "shard."         # the prefix of our names: a user's own checkpoint_name may be "row"
+OURS = "shard."         # the prefix of our names, because a user's checkpoint_name may be "row"
 REDUCTIONS = set("""reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or
 reduce_xor argmax argmin""".split())
 
 
 def _traced(fn, *args):
-    """The jaxpr of fn(*args), or of `fn` itself if it is already a ClosedJaxpr."""
+    """Return the jaxpr of fn(*args), or of `fn` itself if it's already a ClosedJaxpr."""
     return (fn if isinstance(fn, ClosedJaxpr) else jax.make_jaxpr(fn)(*args)).jaxpr
 
 
 def equations_below(jaxpr: Any, above: tuple = ()) -> Iterator[tuple[Any, tuple]]:
-    """Yield every equation of a jaxpr, and of the jaxprs inside it, each with the equations around
-    it."""
+    """Yield every equation of a jaxpr and of the jaxprs nested in it, each with the equations that
+    enclose it."""
     for eqn in jaxpr.eqns:
         yield eqn, above
         for inner in jaxprs_in_params(eqn.params):
@@ -39,8 +39,8 @@ def equations_below(jaxpr: Any, above: tuple = ()) -> Iterator[tuple[Any, tuple]
 
 def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
               operation: Callable) -> list[Any]:
-    """Evaluate a jaxpr on abstract values, and return its results. constant(v) is the value of a
-    constant or a literal; operation(eqn, operands) is the list of one equation's results."""
+    """Evaluate a jaxpr on abstract values and return its results. constant(v) returns the value of
+    a constant or a literal; operation(eqn, operands) returns the list of an equation's results."""
     values = {v: constant(v) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, operands))
 
     def read(variables):
@@ -52,10 +52,10 @@ def interpret(jaxpr: Any, operands: list[Any], constant: Callable,
 
 
 def inner_call(eqn: Any, operands: list[Any]) -> tuple[Any, list[Any]] | None:
-    """Return the jaxpr that an operation calls, and the operands that it passes on (the last ones);
-    None if it calls none. The ranks of operands and results identify it, which works for jit,
-    remat, custom_vjp, shard_map and calls that future versions of jax add. A reduction carries the
-    jaxpr of its scalar operation, but that is not a call."""
+    """Return the jaxpr that an operation calls and the operands it passes on (the last ones), or
+    None if it calls none. We match the ranks of operands and results, which works for jit, remat,
+    custom_vjp, shard_map and any calls that future versions of jax add. A reduction also carries
+    the jaxpr of its scalar operation, but that isn't a call."""
     if eqn.primitive.name in REDUCTIONS:
         return None
     for param in eqn.params.values():
@@ -72,9 +72,9 @@ def _ranks(variables):
 
 
 def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a scan's operands into (constants, carry, scanned over) by rank: arrays that are
-    scanned over or stacked have one more dimension outside the body. The parameters with these
-    counts have a different name in every version of jax."""
+    """Split a scan's operands into (constants, carry, scanned over) by rank: scanned or stacked
+    arrays have one more dimension outside the body. We don't read the parameters with these
+    counts, because every version of jax names them differently."""
     body = eqn.params["jaxpr"].jaxpr
     scanned = sum(_ranks(eqn.invars)) - sum(_ranks(body.invars))
     stacked = sum(_ranks(eqn.outvars)) - sum(_ranks(body.outvars))
@@ -84,12 +84,12 @@ def scan_operands(eqn: Any, operands: list[Any]) -> tuple[list[Any], list[Any], 
 
 
 # -------------------------------------------------------------------------------------------
-# Names that tell a training step which of our functions a loss calls
+# Names that show which of our functions a loss calls
 
 def named(x: jax.Array, name: str) -> jax.Array:
-    """Give x a name that `names_in` finds, and the name DIFFERENTIATED if a gradient is taken
-    through it. Inside a shard_map this returns x itself, because `names_in` inspects a loss before
-    it goes into a shard_map."""
+    """Give x a name that `names_in` can find, plus the name DIFFERENTIATED if a gradient is taken
+    through it. Inside a shard_map, this returns x unchanged, because `names_in` inspects a loss
+    before the loss enters a shard_map."""
     return x if ambient()[1] else _name(x, name)
 
 
@@ -113,15 +113,15 @@ def labelled(fn: Callable) -> Callable:
 
 
 def names_in(fn: Callable | ClosedJaxpr, *args: Any) -> set[str]:
-    """The names that `named` has given to values of a function. They include DIFFERENTIATED if the
-    function itself takes a gradient through a named value."""
+    """Return the names that `named` gave to values in a function. They include DIFFERENTIATED if
+    the function itself takes a gradient through a named value."""
     names = {eqn.params["name"] for eqn, _ in equations_below(_traced(fn, *args))
              if eqn.primitive.name == "name"}
     return {name.removeprefix(OURS) for name in names if name.startswith(OURS)}
 
 
 def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
-    """Whether any operation of a function returns floats of fewer than 32 bits."""
+    """Return whether any operation in a function returns floats of fewer than 32 bits."""
     dtypes = {v.aval.dtype for eqn, _ in equations_below(_traced(fn, *args)) for v in eqn.outvars
               if hasattr(v.aval, "dtype")}
     return any(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
@@ -131,15 +131,15 @@ def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
 # Functions that no compiler may split
 
 def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
-    """Why no compiler may split fn(params, batch) over `tensor`, as a verb phrase, or '' if one
-    may. The compiler puts collectives inside branches and loops. If a branch or a loop's length
-    depends on the batch, devices with different rows never meet in them, and wait forever. The
-    second reason is a call into Python."""
+    """Return why the compiler must not split fn(params, batch) over `tensor`, as a verb phrase, or
+    '' if it may. The compiler puts collectives inside branches and loops. If a branch or a loop's
+    length depends on the batch, devices with different rows never meet there and wait forever. The
+    other reason is a call into Python."""
     reasons = [""]
 
     def run(jaxpr, depends):
-        """Return whether each result of a jaxpr depends on the batch, given the same for its
-        operands."""
+        """Return whether each result of a jaxpr depends on the batch, given whether each operand
+        does."""
         return interpret(jaxpr, depends, lambda constant: False, equation)
 
     def equation(eqn, ins):
@@ -164,8 +164,8 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
         return [any(ins)] * len(eqn.outvars)
 
     def loop(body, fixed, carry, scanned=()):
-        """Return the bools of a loop's results. Run the body until no further carry depends on the
-        batch."""
+        """Return whether each result of a loop depends on the batch. Repeat the body until no more
+        of the carry does."""
         while True:
             outs = run(body, [*fixed, *carry, *scanned])
             new = [a or b for a, b in zip(carry, outs)]

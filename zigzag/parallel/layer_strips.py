@@ -1,18 +1,18 @@
-"""On a TPU whose tensor axis splits a layer, the layer takes a device's rows in strips.
+"""Strips: on TPUs with a tensor axis, a layer processes each device's rows in several strips.
 
     strip 0     gather tokens | multiply      | scatter tokens |
     strip 1                   | gather tokens | multiply       | scatter tokens
 
-No strip needs another, so the compiler sends one while it multiplies another. The values between
-two products also fit into a chip's fast memory more often. The layer gathers its weights over fsdp
-once for all strips, and sends as many bytes as without strips. It adds up the strips' gradients of
-a weight in the dtype of the computation. docs/measurements.md has the gain by the compiler's
-estimates: 8.6% of a step of 1.2B on 4 x 4 chips of v5e, 1.2% on 8 x 2. Without tensor, strips may
-cost more than they save.
+Strips don't depend on each other, so the compiler can send one while it multiplies another. The
+values between two matmuls also fit in a chip's fast memory more often. The layer gathers its
+weights over fsdp once for all strips, and sends as many bytes as it would without them. It adds up
+the strips' weight gradients in the compute dtype. By the compiler's estimates, strips save 8.6% of
+a 1.2B model's step on 4 x 4 v5e chips, and 1.2% on 8 x 2 (docs/measurements.md). Without tensor,
+strips may cost more than they save.
 
-Strips are for our own networks, because a custom loss may compare rows within a layer. Layers of
-experts do without, because their products would get small. The comparison of an edited model.py
-with one device uses strips of any size, so it finds a model that compares rows.
+Only our own networks use strips, because a custom loss may compare rows within a layer. Expert
+layers don't, because their matmuls would get too small. The check of an edited model.py against a
+single device allows strips of any size, so it catches a model that compares rows.
 """
 
 from typing import Any, Callable
@@ -24,20 +24,20 @@ from jax import Array
 from zigzag.core.mesh import ambient, around, axis_size, is_split, platform
 
 PLATFORMS = ("tpu",)
-LEAST = 4096    # the fewest tokens of a strip (at 2,048 on v5e, products get too small)
-MOST = 8        # the most strips: each is a copy of the layer in the program
+LEAST = 4096    # minimum tokens per strip (with 2,048 on v5e, matmuls get too small)
+MOST = 8        # maximum number of strips: each adds a copy of the layer to the program
 
 
 def least(config: Any) -> int:
-    """The fewest tokens of a strip in a run of one of our networks; 0: no strips. --overlap has its
-    own way to send while it multiplies."""
+    """Return the minimum number of tokens per strip for a run of our own network, or 0 for no
+    strips. --overlap has its own way to send while it multiplies."""
     c = config.network
     return 0 if c.overlap or config.step == "jit" or getattr(c, "experts", 0) else LEAST
 
 
 def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
-    """The number of strips for `rows` of `time` tokens, on a mesh with these axis `sizes` and this
-    platform; a strip has at least `tokens` tokens. Strips with seq were never measured."""
+    """Return how many strips to cut `rows` of `time` tokens into, given a mesh's axis `sizes` and
+    platform `where`. A strip has at least `tokens` tokens. Nobody has measured strips with seq."""
     if not tokens or where not in PLATFORMS or sizes.get("tensor", 1) == 1 or max(
             sizes.get("seq", 1), sizes.get("expert", 1)) > 1:
         return 1
@@ -46,7 +46,7 @@ def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
 
 
 def in_strips(layers: Callable, block: Callable, x: Array, batch: Any) -> tuple[Array, Any]:
-    """Call layers(block, x), and block(w, x, i, batch) for each layer, in strips of rows."""
+    """Run layers(block, x), which calls block(w, x, i, batch) per layer, in strips of rows."""
     time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
     n = count(len(x), time, ambient()[0], platform(), around().strip)
     if n == 1:

@@ -1,18 +1,17 @@
-"""Low-rank adapters (LoRA): --lora_rank r trains two small matrices next to each layer matrix.
+"""LoRA adapters: --lora_rank r trains two small matrices alongside each weight matrix of a layer.
 
     x [B, T, D] --> w [D, F] -------------> + --> y [B, T, F]     w   unchanged, never trained
           |                                 |                     a   [D, r], random
           +-------> a [D, r] --> b [r, F] --+                     b   [r, F], zeros at first
 
-The model computes with w + a b, which is w at first. Adapters are leaves next to their weight (wq,
-wq_a, wq_b), and are split like it. All other weights are frozen: they are stored in the dtype of
-the computation, and have no gradient and no optimizer state. Checkpoints hold only the adapters. To
-read such a checkpoint, `read_run_weights` (saved.py) loads the frozen weights from where the run
-got them, and compares a fingerprint.
+The model computes with w + a b, which initially equals w. Adapters are leaves next to their weight
+(wq, wq_a, wq_b), and are split the same way. All other weights are frozen: they're stored in the
+compute dtype and have no gradient or optimizer state. Checkpoints contain only the adapters. To
+read such a checkpoint, `read_run_weights` (saved.py) loads the frozen weights from their original
+source and checks their fingerprint.
 
-There is no alpha, the usual factor on a b. The first values of a have standard deviation
-1 / sqrt(D). That is close to the usual alpha = 2 r, with an a that is uniform between -1 / sqrt(D)
-and 1 / sqrt(D).
+There is no alpha, the usual factor on a b. The initial a has a standard deviation of 1 / sqrt(D).
+That is close to the usual alpha = 2 r with an a drawn uniformly from -1 / sqrt(D) to 1 / sqrt(D).
 """
 
 import dataclasses
@@ -31,11 +30,11 @@ from zigzag.parallel.table import Weight
 
 
 def with_adapters(table: Any, rank: int) -> Any:
-    """Add adapters of this rank (0: none) to the table of weights, next to each layer matrix that
-    leads into a block or out of it: each that tensor may split and that is not only a lookup table.
+    """Add adapters of this rank (0: none) to the weight table, next to each layer matrix that leads
+    into or out of a block: every matrix that tensor may split, except pure lookup tables.
 
-    A column matrix contracts its first dimension after those of layers and experts. A row matrix is
-    one with tensor on that dimension; it contracts all but its last."""
+    A column matrix contracts its first dimension after the layer and expert dimensions. A row
+    matrix has tensor on that dimension, and contracts all dimensions but its last."""
     if not rank:
         return table
     made = {}
@@ -60,8 +59,8 @@ def _adapters(name, w, rank):
 
 
 def _over_fsdp(w):
-    """Put fsdp on the adapter's longest free dimension, unless the adapter already has the
-    dimension on which fsdp splits its weight."""
+    """Put fsdp on the adapter's longest free dimension, unless the adapter shares the dimension of
+    its weight that fsdp splits."""
     if "fsdp" in w.mesh_axes:
         return w
     free = [d for d, axis in enumerate(w.mesh_axes) if not axis]
@@ -71,14 +70,15 @@ def _over_fsdp(w):
 
 
 def adapted(w: dict[str, Any]) -> dict[str, Any]:
-    """A layer's weights, where each weight with adapters is one Adapted together with them."""
+    """Return a layer's weights, with each weight and its adapters combined into an Adapted."""
     pairs = {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
              for name in w if f"{name}_a" in w and f"{name}_b" in w}
     return {name: x for name, x in w.items() if not _is_adapter(name, w)} | pairs
 
 
 def merged(params: dict[str, Any]) -> dict[str, Any]:
-    """The float32 weights of the model without adapters: w + a b for each weight that has them."""
+    """Return the model's float32 weights with adapters merged in: w + a b where a weight has
+    them."""
     def merge(w, a, b):
         if a.ndim + b.ndim - w.ndim > 2:        # over layers, then over experts
             return jax.vmap(merge)(w, a, b)
@@ -103,7 +103,7 @@ def _is_adapter(name, beside):
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Split a tree like the weights into two: the entries of adapters, and all others."""
+    """Split a tree shaped like the weights in two: the adapters' entries, and all others."""
     adapters, others = {}, {}
     for name, x in tree.items() if isinstance(tree, dict) else ():
         if isinstance(x, dict):
@@ -117,14 +117,14 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def join(adapters: Any, others: Any) -> Any:
-    """Undo `split`: the tree that it has split into these two."""
+    """Undo `split`: rebuild the tree from its two halves."""
     if not isinstance(others, dict) or not others:
         return adapters
     return {**others, **{name: join(x, others.get(name)) for name, x in adapters.items()}}
 
 
 def as_stored(params: Any, dtype: str) -> Any:
-    """The weights, with the frozen ones cast to this dtype."""
+    """Return the weights with the frozen ones cast to this dtype."""
     adapters, frozen = split(params)
     if not adapters:
         raise ConfigError("--lora_rank is for the networks of this codebase: these weights have no "
@@ -133,13 +133,13 @@ def as_stored(params: Any, dtype: str) -> Any:
 
 
 def mark_frozen(decisions: Any) -> Any:
-    """The rule's decisions, with is_trained=False for frozen weights."""
+    """Return the rule's decisions, with is_trained=False for frozen weights."""
     adapters, frozen = split(decisions)
     return join(adapters, jax.tree.map(
         lambda d: dataclasses.replace(d, is_trained=False), frozen))
 
 
 def fingerprint(frozen: Any) -> str:
-    """16 hex digits that identify the frozen weights under a run's adapters."""
+    """Return 16 hex digits that identify the frozen weights under a run's adapters."""
     sums = sorted(checkpoint.checksums(frozen).items())
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]

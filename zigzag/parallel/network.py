@@ -1,14 +1,14 @@
-"""`Network`: a kind of model as the machinery sees it. It has a class of configurations, a table of
-weights, a loss, and functions that answer questions about a configuration. model.py has the plain
-decoder; published/ has all other networks.
+"""`Network`: everything the machinery needs to know about a kind of model. That is a config class,
+a weight table, a loss, and functions that answer questions about a config. model.py defines the
+plain decoder; published/ defines all other networks.
 
-The table and the loss determine first values, counts and the sharding of the weights.
+The table and the loss determine the weights' initial values, counts and sharding.
 
-    network_of          the network of a configuration
-    network_of_record   the network of a run, from its config.json
-    config_of_run       the configuration of a run's network
-    describe            which network a configuration has, and why, as text
-    own_loss            the network whose built-in loss a function is
+    network_of          find the network for a config
+    network_of_record   find a run's network from its config.json
+    config_of_run       read the config of a run's network
+    describe            describe which network a config uses, and why
+    own_loss            find the network whose built-in loss a function is
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ from zigzag.parallel.table import (
 
 Params = dict[str, Any]
 
-# {name for --model: fields of model.Config}: the block of model.py, small, in the size of GPT-2
-# small, and with 1.2 billion parameters.
+# {name for --model: fields of model.Config}: model.py's block, tiny, at the size of GPT-2 small,
+# and with 1.2 billion parameters.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
@@ -55,7 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a preset, without those that depend on a width among the `given` fields."""
+    """Return a preset's fields, minus those that depend on a width in `given`."""
     dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
     dropped |= {"d_ff"} if "d_model" in given else set()
     return {name: value for name, value in fields.items() if name not in dropped}
@@ -63,16 +63,16 @@ def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """How to compute a network: options that change no result, except for rounding and for which
-    weights are trained. The base class of every network's configuration."""
+    """How to compute a network. These options don't change results, except for rounding and which
+    weights are trained. This is the base class of every network's config."""
     # training
     dtype: str = flag("", one_of=("", "float32", "bfloat16"), same=True)
                                   # compute in float32 or bfloat16; empty: float32 on CPU only
     # mesh
     remat: str = flag("none", check=remat_of)
                                   # what to recompute in the backward pass: none, selective, full,
-                                  # full:0.5 (of half of the layers), attention, mlp, attention,mlp;
-                                  # or offload: keep each layer's input in the host's memory
+                                  # full:0.5 (half of the layers), attention, mlp, attention,mlp;
+                                  # or offload: keep each layer's input in host memory
     microbatches: int = flag(1, least=1)
                                   # cut a device's rows into this many parts for the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
@@ -80,10 +80,10 @@ class Computed:
     # model
     lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
     # mesh (rare)
-    kernel: bool = True           # use the device's own kernel for attention, where it has one
+    kernel: bool = True           # use the device's own attention kernel, if it has one
     chunks: int = flag(1, least=1, beside="schedule")
-                                  # groups of consecutive layers on each stage of the pipeline
-    overlap: bool = False         # send over tensor in parts, and multiply each part while the next
+                                  # groups of consecutive layers per pipeline stage
+    overlap: bool = False         # send over tensor in parts, multiplying each part while the next
                                   # one travels
     sum_dtype: str = flag("", one_of=("", "float32"))
                                   # float32: fsdp sums gradients in float32, not dtype; sends more
@@ -95,14 +95,14 @@ class Computed:
 
 
 def with_hits(total: Any, count: Any, hits: Any, c: Any) -> tuple:
-    """The results of a network's loss: (sum, count), and with --accuracy the total weight of the
-    targets that it predicted."""
+    """Return what a network's loss returns: (sum, count), plus, with --accuracy, the total weight
+    of the targets it predicted."""
     return (total, count, {"accuracy": hits}) if c.accuracy else (total, count)
 
 
 def model_type(published: str) -> Any:
-    """The model_type in the config.json of a published model; "" if the text is empty; None if it
-    is not a config.json."""
+    """Return the model_type in a published model's config.json, "" if the text is empty, or None if
+    it isn't a config.json."""
     try:
         return json.loads(published or '{"model_type": ""}')["model_type"]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -110,44 +110,44 @@ def model_type(published: str) -> Any:
 
 
 def check_published(c: Any) -> None:
-    """Refuse a `published` that is not a config.json, in a run that another program wrote."""
+    """Reject a `published` that isn't a config.json; another program may have written the run."""
     if not isinstance(model_type(c.published), str):
         raise ConfigError(f"--published {c.published:.80}: expected the config.json of a published "
                           f"model, with its model_type")
 
 
 def facts_of_network(config: type) -> list[str]:
-    """The options of a network's configuration that must stay the same when a run continues: all
-    but those of Computed that change no result."""
+    """Return the options of a network's config that must stay the same when a run resumes: all
+    except those in Computed that don't change results."""
     return [name for name, option in options(config).items()
             if option.same or name not in options(Computed)]
 
 
-# The options that may change when a run continues.
+# The options that may change when a run resumes.
 COMPUTED = tuple(name for name, option in options(Computed).items() if not option.same)
 
 
 def check_heads(c: Any) -> None:
-    """Refuse a d_model that the heads do not divide, if head_dim has to follow from it."""
+    """Reject a d_model that isn't divisible by the heads, unless head_dim is set."""
     if not c.head_dim and c.d_model % c.heads:
         near = nearest_divisor(c.d_model, c.heads)
         raise ConfigError(f"--d_model {c.d_model} does not divide by --heads {c.heads}; the "
                           f"nearest that does is --heads {near}, or give --head_dim")
 
 
-# Rows (option, whether its value is wrong, why) for refuse_rows.
+# Rows (option, whether its value is invalid, why) for refuse_rows.
 Rows = list[tuple[str, Any, str]]
 
 
 def refuse_rows(c: Any, rows: Rows) -> None:
-    """Refuse the first of these options that is wrong."""
+    """Raise a ConfigError for the first invalid option in `rows`."""
     for name, is_wrong, why in rows:
         if is_wrong:
             raise ConfigError(f"--{name} {getattr(c, name)}: {why}")
 
 
 def of_decoders(c: Any) -> Rows:
-    """The option values that every network refuses."""
+    """Return the checks of option values that all decoders share."""
     return [
         ("heads", c.heads % (c.kv_heads or c.heads), f"does not divide by --kv_heads {c.kv_heads}"),
         ("rope_theta", not c.rope_theta > 1, "must be above 1"),
@@ -157,7 +157,7 @@ def of_decoders(c: Any) -> Rows:
 
 
 def check_decoder(c: Any) -> None:
-    """Refuse options that the plain decoder does not support."""
+    """Reject options that the plain decoder doesn't support."""
     check_values(c)
     check_published(c)
     check_heads(c)
@@ -173,9 +173,9 @@ def check_decoder(c: Any) -> None:
 
 def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: bool = False
                 ) -> None:
-    """Refuse a stack of layers that the mesh cannot split. Tensor never stops a run: a weight that
-    it does not divide stays whole. `time_of_stages` means that the stages share the head's tokens;
-    `time_is_padded` means that the network pads sequences, so any length will do."""
+    """Reject a layer stack that the mesh can't split. The tensor axis never stops a run: a weight
+    it doesn't divide stays whole. `time_of_stages` means that the stages share the head's tokens;
+    `time_is_padded` means that the network pads sequences, so any length works."""
     sizes = mesh.shape
     if c.experts % sizes["expert"]:
         raise ConfigError(f"mesh axis expert={sizes['expert']} does not divide --experts "
@@ -195,8 +195,8 @@ def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: 
 
 
 def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
-    """Refuse a tensor axis that splits no weight of the model, because each of its devices would do
-    all of the work. `specs` are the specs of the weights."""
+    """Reject a tensor axis that splits none of the model's weights, because each of its devices
+    would do all of the work. `specs` are the weights' specs."""
     size = mesh.shape["tensor"]
     if size > 1 and not any("tensor" in spec_axes(spec)
                             for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
@@ -207,24 +207,24 @@ def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
 
 
 class Layer(NamedTuple):
-    """The shape of one layer's cache."""
-    widths: dict[str, int]  # {array: the width of its heads}
+    """The shape of a single layer's cache."""
+    widths: dict[str, int]  # {array: its head width}
     heads: int              # the number of heads in each array
-    window: int = 0         # the most keys that a query sees; 0: all before it
-    source: tuple[str, ...] = ()    # arrays of the source that it also holds: encode_source makes
-                            # them, and their names begin with cross
-    weights: tuple[str, ...] = ("wq", "wk", "wv")   # the weights that make the heads
+    window: int = 0         # the maximum number of keys a query sees; 0: all earlier ones
+    source: tuple[str, ...] = ()    # source arrays that it also holds; encode_source computes them,
+                            # and their names begin with cross
+    weights: tuple[str, ...] = ("wq", "wk", "wv")   # the weights that produce the heads
 
 
 class Traffic(NamedTuple):
     """What a decoder's blocks send over tensor, for forecast/traffic.py."""
-    pairs: int = 2          # in a layer, pairs of a gather into a block and a reduction out of it
-    beside: bool = False    # whether a block of experts has another branch next to them
-    head_norms: bool = False    # whether queries and keys have norms over all heads
+    pairs: int = 2          # per layer, pairs of a gather into a block and a reduction out of it
+    beside: bool = False    # whether an expert block has a second branch besides the experts
+    head_norms: bool = False    # whether queries and keys have a norm over all heads
 
 
 def expert_share(config: Any) -> float:
-    """The share of the experts that one token visits; 1 if there are none."""
+    """Return the fraction of the experts that each token visits, or 1 if there are none."""
     experts = getattr(config, "experts", 0)
     return config.experts_per_token / experts if experts else 1.0
 
@@ -239,53 +239,53 @@ NETWORKS: dict[str, "Network"] = {}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A kind of model: its name, configurations, weights and functions. A comment a, b -> c stands
-    for a function of (a, b) that returns c."""
+    """A kind of model: its name, config class, weights and functions. A comment a, b -> c describes
+    a function of (a, b) that returns c."""
     name: str                           # the name in a run's config.json
-    config: type                        # the class of its configurations, based on Computed
+    config: type                        # the config class, a subclass of Computed
     weights: Callable                   # config -> a tree of table.Weight
     loss: Callable                      # params, batch, config[, specs] -> sum, count[, others]
     batch_shapes: Callable              # config, rows -> shapes of a batch
     apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
     families: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    #                                     {model_type: how published models are read and written}
-    check: Callable = check_stack       # config, mesh: refuses a config that a mesh cannot split
+    #                                     {model_type: how to read and write published models}
+    check: Callable = check_stack       # config, mesh: rejects a config that the mesh can't split
 
-    # Generation: None if the network generates no text.
-    extend: Callable | None = None      # a step of decoding with a cache; model.extend explains it
+    # Generation: None if the network doesn't generate text.
+    extend: Callable | None = None      # a decoding step with a cache; see model.extend
     head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
     cache_layer: Callable | None = None     # config, i -> Layer, of layer i
     encode_source: Callable | None = None   # params, source, config, specs -> arrays for the caches
     gives: Callable = lambda config: "text"     # config -> its output; only "text" can generate
     max_positions: Callable = lambda config: sys.maxsize    # config -> the number of positions
-    decoding_length: Callable = lambda config, tokens, slots: 0     # -> the length that may decide
-    #                                     the scaling of rotary positions
-    source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) is a text
-    source_ids: Callable = lambda config: ()    # config -> ids that stand for the source, at the
-    #                                     beginning of each row
-    decoder_of: Callable | None = None  # a tree of weights -> the same tree with the decoder's
-    #                                     weights at the top; None: they are already there
+    decoding_length: Callable = lambda config, tokens, slots: 0     # -> the length that the rotary
+    #                                     scaling may depend on
+    source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) means text
+    source_ids: Callable = lambda config: ()    # config -> placeholder ids for the source, at the
+    #                                     start of each row
+    decoder_of: Callable | None = None  # a weight tree -> the same tree with the decoder's
+    #                                     weights at the top level; None: they already are
 
     # Training
     limits: Callable = lambda config: {"tokens": config.vocab_size, "targets": config.vocab_size}
-    #                                     config -> {array of a batch: the bound of its ids}
+    #                                     config -> {array of a batch: upper bound on its ids}
     trained: tuple[str, ...] = ("seq_len", "dropout", "balance", "router_z")
-    #                                     options that may change when its weights are fine-tuned
-    block_traffic: Callable = _none     # config -> Traffic, or None if there are no formulas for it
-    flops: Callable | None = None       # config, tokens, table -> FLOPs of training; None: use the
-    #                                     formula of a decoder
-    couples_rows: bool = False          # whether its loss compares the rows of a batch
-    why: Callable = lambda config: ""   # config -> text: why this network and not the plain decoder
+    #                                     options that fine-tuning may change
+    block_traffic: Callable = _none     # config -> Traffic, or None if there's no formula for it
+    flops: Callable | None = None       # config, tokens, table -> training FLOPs; None: use the
+    #                                     formula for decoders
+    couples_rows: bool = False          # whether its loss compares a batch's rows with each other
+    why: Callable = lambda config: ""   # config -> text: why this network, not the plain decoder
 
     def __post_init__(self) -> None:
         NETWORKS.setdefault(self.name, self)    # importing a network registers it
 
     def table(self, config: Any) -> Params:
-        """The table of all weights, with adapters if config.lora_rank is above 0."""
+        """Return the full weight table, with adapters if config.lora_rank is above 0."""
         return low_rank.with_adapters(self.weights(config), config.lora_rank)
 
     def init(self, config: Any, key: Array) -> Params:
-        """New float32 weights. They depend on the key and each weight's path, not on the mesh."""
+        """Return new float32 weights, which depend on the key and the paths, not on the mesh."""
         table = self.table(config)
         if any(0 in w.shape for w in jax.tree.leaves(table)):
             raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
@@ -295,8 +295,8 @@ class Network:
         return jax.eval_shape(lambda: self.init(config, jax.random.key(0)))
 
     def forward(self, params: Params, tokens: Array | None, config: Any, **more: Any) -> Array:
-        """The logits [B, T, V] of tokens [B, T], or [T, V] of one row [T]. `more` are the network's
-        other input arrays (source, mask, positions ...) or None."""
+        """Return the logits [B, T, V] for tokens [B, T], or [T, V] for a single row [T]. `more` are
+        the network's other input arrays (source, mask, positions ...) or None."""
         more = {name: x for name, x in more.items() if x is not None}
         if tokens is not None and (tokens := jnp.asarray(tokens)).ndim == 1:
             more = {name: jnp.asarray(x)[None] for name, x in more.items()}
@@ -306,16 +306,16 @@ class Network:
         return self.apply(params, tokens, config, **more)
 
     def mesh_axes(self, config: Any) -> Params:
-        """The mesh axis that each weight's row names after each dimension, or ''."""
+        """Return, for each weight, the mesh axis that its row names per dimension, or ''."""
         return jax.tree.map(lambda w: w.mesh_axes, self.table(config))
 
     def parameters(self, config: Any) -> tuple[int, int]:
-        """Return (the number of parameters, how many of them one token visits)."""
+        """Return (the number of parameters, how many of them each token visits)."""
         return parameters(self.table(config), padded(config.vocab_size) - config.vocab_size,
                           expert_share(config))
 
     def training_flops(self, config: Any, tokens: int) -> float:
-        """FLOPs of training on that many tokens."""
+        """Return the FLOPs to train on that many tokens."""
         c, table = config, self.table(config)
         if self.flops:
             return self.flops(c, tokens, table)
@@ -329,7 +329,7 @@ class Network:
     # Weights on a mesh
 
     def plan_weights(self, config: Any, mesh: Any, **options: Any) -> Params:
-        """A rule.Decision for each weight: how it is split over the mesh, and why."""
+        """Return a rule.Decision for each weight: how the mesh splits it, and why."""
         return plan_sharding(
             lambda p, b: self.loss(p, b, config)[:2], self.weight_shapes(config),
             self.batch_shapes(config, 1), mesh=mesh, mesh_axes=self.mesh_axes(config),
@@ -339,7 +339,7 @@ class Network:
         return jax.tree.map(lambda d: d.spec, self.plan_weights(config, mesh))
 
     def places(self, config: Any, mesh: Any = None) -> Params:
-        """The shapes of the weights, with their shardings on the mesh (None: on one device)."""
+        """Return the weights' shapes with their shardings on the mesh (None: on one device)."""
         mesh, shapes = mesh or make_mesh(devices=jax.devices()[:1]), self.weight_shapes(config)
         specs = (self.weight_specs(config, mesh) if mesh.size > 1 else
                  jax.tree.map(lambda _: PartitionSpec(), shapes))
@@ -348,8 +348,8 @@ class Network:
 
 
 def network_of(config: Any) -> Network:
-    """The network of a configuration (a network's own or a run's). Where several networks share one
-    class of configurations, the family of the published model decides, else the first one wins."""
+    """Return the network for a config (a network's or a run's). If several networks share the
+    config class, pick the one with the published model's family, otherwise the first."""
     config = getattr(config, "network", config)
     known = [network for network in NETWORKS.values() if network.config is type(config)]
     if not known:
@@ -359,7 +359,7 @@ def network_of(config: Any) -> Network:
 
 
 def network_of_record(record: dict[str, Any]) -> Network:
-    """The network of a run, from its config.json."""
+    """Return a run's network, given its config.json."""
     name = record.get("network")
     if name not in NETWORKS:        # importing the part registers its networks
         part("published", f"config.json: the network {name!r:.80}, which nothing here defines")
@@ -370,25 +370,25 @@ def network_of_record(record: dict[str, Any]) -> Network:
 
 
 def config_of_run(folder: str, flag: str = "--run") -> Any:
-    """The configuration of a run's network."""
+    """Read the config of a run's network."""
     return run_config(folder, network_of_record(run_record(folder, flag)).config, flag)
 
 
 def describe(config: Any) -> str:
-    """Describe which network a configuration has, and why, as text."""
+    """Return a description of which network a config uses, and why."""
     network, config = network_of(config), getattr(config, "network", config)
     place = f"{network.name} ({network.loss.__module__.replace('.', '/')}.py)"
     return f"{place}: {why}" if (why := network.why(config)) else place
 
 
 def own_loss(config: Any, loss: Callable) -> Network | None:
-    """The network of a configuration, if `loss` is its own, as run/task.py makes it. The tests
-    compare that loss with one device. None for any other loss, even one that only wraps it: that is
-    a custom loss, and the run compares it with one device before it begins."""
+    """Return the config's network if `loss` is that network's own, as run/task.py makes it. The
+    tests compare such a loss with a single device. Return None for any other loss, even a wrapper:
+    that is a custom loss, and a run checks it against a single device before the first step."""
     network = network_of(config)
     return network if isinstance(loss, functools.partial) and loss.func is network.loss else None
 
 
 def flops_of_update(config: Any) -> float:
-    """FLOPs of an update of a run with this configuration."""
+    """Return the FLOPs per update of a run with this config."""
     return network_of(config).training_flops(config.network, config.batch * config.network.seq_len)

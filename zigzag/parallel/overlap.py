@@ -1,20 +1,20 @@
 """--overlap, a collective matmul: a device multiplies one part of a row while it sends another.
 
-    all_gather(x) @ w           A device multiplies its own part of x, and sends it to both
-                                neighbors. It multiplies the two parts that arrive, and sends each
-                                on. After half a turn it has seen all parts.
-    reduce_scatter(h @ w)       The same backwards: a device multiplies the parts of h that belong
-                                to the farthest devices on both sides, and sends each product their
-                                way. It adds its own to the two that arrive, and so on. The last two
-                                that arrive belong to its own part of the sequence.
+    all_gather(x) @ w           A device multiplies its own part of x and sends it to both
+                                neighbors. It multiplies the two parts that arrive, and passes each
+                                along. After half a turn, it has seen every part.
+    reduce_scatter(h @ w)       The reverse: a device multiplies the parts of h that belong to the
+                                farthest devices on both sides, and sends each product toward its
+                                owner. It adds its own products to the two sums that arrive, and so
+                                on. The last two arrivals are for its own part of the sequence.
 
-If n is even, the farthest device is the same on both sides, and one way is a step shorter. Each of
-the two is the other's transpose, and they send as many bytes as the plain collectives do. A device
-multiplies the parts in a different order than they have in the row. `_in_order` puts the products
-in order afterwards, which costs a copy.
+If n is even, the farthest device is the same on both sides, so one direction is a step shorter.
+Each of the two is the other's transpose, and both send as many bytes as the plain collectives. A
+device multiplies the parts in a different order than they have in the row, so `_in_order` reorders
+the products afterwards, which costs a copy.
 
-`product(weights, x)` is any function of activations x, of any part of the sequence, that treats
-each token by itself and, except for a bias, is linear in x.
+`product(weights, x)` is any function of activations x, for any part of the sequence, that treats
+each token independently and is linear in x except for a bias.
 """
 
 from typing import Any, Callable
@@ -27,13 +27,13 @@ from zigzag.core.mesh import add_to, around, axis_size, float32_zeros, mark_vary
 
 
 def asked(x: Array, parts: int = 1) -> bool:
-    """Whether products with x [B, T, ...] run in parts: if --overlap asks for it, and `parts`
-    divides T. `parts` is 1 if each device already has its own part of the sequence."""
+    """Return whether to multiply x [B, T, ...] in parts: if --overlap is set and `parts` divides T.
+    `parts` is 1 if each device already holds just its part of the sequence."""
     return around().overlap and axis_size("tensor") > 1 and x.shape[1] % parts == 0
 
 
 def gathered(product: Callable, weights: Any, x: Array) -> Any:
-    """Return product(weights, the whole sequence of x), where tensor splits the sequence of x."""
+    """Return product(weights, all of x's sequence), given x with its sequence split by tensor."""
     @jax.custom_vjp
     def run(weights, x):
         return forward(weights, x)[0]
@@ -54,7 +54,7 @@ def gathered(product: Callable, weights: Any, x: Array) -> Any:
 
 
 def scattered(product: Callable, weights: Any, h: Any) -> Array:
-    """Sum product(weights, h) over tensor, and return this device's part of the sequence."""
+    """Sum product(weights, h) over tensor and return this device's part of the sequence."""
     @jax.custom_vjp
     def run(weights, h):
         return _sum_at_home(lambda k: product(weights, _part(h, k)))
@@ -71,12 +71,12 @@ def scattered(product: Callable, weights: Any, h: Any) -> Array:
 
 
 def _transpose(product, weights, x):
-    """Return a function from the cotangent of a part's products to the cotangent of the part."""
+    """Return a function that maps the cotangent of a part's product to the part's cotangent."""
     return lambda cotangent: jax.vjp(lambda x: product(weights, x), x)[1](cotangent)[0]
 
 
 def _gradient(product, weights, parts, cotangents):
-    """The gradient of the weights from all parts, added up in float32."""
+    """Return the weights' gradient, summed over all parts in float32."""
     total = float32_zeros(weights)
     for k, part in parts.items():
         _, of_weights = jax.vjp(lambda weights, part=part: product(weights, part), weights)
@@ -84,10 +84,10 @@ def _gradient(product, weights, parts, cotangents):
     return jax.tree.map(lambda g, w: g.astype(w.dtype), total, weights)
 
 
-# Parts by distance: {0: this device's part, -1: that of the device below, 1: of the one above ...}.
+# Parts by distance: {0: this device's part, -1: the previous device's, 1: the next device's ...}.
 
 def _pass_around(x):
-    """Pass each device's part x around, and return the parts of all devices."""
+    """Pass each device's part x around, and return all devices' parts."""
     n = axis_size("tensor")
     parts = {0: x}
     for k in range(1, n // 2 + 1):
@@ -98,7 +98,7 @@ def _pass_around(x):
 
 
 def _sum_at_home(of_part):
-    """Sum over all devices the of_part(k) that each computes for this one."""
+    """Return the sum of what each device's of_part(k) computes for this device."""
     n = axis_size("tensor")
     up = down = 0
     for k in range(n // 2, 0, -1):
@@ -114,14 +114,14 @@ def _send(x, by):
 
 
 def _part(tree, distance):
-    """The part of the sequence that belongs to the device at this distance."""
+    """Return the part of the sequence that belongs to the device at this distance."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(
         x, _place(distance) * (x.shape[1] // axis_size("tensor")),
         x.shape[1] // axis_size("tensor"), 1), tree)
 
 
 def _in_order(parts):
-    """Join the parts of all devices, in the order of the devices."""
+    """Join all devices' parts in device order."""
     def whole(*values):
         B, T, *others = values[0].shape
         out = mark_varying(jnp.zeros((B, axis_size("tensor") * T, *others), values[0].dtype),

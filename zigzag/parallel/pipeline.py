@@ -1,23 +1,23 @@
-"""Pipeline schedules: which stage does what in which tick, and the two schedules beyond GPipe.
+"""Pipeline schedules: which stage does what in each tick, and the two schedules besides GPipe.
 
-    gpipe          all microbatches forward, then autodiff runs the same ticks in reverse; its code
-                   is `gpipe` in shard.py's section pipe: read that first
-    interleaved    GPipe with V chunks of layers in each stage: microbatches go V times around
-                   the ring of stages, and the idle share falls by about V
+    gpipe          all microbatches go forward, then autodiff runs the same ticks in reverse; the
+                   code is `gpipe` in section pipe of shard.py: read that first
+    interleaved    GPipe with V chunks of layers per stage: microbatches go around the ring of
+                   stages V times, and the idle share shrinks by a factor of about V
     1f1b           a hand-written backward pass that starts each microbatch's backward as soon as
-                   the last stage has finished it, so that the number of activations in memory
-                   depends on the number of stages S and not on the number of microbatches M
+                   the last stage finishes it, so the number of activations in memory depends on
+                   the number of stages S, not on the number of microbatches M
 
-All stages run one program inside a shard_map; `lax.axis_index("pipe")` tells a device its stage. A
-tick is one turn of a loop: compute, then send the result to the neighbor. With k layers in a chunk,
-chunk c of stage s begins at layer (c S + s) k. x [b, T, D] is the residual stream of one microbatch
-of b rows.
+All stages run the same program inside a shard_map; `lax.axis_index("pipe")` tells a device which
+stage it is. A tick is one loop iteration: compute, then send the result to the neighbor. With k
+layers per chunk, chunk c of stage s begins at layer (c S + s) k. x [b, T, D] is the residual stream
+of a microbatch of b rows.
 
-The parts of a loss, as `pipelined_loss` makes them for one stage:
+`pipelined_loss` splits a loss into these parts for each stage:
 
     embed(params, batch) -> x
-    stack(weights, x, numbers, batch) -> x, aux     the layers with these numbers; aux is None, or a
-                                        pair: a term of the loss, and a dict of further sums
+    stack(weights, x, numbers, batch) -> x, aux     runs the layers `numbers`; aux is None or a
+                                        pair: a term of the loss, and a dict of extra sums
     head(params, x, batch) -> sum, count[, dict of sums]    a collective: every stage calls it, with
                                         x on the last stage and zeros on all others, and gets the
                                         sums for its own part of the sequence
@@ -52,13 +52,13 @@ from zigzag.parallel.remat import policy_of
 
 
 class Options(NamedTuple):
-    """How to compute a stack of layers. Functions that take Options accept any record with these
-    fields, such as a network's configuration."""
+    """How to compute a layer stack. Functions that take Options accept any record with these
+    fields, such as a network's config."""
     remat: str = "none"         # what to recompute in the backward pass: see remat.py
-    microbatches: int = 1       # the number of parts of a device's rows
+    microbatches: int = 1       # how many parts to cut a device's rows into
     schedule: str = "gpipe"
-    chunks: int = 1             # the chunks of layers in each stage
-    sum_dtype: str = ""         # the dtype in which fsdp sums gradients; '': that of the weights
+    chunks: int = 1             # chunks of layers per stage
+    sum_dtype: str = ""         # the dtype in which fsdp sums gradients; '': the weights' dtype
 
 
 def options_of(record: Any) -> Options:
@@ -70,8 +70,8 @@ def options_of(record: Any) -> Options:
 # The timetable
 
 def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
-    """Return (the number of ticks, V). Ticks are the turns of the loop, which goes only forward
-    except in 1f1b; V is the chunks of layers in a stage, 1 unless the schedule is interleaved."""
+    """Return (the number of ticks, V). Ticks are iterations of the loop, which only goes forward
+    except in 1f1b; V is the number of chunks per stage, 1 unless the schedule is interleaved."""
     if schedule == "1f1b":
         return microbatches + 2 * stages - 1, 1
     V = chunks if schedule == "interleaved" else 1
@@ -80,35 +80,35 @@ def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[i
 
 def passes(stages: int, microbatches: int, schedule: str, chunks: int, skips_idle: bool = True
            ) -> int:
-    """The time that a pipeline takes, counted in forward passes of one chunk over one microbatch.
-    It takes as many backward passes. In 1F1B the first S ticks have only forward passes and the
-    last S only backward passes. So if stages skip idle passes, both counts are S below the number
-    of ticks."""
+    """Return how long a pipeline takes, in forward passes of one chunk over one microbatch. It
+    takes the same number of backward passes. In 1F1B, the first S ticks have only forward passes,
+    and the last S only backward passes. So if stages skip idle passes, both counts are S less than
+    the number of ticks."""
     count, _ = ticks(stages, microbatches, schedule, chunks)
     return count - stages if schedule == "1f1b" and skips_idle else count
 
 
 def _last_tick(microbatch, S, V):
-    """The tick in which the last stage finishes a microbatch. S microbatches go V times around the
-    ring, with S ticks to a lap; then the next S follow. Microbatch j of a group runs j ticks behind
-    the group's first."""
+    """Return the tick in which the last stage finishes a microbatch. A group of S microbatches goes
+    around the ring V times, at S ticks per lap; then the next group follows. Microbatch j of a
+    group runs j ticks behind the group's first."""
     group, j = divmod(microbatch, S)
     return (S - 1) + group * S * V + (V - 1) * S + j
 
 
 def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
-    """In 1F1B, the microbatch that a stage takes forward in tick t and the one it takes backward.
+    """Return the microbatches that a 1F1B stage takes forward and backward in tick t.
 
     Microbatch m reaches stage s in tick m + s, so the last stage finishes it in tick m + S - 1. The
-    last stage takes it backward one tick later, and each earlier stage one tick after the stage
-    that follows it: stage s in tick m + 2 S - 1 - s."""
+    last stage takes it backward one tick later, and each earlier stage does so one tick after the
+    next stage: stage s in tick m + 2 S - 1 - s."""
     return t - stage, t - (2 * S - 1 - stage)
 
 
 def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idle: bool = True
              ) -> str:
-    """Describe how long a schedule of M microbatches on S stages takes, and the idle share, as
-    text. `skips_idle`: a stage without work in a tick computes nothing (`skip_idle`)."""
+    """Return a description of how long a schedule of M microbatches on S stages takes, with its
+    idle share. `skips_idle`: a stage without work in a tick computes nothing (`skip_idle`)."""
     _, V = ticks(S, M, schedule, chunks)
     count = passes(S, M, schedule, V, skips_idle)
     idle = f"{1 - M * V / count:.0%}"
@@ -121,7 +121,7 @@ def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idl
 
 
 def check_stages(layers: int, chunks: int, specs: Any) -> None:
-    """Refuse layers that the stages and their chunks do not divide."""
+    """Reject a layer count that isn't divisible by the stages times their chunks."""
     stages = axis_size("pipe")
     if specs is None or not all("pipe" in s for s in jax.tree.leaves(specs)):
         raise ConfigError(f"mesh axis pipe={stages}: shard.pipelined_loss needs `specs`, the specs "
@@ -135,7 +135,7 @@ def check_stages(layers: int, chunks: int, specs: Any) -> None:
 # Small tools
 
 def pick(tree: Any, index: Any) -> Any:
-    """Entry `index` of each array, clipped to the valid range (idle ticks pass indices outside)."""
+    """Return entry `index` of each array, clipped to the valid range for the sake of idle ticks."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(
         a, jnp.clip(index, 0, a.shape[0] - 1), keepdims=False), tree)
 
@@ -145,30 +145,30 @@ def astype(tree: Any, like: Any) -> Any:
 
 
 def send(tree: Any, step: int) -> Any:
-    """Send a tree to the next stage (step 1) or to the previous one (-1), in a ring."""
+    """Send a tree around the ring to the next stage (step 1) or the previous one (-1)."""
     n = axis_size("pipe")
     return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
 
 
 def can_skip(sizes: dict[str, int], overlap: bool) -> bool:
-    """Whether a stage may skip a tick in which it has no work. It may not if there is a ring over
-    seq or, with --overlap, over tensor: see `skip_idle`."""
+    """Return whether a stage may skip a tick in which it has no work. It may not if there's a ring
+    over seq or, with --overlap, over tensor: see `skip_idle`."""
     return sizes["seq"] == 1 and not (overlap and sizes["tensor"] > 1)
 
 
 def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None) -> Any:
     """Return work(x) on `busy` stages and idle(x) on all others (default: zeros of work's shapes).
 
-    A branch (lax.cond) saves the time of idle work. It is safe although `work` may contain
-    collectives, because `busy` depends only on the tick and the stage. All devices of a stage take
-    the same branch, and the groups of a collective over data, fsdp, expert or tensor lie within one
-    stage. So either all members of a group reach the collective, or none does. A ring is different:
-    a collective-permute is one operation of all devices of the mesh, whichever pairs it lists, so
-    it would deadlock. With a ring over seq, or over tensor (--overlap), every stage therefore
-    computes both sides, and a `where` selects.
+    A branch (lax.cond) saves the time of idle work. It is safe even if `work` contains collectives,
+    because `busy` depends only on the tick and the stage. All devices of a stage take the same
+    branch, and each group of a collective over data, fsdp, expert or tensor lies within a single
+    stage. So either all members of a group reach the collective, or none do. A ring is different:
+    every device in the mesh takes part in a collective-permute, no matter which pairs it lists, so
+    a branch would deadlock. With a ring over seq, or over tensor (--overlap), every stage therefore
+    computes both sides and selects one with `where`.
 
-    Both branches must have the same type. So both results are marked as varying over every axis
-    over which either result, or `busy`, varies."""
+    Both branches must have the same type, so we mark both results as varying over every axis that
+    either result or `busy` varies over."""
     idle = idle or functools.partial(zeros_of, work)
     types = jax.tree.map(lambda a, b: varying(a, b, busy), jax.eval_shape(work, x),
                          jax.eval_shape(idle, x))
@@ -183,8 +183,8 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
 
 
 def needs_all_time(function: str) -> None:
-    """Refuse a function of shard.py in the head of a pipelined loss, where a stage has only a part
-    of the sequence."""
+    """Reject a shard.py function in the head of a pipelined loss if each stage has only part of the
+    sequence."""
     if around().part_of_time:
         raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
                           f"shard.{function}, and each stage has a part of the time; give "
@@ -192,8 +192,8 @@ def needs_all_time(function: str) -> None:
 
 
 def time_of_stage(tree: Any, x: Array) -> Any:
-    """Cut the arrays [B, T, ...] of a batch along T to the tokens of x, this stage's part from
-    shard.share_time. Arrays without T (a source, a seed for each row) stay as they are."""
+    """Cut a batch's arrays [B, T, ...] along T to the tokens of x, this stage's part from
+    shard.share_time. Arrays without T (a source, a seed per row) stay as they are."""
     stages, n = axis_size("pipe"), axis_size("tensor") if is_split(x) else 1
 
     def part(path, a):
@@ -210,8 +210,8 @@ def time_of_stage(tree: Any, x: Array) -> Any:
 
 
 def with_aux(sums: tuple, aux: Any) -> tuple:
-    """Add the layers' `aux` to the head's `sums`, (sum, count) or (sum, count, dict of further
-    sums): aux[0] to the sum, and the entries of aux[1] to the dict."""
+    """Add the layers' `aux` to the head's `sums`, (sum, count) or (sum, count, dict of extra sums):
+    aux[0] goes to the sum, and the entries of aux[1] go into the dict."""
     if aux is None:
         return tuple(sums)
     total, count, *others = sums
@@ -223,15 +223,15 @@ def with_aux(sums: tuple, aux: Any) -> tuple:
 
 def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Options
                 ) -> tuple[Array, Any]:
-    """shard.gpipe with V chunks of layers in each stage:
+    """Run shard.gpipe with V chunks of layers per stage:
 
         stage 0 | 0a 1a 0b 1b 2a 3a 2b 3b .  |     2 stages of 2 chunks, 4 microbatches: 0b is
         stage 1 | .  0a 1a 0b 1b 2a 3a 2b 3b |     microbatch 0 in the stage's second chunk
 
-    In a tick, stage 0 takes a new microbatch if it is about to enter chunk 0, else the microbatch
-    that the last stage has sent around. A stage is idle if its microbatch is not in 0 ... M - 1.
-    During training, layers are stored in the order of the stages (layer_order in storage.py),
-    because a stage's V chunks are not neighbors in the model."""
+    In a tick, stage 0 takes a new microbatch if it is about to run chunk 0; otherwise it takes the
+    one that the last stage sent around. A stage is idle if its microbatch isn't in 0 ... M - 1.
+    In training, layers are stored in stage order (layer_order in storage.py), because a stage's V
+    chunks aren't adjacent in the model."""
     M, S, V, me = options.microbatches, axis_size("pipe"), options.chunks, lax.axis_index("pipe")
     xs, batch = split_rows(x, M), mark_varying(split_rows(batch, M), me)    # as in gpipe
     wide = split_rows(cast(weights, "float32"), V)
@@ -243,7 +243,7 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
         busy = (microbatch >= 0) & (microbatch < M)
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
 
-        # Under a checkpoint, the backward pass picks the chunk's weights again. Without it, each
+        # With a checkpoint, the backward pass picks the chunk's weights again. Without one, every
         # tick would save a copy.
         @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy_of(options.remat))
         def work(x):
@@ -264,43 +264,43 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
 # One forward, one backward
 
 class Parts(NamedTuple):
-    """The parts of a loss, and the options of its pipeline."""
+    """The parts of a pipelined loss, and its options."""
     embed: Callable
     stack: Callable
     head: Callable
     batch: Any              # arrays [B, ...]
     options: Options
-    gpipe: Callable         # shard.gpipe, which runs where there is no gradient
+    gpipe: Callable         # shard.gpipe, which runs if no gradient is needed
 
 
 def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
-    """The loss (sum, count, ...), with each microbatch's backward pass as early as possible:
+    """Return the loss (sum, count, ...), running each backward pass as early as possible:
 
         stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       0' is the backward pass of microbatch 0; a
         stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       tick has a forward and a backward pass
 
     In tick t (`tick` in `_with_gradients`), stage s
 
-      1. takes microbatch t - s forward and saves its input (which embed first makes on stage 0);
-      2. computes its share of the head for the microbatch that the last stage has just finished,
+      1. takes microbatch t - s forward and saves its input (on stage 0, embed computes it first);
+      2. computes its share of the head for the microbatch that the last stage just finished,
          t - (S - 1). All stages share the head, which contains collectives. So every stage calls it
-         in every tick, and zeros replace the results of ticks without such a microbatch. Its
-         backward pass gives the head's gradients, and on the last stage `dlast`, the cotangent
+         in every tick, and replaces the results with zeros if there's no such microbatch. The
+         head's backward pass yields its gradients and, on the last stage, `dlast`: the cotangent
          with which that stage takes the same microbatch backward in tick t + 1;
       3. takes microbatch t - (2 S - 1 - s) backward: it recomputes the layers from the saved input
-         and applies their vjp to the cotangent (`dlast` on the last stage, else the `dx` that the
-         next stage sent); stage 0 then takes the result through embed's vjp;
+         and applies their vjp to the cotangent (`dlast` on the last stage, otherwise the `dx` that
+         the next stage sent); stage 0 then takes the result through embed's vjp;
       4. sends its output to the next stage and its input's cotangent to the previous one.
 
-    Stage s holds the input of microbatch m from tick m + s to tick m + 2 S - 1 - s, which is
-    2 (S - s) inputs at a time. All stages run one program, so all have room for stage 0's 2 S. This
-    does not grow with the number of microbatches.
+    Stage s holds the input of microbatch m from tick m + s to tick m + 2 S - 1 - s, which makes
+    2 (S - s) inputs at a time. All stages run the same program, so all reserve room for stage 0's
+    2 S. This doesn't grow with the number of microbatches.
 
-    The forward pass makes the gradient of the sum alone, including the layers' term of aux. The
-    backward pass multiplies it by its cotangent. Count and further sums have no gradient. That is
-    right because the loss is the sum over microbatches."""
+    The forward pass computes the gradient of only the sum, including the layers' term from aux, and
+    the backward pass multiplies it by the sum's cotangent. The count and the extra sums have no
+    gradient. This is correct because the loss is the sum over microbatches."""
     @jax.custom_vjp
-    def total(params, weights):      # runs when there is no gradient
+    def total(params, weights):      # runs if no gradient is needed
         embed, stack, head, batch, options, gpipe = parts
         x, aux = gpipe(stack, weights, embed(params, batch), batch, options._replace(remat="none"))
         return with_aux(head(params, x, batch), jax.tree.map(lambda a: a.sum(0), aux))
@@ -313,17 +313,17 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
 
 
 def _with_gradients(parts, params, weights):
-    """The loss (sum, count, ...), and the gradients of (params, weights) in their dtypes. The loop
-    carries from tick to tick, with x, dx and dlast [b, T, D],
+    """Return the loss (sum, count, ...) and the gradients of (params, weights) in their dtypes. The
+    loop carries these from tick to tick (x, dx and dlast are [b, T, D]):
 
-        x           the next input of this stage: the previous stage's output from the last tick
-        dx          the cotangent of this stage's output, for the microbatch that it takes backward
-                    next: the next stage's input cotangent from the last tick
+        x           this stage's next input: the previous stage's output from the last tick
+        dx          the cotangent of this stage's output, for the next microbatch it takes backward:
+                    the next stage's input cotangent from the last tick
         dlast       replaces dx on the last stage: the cotangent of its output from the last tick,
                     from the head's backward pass
-        inputs      [2 S, b, T, D]: this stage's input of microbatch m at index m % (2 S), saved
+        inputs      [2 S, b, T, D]: this stage's input for microbatch m at index m % (2 S), saved
                     until the stage takes m backward, at most 2 S - 1 ticks
-        grads       gradients of (params, weights) so far, float32
+        grads       gradients of (params, weights) so far, in float32
         sums, aux   the head's (sum, count, ...) and the layers' aux so far
     """
     S, M, me = axis_size("pipe"), parts.options.microbatches, lax.axis_index("pipe")
@@ -331,7 +331,7 @@ def _with_gradients(parts, params, weights):
     numbers = me * own + jnp.arange(own)
 
     def marked(tree):
-        """Give the tree the varying type of the loop's carry, which must stay the same."""
+        """Give the tree the same varying type as the loop's carry, which must not change."""
         return vary_like(tree, params, batch, weights, me)
 
     def embed(params, m):
@@ -344,7 +344,7 @@ def _with_gradients(parts, params, weights):
         return parts.head(params, y, pick(batch, m))
 
     def layer_gradients(x, dy, m):
-        """The gradient of weights and the cotangent of x. The layers are recomputed from x."""
+        """Recompute the layers from x; return the gradient of weights and the cotangent of x."""
         (_, aux), vjp = jax.vjp(lambda w, x: layers(w, x, m), weights, x)
         return vjp((dy, None if aux is None else _one_and_zeros(aux)))
 
@@ -359,15 +359,15 @@ def _with_gradients(parts, params, weights):
             inputs, x, forward % (2 * S), 0), inputs)
         y, aux = skip_idle(busy, lambda x: layers(weights, x, forward), x)
 
-        # The head, for the microbatch that the last stage has just finished. It is never skipped,
-        # because all stages take part in its collectives.
+        # Run the head for the microbatch that the last stage just finished. Never skip it, because
+        # all stages take part in its collectives.
         valid = (finished >= 0) & (finished < M)
         sums, vjp = jax.vjp(lambda params, y: head(params, y, finished), params,
                             jnp.where(last, y, 0))
         dhead, next_dlast = vjp(_one_and_zeros(sums))
         sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
 
-        # Backward.
+        # Backward pass.
         dx = jnp.where(last, dlast, dx)
         turn = (backward >= 0) & (backward < M)
         dweights, dx = skip_idle(turn, lambda dx: layer_gradients(
@@ -388,6 +388,6 @@ def _with_gradients(parts, params, weights):
 
 
 def _one_and_zeros(sums):
-    """Cotangents for (sum, ...): 1 for the sum, which is the loss, and 0 for everything else."""
+    """Return cotangents for (sum, ...): 1 for the sum, which is the loss, and 0 for the rest."""
     total, *others = sums
     return jnp.ones_like(total), *jax.tree.map(jnp.zeros_like, others)

@@ -1,13 +1,13 @@
-"""The products under `columns` and `row` of shard.py, and losses summed over chunks of tokens.
+"""The matmuls inside `columns` and `row` of shard.py, and losses summed over chunks of tokens.
 
     matmul             activations times a weight, or times a weight with a LoRA adapter
-    repeat_kv          key and value heads for a tensor axis that does not divide them
+    repeat_kv          key and value heads for a tensor axis that doesn't divide them
     lookup             the vectors of ids in a table
 
-On a CPU, `matmul` computes the gradient of the weights itself, with the activations x on the left.
-Autodiff would put the result's gradient g on the left, and XLA on a CPU would first transpose the
-left operand in memory: one copy of g for each product. On other platforms `matmul` does so only
-where a product is wider than its operands, for example in float32 logits.
+On a CPU, `matmul` computes the weights' gradient itself, with the activations x on the left.
+Autodiff would put the result's gradient g on the left. XLA on CPU transposes the left operand in
+memory first, so every matmul would copy g. On other platforms, `matmul` does this only if the
+result has a wider dtype than its operands, as with float32 logits.
 """
 
 import dataclasses
@@ -35,10 +35,9 @@ from zigzag.core.mesh import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight with a low-rank adapter (LoRA): it stands for w + a b, with w [F, ..., D, ...],
-    a [F, ..., r] and b [r, D, ...]. We never compute the sum: x w + (x a) b costs less, and the
-    gradients of a and b then need no gradient of w. Weights of experts have one more dimension, E,
-    in front."""
+    """A weight with a LoRA adapter, representing w + a b, with w [F, ..., D, ...], a [F, ..., r]
+    and b [r, D, ...]. We never compute the sum: x w + (x a) b costs less, and then the gradients
+    of a and b don't require a gradient of w. Expert weights have an extra leading dimension, E."""
     w: Array
     a: Array
     b: Array
@@ -53,16 +52,16 @@ class Adapted:
 
 
 def merged(w: Array | Adapted) -> Array:
-    """The weight as one array: w, or w + a b with its adapter."""
+    """Return the weight as a single array: w, or w + a b if it has an adapter."""
     return w.w + jnp.tensordot(w.a, w.b, 1) if isinstance(w, Adapted) else w
 
 
 def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -> Array:
     """Multiply x [B, T, F, ...] by w [F, ..., D] -> [B, T, D]: contract the last `contract`
-    dimensions of x with the first of w. The result has `dtype`, or x's if None."""
+    dimensions of x with the first ones of w. The result has `dtype`, or x's dtype if None."""
     if isinstance(w, Adapted):
         low_rank = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
-        # The name makes --remat selective save the sum and not both products.
+        # Because of this name, --remat selective saves the sum instead of both products.
         return checkpoint_name(matmul(x, w.w, contract, dtype) + low_rank, "product")
 
     def plain(x, w):
@@ -74,7 +73,7 @@ def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -
     def backward(saved, cotangent):
         x, w = saved
         # Without this rounding, the gradients of float32 logits from a bfloat16 head would be
-        # products in float32. On an H200 with 8,192 ids they took 4% of a step.
+        # float32 matmuls. On an H200 with 8,192 ids, those took 4% of a step.
         cotangent = cotangent.astype(jnp.result_type(x, w))
         dx, = jax.linear_transpose(lambda x: jnp.tensordot(x, w, contract), x)(cotangent)
         rows = tuple(range(x.ndim - contract))
@@ -84,24 +83,23 @@ def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -
 
     product = jax.custom_vjp(plain)
     product.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
-    # The mark is outside the custom_vjp: its transpose is a sum over devices, which autodiff then
-    # inserts.
+    # The mark is outside the custom_vjp so that autodiff inserts its transpose, a sum over devices.
     return product(*mark_varying((x, w), x, w))
 
 
 def linear(x: Array, w: Any, dtype: Any = None) -> Array:
-    """Multiply x [B, T, D] by w [D, F, ...]; if w is a pair (weight, bias [1, F, ...]), add it."""
+    """Multiply x [B, T, D] by w [D, F, ...]. If w is (weight, bias [1, F, ...]), add the bias."""
     w, *bias = w if isinstance(w, tuple) else (w,)
     return sum(bias, matmul(x, w, 1, dtype))
 
 
 def lookup(table: Array, ids: Array, **how: Any) -> Array:
-    """Look up table[ids], the vectors [..., D] of ids [...] in a table [V, D]. `how` are options of
-    jax's Array.at[ids].get, which decide the result for an id outside the table.
+    """Look up table[ids], the vectors [..., D] of ids [...] in a table [V, D]. `how` are options
+    for jax's Array.at[ids].get; they decide the result for an id outside the table.
 
-    Its gradient adds up in float32. In bfloat16 a sum stops growing after about 256 equal terms:
-    with ids as frequent as words, the gradient of an embedding was wrong by 58% of its length. On
-    an H200 the float32 sum took 0.1 ms of a step, and the bfloat16 sum about 25 ms."""
+    The gradient is summed in float32. In bfloat16, a sum stops growing after about 256 equal terms:
+    with ids as frequent as words, an embedding's gradient was off by 58% of its length. On an H200,
+    the float32 sum took 0.1 ms of a step, and the bfloat16 sum about 25 ms."""
     def get(table, ids):
         return jnp.asarray(table).at[ids].get(**how)
 
@@ -117,13 +115,13 @@ def lookup(table: Array, ids: Array, **how: Any) -> Array:
 
 
 def capped(logits: Array, softcap: float) -> Array:
-    """Return softcap * tanh(logits / softcap), or the logits themselves if softcap is 0."""
+    """Return softcap * tanh(logits / softcap), or the logits unchanged if softcap is 0."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def dropped(x: Array, rate: float, seeds: Array, site: Any, slots: Array) -> Array:
-    """Dropout: set a share `rate` of x [B, T, D] to 0, and divide the rest by 1 - `rate`. The row's
-    seed [B], the number `site` and the slot [B, T] decide which numbers become 0."""
+    """Apply dropout: zero a fraction `rate` of x [B, T, D], and divide the rest by 1 - `rate`. Each
+    row's seed [B], `site` (an integer) and the slot [B, T] determine which values become 0."""
     def keep(seed, slot):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), site), slot)
         return jax.random.bernoulli(key, 1 - rate, x.shape[-1:])
@@ -133,8 +131,8 @@ def dropped(x: Array, rate: float, seeds: Array, site: Any, slots: Array) -> Arr
 
 
 def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[Array]]:
-    """The products of (h, w) pairs in two lists: partial sums, which still need a sum over tensor,
-    and products that every device has whole."""
+    """Multiply the (h, w) pairs and return two lists: partial sums, which still need a sum over
+    tensor, and products that every device has in full."""
     partial, whole = [], []
     for h, w in pairs:
         (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
@@ -142,11 +140,11 @@ def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[
 
 
 def repeat_kv(w: Any, heads: int) -> Any:
-    """Repeat weights [D, K, N] of keys or values (or a pair with the bias [1, K, N]) for `heads`
-    query heads. Where tensor divides the query heads but not the K kv heads, this repeats each kv
-    head until tensor divides them, and a device takes those that its own queries use. The gradient
-    of a kv head is the sum over its copies, on a device (the transpose of the repeat) and over
-    devices (the transpose of the mark)."""
+    """Repeat key or value weights [D, K, N] (or a pair with the bias [1, K, N]) for `heads` query
+    heads. If tensor divides the query heads but not the K kv heads, repeat each kv head until
+    tensor divides them; each device takes the ones that its own queries use. A kv head's gradient
+    is the sum over its copies, both on a device (the transpose of the repeat) and across devices
+    (the transpose of the mark)."""
     def repeated(w):
         if isinstance(w, Adapted):
             return Adapted(repeated(w.w), w.a, repeated(w.b))
@@ -156,7 +154,7 @@ def repeat_kv(w: Any, heads: int) -> Any:
         times = count // w.shape[1]
         if axis_size("tensor") > 1:
             return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
-        # For the rule, which traces the block before there is a mesh; tensor will have
+        # This is for the rule, which traces the block before there's a mesh; tensor will have
         # around().tensor devices. The rule can trace through an einsum, but not through a repeat.
         return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times,
                                                        1))
@@ -167,23 +165,23 @@ def repeat_kv(w: Any, heads: int) -> Any:
 # -------------------------------------------------------------------------------------------
 # A loss in chunks of the sequence
 
-# The most logits in memory at once. A larger batch computes its loss in chunks of the sequence.
+# The maximum number of logits in memory at once. Larger batches compute their loss in chunks.
 LOGITS = 2**25
 
 
 def loss_chunks(rows: int, time: int, vocabulary: int) -> int:
-    """The number of chunks of the sequence for the loss: the smallest divisor of `time` with which
-    a chunk has at most LOGITS logits."""
+    """Return how many chunks to cut the sequence into for the loss: the smallest divisor of `time`
+    that gives at most LOGITS logits per chunk."""
     size = rows * time * vocabulary
     return min(n for n in range(1, time + 1)
                if time % n == 0 and (size <= n * LOGITS or n == time))
 
 
 def chunked_sums(fn: Callable, weights: Any, chunks: Any) -> tuple[Array, ...]:
-    """Sum fn(weights, *chunk) over the chunks (arrays [count, ...]). fn returns a tuple of scalars,
-    and only the first has a gradient. One chunk is in memory at a time. Under differentiation the
-    forward pass also computes each chunk's gradients. The backward pass only scales them, and
-    recomputes nothing."""
+    """Sum fn(weights, *chunk) over the chunks (arrays [count, ...]), one at a time. fn returns a
+    tuple of scalars, and only the first has a gradient. When differentiated, the forward pass also
+    computes each chunk's gradients, so the backward pass recomputes nothing and only scales
+    them."""
     weights, chunks = mark_varying(weights, chunks), vary_like(chunks, weights, chunks)
     zero = zeros_of(fn, weights, *[a[0] for a in chunks])
 
@@ -217,8 +215,8 @@ def chunked_sums(fn: Callable, weights: Any, chunks: Any) -> tuple[Array, ...]:
 
 
 def time_chunks(a: Array, count: int, n: int) -> Array:
-    """Cut a [B, T, ...] into [count, B, T / count, ...], for a stream whose T is split over n
-    devices: every chunk has an equal part of each device's tokens."""
+    """Cut a [B, T, ...] into [count, B, T / count, ...] for a stream with T split over n devices:
+    every chunk gets an equal part of each device's tokens."""
     B, T = a.shape[:2]
     a = a.reshape(B, n, count, T // (n * count), *a.shape[2:])
     return jnp.moveaxis(a, 2, 0).reshape(count, B, T // count, *a.shape[4:])

@@ -1,14 +1,14 @@
-"""--remat: what a layer saves for its backward pass. Everything else is recomputed.
+"""--remat: what a layer saves for its backward pass, which recomputes everything else.
 
     none            save everything except gathered weights
-    selective       save the products with weights, and the layer's input
-    full            save the layer's input
-    full:0.5        save the input of half of a device's layers (at least one), and everything of
-                    the rest
-    offload         save the layer's input in the memory of the host
-    attention       save everything except scores and their results in attention (the kernels for
-                    TPUs and GPUs never save scores)
-    mlp             save the input of each MLP, and everything in the rest of a layer
+    selective       save the outputs of matmuls with weights, and the layer's input
+    full            save only the layer's input
+    full:0.5        save only the input for half of a device's layers (at least one), and everything
+                    for the others
+    offload         save the layer's input in host memory
+    attention       save everything except attention's scores and what follows from them (the TPU
+                    and GPU kernels never save scores)
+    mlp             save only the input of each MLP, and everything in the rest of the layer
     attention,mlp   both
 """
 
@@ -24,11 +24,11 @@ from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.mesh import around, may_unroll, within
 
 # On a single CPU or GPU, `scan_layers` unrolls up to this many layers. With 6, 12 and 16 layers on
-# a CPU, a step was 5 to 10% faster than with a loop, and compiling took 0.5 to 2 seconds longer.
-# With 12 on an H200 it took 48.3 ms, and the fastest loop we tried 56.4 ms, although it kept less.
+# a CPU, steps were 5 to 10% faster than with a loop, and compiling took 0.5 to 2 seconds longer.
+# With 12 on an H200, a step took 48.3 ms; the fastest loop we tried took 56.4 ms but kept less.
 UNROLLED = 16
 
-# Never worth saving: cheap to recompute from the operand.
+# Never worth saving, because recomputing them from the operand is cheap.
 VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "convert_element_type", "name",
          "pvary", "sharding_constraint", "copy"}
 
@@ -40,13 +40,13 @@ def _gathers_weights(name, params):
 
 
 def _all_but_weights(operation, *_, **params):
-    """A policy: whether to save an operation's result. It saves no gathered weights, because that
-    would undo fsdp: no gather, no pick of a layer from a stack, and no view of either."""
+    """A checkpoint policy that saves everything but gathered weights, because saving those would
+    undo fsdp: no gather, no layer picked from a stack, and no view of either."""
     return operation.name not in VIEWS and not _gathers_weights(operation.name, params)
 
 
-# The checkpoint names: `stream` is the input of a layer, and the output of a block over a tensor
-# axis (recomputing it would send it again); `product` is the product of activations and weights.
+# The checkpoint names: `stream` is a layer's input, or a block's output over a tensor axis
+# (recomputing that would send it again); `product` is a matmul of activations with weights.
 _policies = jax.checkpoint_policies
 POLICIES = {
     "none": _all_but_weights,
@@ -62,19 +62,19 @@ PARTS = ("attention", "mlp", "attention,mlp")       # the parts of a layer to re
 
 
 class Remat(NamedTuple):
-    """What --remat asks for."""
+    """A parsed value of --remat."""
     policy: str             # a name in POLICIES, for all layers
     share: float = 0.0      # the share of layers that save only their input
     parts: tuple = ()       # the parts of each layer that save only their input
 
     def count(self, layers: int) -> int:
-        """How many layers, from the first, are recomputed because of the share: at least one if
-        there is a share."""
+        """Return how many layers to recompute, starting from the first: at least one if `share` is
+        above 0."""
         return max(round(self.share * layers), self.share > 0)
 
 
 def remat_of(text: str) -> Remat:
-    """The Remat that the value of --remat asks for."""
+    """Parse a value of --remat."""
     kind, _, share = text.partition(":")
     if text in POLICIES:
         return Remat(text)
@@ -91,13 +91,13 @@ def remat_of(text: str) -> Remat:
 
 
 def policy_of(text: str) -> Callable:
-    """The checkpoint policy that the value of --remat asks for."""
+    """Return the checkpoint policy for a value of --remat."""
     return POLICIES[remat_of(text).policy]
 
 
 def part(name: str) -> Callable:
-    """A decorator for fn(w, h, ...), a part of a layer: under --remat `name`, it keeps only w and h
-    for its backward pass."""
+    """Decorate fn(w, h, ...), a part of a layer: with --remat `name`, it keeps only w and h for its
+    backward pass."""
     def decorate(fn):
         @functools.wraps(fn)
         def call(w, h, *others, **more):
@@ -112,23 +112,23 @@ def part(name: str) -> Callable:
 
 
 def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -> tuple[Any, Any]:
-    """lax.scan(body, x, stack) over layers, where each layer keeps what --remat asks for. `gathers`
-    means that body gathers its weights over fsdp; gathered weights are never kept."""
+    """Run lax.scan(body, x, stack) over layers, each of which keeps what --remat asks for.
+    `gathers` means that body gathers its weights over fsdp; we never keep gathered weights."""
     how = remat_of(remat)
     again = how.count(len(jax.tree.leaves(stack)[0]))       # 0 except for full:0.5 and the like
 
-    def named(x):           # the name tells a pipeline to keep a layer's input
+    def named(x):           # the name makes a pipeline keep each layer's input
         return jax.tree.map(lambda a: checkpoint_name(a, "stream"), x)
 
     def loop(body, x, stack):
-        # A loop copies what it keeps for the backward pass into arrays of all layers.
+        # A loop copies whatever it keeps for the backward pass into arrays that span all layers.
         unrolls = remat == "none" and may_unroll() and (
             len(jax.tree.leaves(stack)[0]) <= UNROLLED)
         with within(again=how.parts):
             return lax.scan(lambda x, layer: body(named(x), layer), x, stack, unroll=unrolls)
 
     kept = body
-    if how.policy == "offload":     # jax keeps an argument on the device, but not a named value
+    if how.policy == "offload":     # jax keeps arguments on the device, but not named values
         def kept(x, layer):
             return body(named(x), layer)
     if how.policy != "none" or gathers:
@@ -141,9 +141,9 @@ def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -
 
 
 def recomputed(fn: Callable) -> Callable:
-    """Wrap fn so that it keeps only its arguments for the backward pass, and recomputes the rest.
-    This is jax.checkpoint, except that the policy of a checkpoint around it does not reach inside.
-    There, that policy would keep the scores of attention, which this is meant to drop."""
+    """Wrap fn so that it keeps only its arguments for the backward pass and recomputes the rest.
+    This is like jax.checkpoint, except that an enclosing checkpoint's policy doesn't apply inside.
+    That policy would keep attention's scores, which this function is meant to drop."""
     def call(*args):
         arrays, structure = jax.tree.flatten(args)
         traced, results = jax.make_jaxpr(lambda arrays: fn(*jax.tree.unflatten(structure, arrays)),

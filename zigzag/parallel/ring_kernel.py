@@ -1,14 +1,14 @@
-"""Attention to the keys that pass by in a ring (section seq of shard.py), by jax's kernel for TPUs.
+"""Ring attention (section seq of shard.py) with jax's TPU kernel.
 
-A device's result for some of the keys is joined with the rest by the logsumexp of its scores, so
-the logsumexp needs a gradient as well. jax's kernel returns the logsumexp, but without a gradient.
-The two kernels of its backward pass can compute it. For a score s with probability p they compute
+A device combines its results for different keys using the logsumexp of the scores, so the logsumexp
+needs a gradient as well. jax's kernel returns the logsumexp, but without a gradient. The two
+kernels of its backward pass can compute it. For a score s with probability p, they compute
 
-    ds = p (dp - d)     dp = dout . v, and for each query the number d = dout . out
+    ds = p (dp - d)     dp = dout . v, and, per query, d = dout . out
 
-and a gradient g of the logsumexp adds p g. So `_backward` passes d - g in place of d.
+and a gradient g of the logsumexp adds p g. So `_backward` passes d - g instead of d.
 
-These two kernels are not public. tests/parallel/test_attention.py compares them with the formula.
+These two kernels aren't public. tests/parallel/test_attention.py compares them with the formula.
 """
 
 import functools
@@ -29,9 +29,9 @@ from zigzag.parallel.attention import (
 
 
 def attend_to(known: Known) -> Callable:
-    """Return attend_to(queries, keys, own) for a ring. The facts about each query and key are its
-    document, or None. A query sees all keys. In causal attention, it sees its `own` keys only up to
-    its slot: the last of the `own` keys belongs to the last query."""
+    """Return attend_to(queries, keys, own) for a ring. Queries and keys come with their documents,
+    or None. A query sees all keys, except that in causal attention it sees its `own` keys only up
+    to its slot. The last of the `own` keys belongs to the last query."""
     def attend(queries: tuple, keys: tuple, own: bool = False) -> tuple[Array, Array]:
         def run(qkv, documents):
             seen = Known(known.causal and own, softcap=known.softcap, documents=documents[0])
@@ -51,8 +51,8 @@ def attend_to(known: Known) -> Callable:
 
 
 def with_logsum(kernel: Any) -> Callable:
-    """The kernel's values [H, T, N] and logsumexp [H, T], both with a gradient."""
-    # The kernel is a tree, because its masks are arrays. Without this jit, `without_types` would
+    """Wrap a kernel so that its values [H, T, N] and logsumexp [H, T] both have gradients."""
+    # The kernel is a pytree, because its masks are arrays. Without this jit, `without_types` would
     # make jax trace the custom_vjp and its kernels again, with types.
     return jax.jit(functools.partial(_with_logsum, kernel))
 

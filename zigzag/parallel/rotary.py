@@ -1,5 +1,5 @@
-"""Rotary positions: the rotation, the rate of each pair, and the published scalings of these rates.
-numpy computes the rates in float64, and a program has them as constants."""
+"""Rotary positions: the rotation, the rate for each pair, and the published scalings of the rates.
+numpy computes the rates in float64, and they become constants in the compiled program."""
 
 import functools
 import json
@@ -16,9 +16,9 @@ from zigzag.core.parts import has_part, part
 
 def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
                  ) -> tuple[np.ndarray, float]:
-    """Return (rates [dim / 2], factor): the angle by which one position rotates each pair, and a
-    factor on sine and cosine. `scaling` is JSON, as in a published config.json. `length` is the
-    sequence length, on which some scalings depend."""
+    """Return (rates [dim / 2], factor): the angle that each pair rotates per position, and a factor
+    for sine and cosine. `scaling` is JSON, as in a published config.json. Some scalings depend on
+    `length`, the sequence length."""
     known = parse_scaling(scaling)
     scaling_of = SCALINGS[known["rope_type"]]
     rates = scaling_of.rates(dim, theta, known, length)
@@ -26,9 +26,9 @@ def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
 
 
 def rotate(x: Array, positions: Array, rates: Array, factor: Any = None) -> Array:
-    """Rotate each pair (x[i], x[i + N/2]) of a head of x [B, T, H, N] by its rate times the
-    position, so that q.k depends on the distance of q and k. If the rates cover only a part of a
-    head, rotate the head's first numbers. `factor` multiplies sine and cosine."""
+    """Rotate each pair (x[i], x[i + N/2]) in a head of x [B, T, H, N] by its rate times the
+    position, so that q.k depends on the distance between q and k. If the rates cover only part of a
+    head, rotate only the head's first numbers. `factor` multiplies sine and cosine."""
     half = rates.shape[-1]
     angle = positions[:, :, None, None].astype(jnp.float32) * rates             # [B, T, 1, N/2]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
@@ -44,7 +44,7 @@ def parse_scaling(scaling: str) -> dict[str, Any]:
     """Parse a scaling into a dict."""
     known = json.loads(scaling or '{"rope_type": "default"}')
     if known["rope_type"] not in SCALINGS and has_part("published"):
-        part("published.positions", "")         # it adds more types
+        part("published.positions", "")         # importing it registers more types
     if known["rope_type"] not in SCALINGS:
         raise ConfigError(f"--rope_scaling: the type {known['rope_type']!r:.80} is not known; "
                           f"expected one of {', '.join(SCALINGS)}")
@@ -52,21 +52,21 @@ def parse_scaling(scaling: str) -> dict[str, Any]:
 
 
 def scaling_type(scaling: str) -> Any:
-    """The rope_type of a scaling; "default" if the text is not a scaling."""
+    """Return a scaling's rope_type, or "default" if the text isn't a valid scaling."""
     try:
         return parse_scaling(scaling)["rope_type"]
     except (ValueError, TypeError, KeyError):
-        return "default"        # check_rotary refuses it, and says why
+        return "default"        # check_rotary rejects it with a reason
 
 
 def scaled_length(scaling: str, length: int) -> int:
-    """The most positions of a sequence if the configuration allows `length` before scaling."""
+    """Return the maximum sequence length if the config allows `length` before scaling."""
     known = parse_scaling(scaling)
     return SCALINGS[known["rope_type"]].positions(known, length)
 
 
 def check_rotary(c: Any, dim: int = 0) -> None:
-    """Refuse an invalid scaling, for heads with `dim` rotated numbers (0: all of them)."""
+    """Reject an invalid scaling for heads with `dim` rotated numbers (0: all of them)."""
     try:
         with np.errstate(all="ignore"):
             for length in (1, 2**30):
@@ -92,7 +92,7 @@ def _linear(dim, theta, known, length):
 
 
 def _llama3(dim, theta, known, length):
-    """Stretch long wavelengths by the factor, leave short ones unchanged, and mix in between."""
+    """Stretch long wavelengths by the factor, leave short ones unchanged, and blend in between."""
     rates = plain_rates(dim, theta)
     turns = known["original_max_position_embeddings"] * rates / (2 * math.pi)
     low, high = known["low_freq_factor"], known["high_freq_factor"]
@@ -105,9 +105,9 @@ def _llama3(dim, theta, known, length):
 class Scaling(NamedTuple):
     """A way to scale the rates. `known` is the parsed scaling, a dict."""
     rates: Callable                             # dim, theta, known, length -> rates [dim / 2]
-    factor: Callable = lambda known: 1.0        # known -> the factor on sine and cosine
-    positions: Callable = lambda known, length: length      # known, the length of a configuration
-    #                                             -> the most positions of a sequence
+    factor: Callable = lambda known: 1.0        # known -> the factor for sine and cosine
+    positions: Callable = lambda known, length: length      # known, the config's length
+    #                                             -> the maximum sequence length
 
 
 # {rope_type: Scaling}. published/positions.py adds those that the plain decoder lacks.

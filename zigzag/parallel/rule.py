@@ -1,8 +1,8 @@
-"""The rule: how to split the weights of any function, inferred from how the function uses them.
+"""The rule: it decides how to split any function's weights from how the function uses them.
 
                  x [B, T, D]          unsplit: every device of the tensor axis has all of it
                    |
-       w_up   [D, F | F | F | F]      column: each device makes its own part of F, sends nothing
+       w_up   [D, F | F | F | F]      column: each device computes its own part of F, sends nothing
                    |
           h [B, T, F | F | F | F]     split
                    |
@@ -10,41 +10,41 @@
                    |
                  y [B, T, D]          unsplit again, after one all-reduce
 
-The choice for the tensor axis takes four steps (`_Choice.split`). For the two matrices above, with
-a residual connection, x + y:
+The rule chooses tensor splits in four steps (`_Choice.split`). Here is how they go for the two
+matrices above, with a residual connection, x + y:
 
-  1. Groups. trace.py finds which dimensions must be split together: D of x, w_up, w_down and y is
-     one group, F of w_up, h and w_down is another.
-  2. Refusals (`refuse`), before any price. The rule refuses D because its first use is that w_up
-     reads it (contracts it): no weight has made D, so nothing inside the function could have split
-     x along it. That holds for every residual stream that begins as data or as rows of a table. The
-     rule also refuses lengths that the axis does not divide; the inside of an attention head;
-     experts, which have their own axis; and groups that are not worth a reduction
-     (`not_worth_it`): low ranks, a few labels, a stem.
+  1. Groups. trace.py determines which dimensions must be split together: D of x, w_up, w_down and y
+     is one group, F of w_up, h and w_down is another.
+  2. Rejections (`refuse`), before any pricing. The rule rejects D because its first use is a read:
+     w_up contracts it. No weight has produced D, so nothing inside the function could have split x
+     along it. This applies to every residual stream that begins as data or as rows of a table. The
+     rule also rejects lengths that the axis doesn't divide; the inside of an attention head;
+     experts, which have their own axis; and groups that aren't worth a reduction (`not_worth_it`):
+     low ranks, a few labels, a stem.
   3. Prices (`price`) of the remaining groups, the candidates:
 
          (bytes + 256 KiB x reductions) / weight elements
 
-     Bytes and reductions are what devices would send in one step because the group is split. The
-     elements are those of all weights with a dimension in the group. 256 KiB is what an
-     interconnect carries while one more reduction starts. F costs a reduction of y, because w_down
-     sums over F, and one of x's gradient if x has one; here x is data. With B T = 64, D = 64,
-     F = 256 in float32 that is (16 KiB + 256 KiB) / 32,768 = 8.5. D, if it were a candidate, would
-     cost a reduction of h and one of h's gradient: (128 KiB + 512 KiB) / 32,768 = 20.
-  4. Choice (`ranked`, `independent`): from the cheapest candidate up, take each that shares no
+     Bytes and reductions are what devices would send per step because the group is split. The
+     elements are those of all weights with a dimension in the group. The 256 KiB represents the
+     startup cost of one more reduction. F costs a reduction of y, because w_down sums over F, plus
+     one of x's gradient if x has one; here x is data. With B T = 64, D = 64 and F = 256 in float32,
+     that comes to (16 KiB + 256 KiB) / 32,768 = 8.5. If D were a candidate, it would cost a
+     reduction of h and one of h's gradient: (128 KiB + 512 KiB) / 32,768 = 20.
+  4. Choice (`ranked`, `independent`). From the cheapest candidate up, take each one that shares no
      weight with a group already taken. Ties go to the group with more weight elements, then to the
-     one used first. Afterwards a group of about the same price may replace the groups that exclude
-     it, if it splits 25% more weight elements. Last, `begun` and `arriving` drop groups whose split
-     comes from nothing that is split, or leads to nothing that is split.
+     one used first. After that, a group at about the same price may replace the groups that exclude
+     it, if it splits 25% more weight elements. Finally, `begun` and `arriving` drop groups whose
+     split doesn't come from another split, or doesn't lead to one.
 
-Taking F makes w_up a column and w_down a row. The two alternate by themselves, because tensor
-splits only one dimension of a weight. The rule reads no names.
+Taking F makes w_up a column and w_down a row. Columns and rows alternate automatically, because
+tensor splits only one dimension per weight. The rule doesn't look at names.
 
-The remaining axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one
-that counts experts, and `fsdp` the largest dimension left.
+The other axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one that
+counts experts, and `fsdp` the largest dimension left.
 
-All this is for functions without a table of weights. If a network has a table, its rows say which
-dimension each axis splits, and the rule chooses nothing.
+All of this is for functions without a weight table. If a network has a table, its rows determine
+which dimension each axis splits, and the rule has nothing to choose.
 """
 
 import dataclasses
@@ -72,35 +72,35 @@ from zigzag.core.mesh import (
 )
 from zigzag.parallel.trace import reached, trace
 
-# Not worth a reduction: a group NARROW times narrower than what its columns read (a low rank, a few
-# labels); a table with SHORT times fewer rows than elements in a row (token types); and weights
-# that only read raw features or only make last outputs, if they are less than ENDS of all weights.
+# Not worth a reduction: a group NARROW times narrower than its columns' inputs (a low rank, a few
+# labels); a table with SHORT times fewer rows than elements per row (token types); and weights that
+# only read raw features or only produce final outputs, if they're less than ENDS of all weights.
 NARROW, SHORT, ENDS = 4, 16, 1 / 8
-# The bytes that an interconnect carries while one more reduction starts.
+# The startup cost of one more reduction, in bytes.
 LATENCY = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How one leaf is split, and why."""
+    """How a single leaf is split, and why."""
     spec: P
     reason: str
-    is_matrix: bool = False     # in a product with another value, or looked up; else scale or bias
-    stacked: bool = False       # its dimension 0 counts layers: `pipe` may split it
-    # The dimensions contracted with an activation, and those left in the result of that product.
+    is_matrix: bool = False     # multiplied with another value or looked up; False: scale or bias
+    stacked: bool = False       # whether dimension 0 counts layers, so that `pipe` may split it
+    # The dimensions contracted with an activation, and those left in the result of that matmul.
     matmul_dims: tuple = ((), ())
-    used_as: P | None = None    # the spec that the loss uses, if it differs from `spec`
+    used_as: P | None = None    # the spec that the loss uses, if different from `spec`
     is_trained: bool = True
 
     @property
     def used(self) -> P:
-        """The spec of the leaf as the loss receives it; `spec` is that of the stored leaf."""
+        """The leaf's spec as the loss receives it; `spec` is the stored leaf's."""
         return self.spec if self.used_as is None else self.used_as
 
 
 def matrices_of_layers(decisions: Any) -> Any:
-    """The matmul_dims of each matrix of a layer (of every matrix, if there are no layers), and None
-    for all other weights. Muon makes the updates of these matrices orthogonal."""
+    """Return the matmul_dims of each layer matrix (or of every matrix, if there are no layers), and
+    None for all other weights. Muon orthogonalizes the updates of these matrices."""
     has_layers = any(d.stacked for d in jax.tree.leaves(decisions))
     return jax.tree.map(lambda d: d.matmul_dims if all(d.matmul_dims) and (
         d.stacked or not has_layers) else None, decisions)
@@ -108,13 +108,12 @@ def matrices_of_layers(decisions: Any) -> Any:
 
 def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
                 overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096) -> Any:
-    """Return a PartitionSpec for each leaf of `params`, inferred from how `fn(params, *args)` uses
-    it.
+    """Infer a PartitionSpec for each leaf of `params` from how `fn(params, *args)` uses it.
 
     `params` and `args` may be arrays or jax.ShapeDtypeStruct; nothing runs on a device. Leaves
-    that are not arrays (an Equinox module's functions) get the spec P(). `overrides`, a list of
-    (path regex, PartitionSpec), win over the rule. fsdp does not split leaves of fewer than
-    `fsdp_min` elements: gathering them would cost more time than the saved memory is worth."""
+    that aren't arrays (an Equinox module's functions) get the spec P(). `overrides`, a list of
+    (path regex, PartitionSpec), take precedence over the rule. fsdp doesn't split leaves with fewer
+    than `fsdp_min` elements: gathering them would cost more time than the memory is worth."""
     return jax.tree.map(lambda d: d.spec, plan_sharding(
         fn, params, *args, mesh=mesh, overrides=overrides, fsdp_min=fsdp_min))
 
@@ -122,11 +121,11 @@ def infer_specs(fn: Callable, params: Any, *args: Any, mesh: Any,
 def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
                   overrides: Sequence[tuple[str, P]] = (), fsdp_min: int = 4096,
                   mesh_axes: Any = None) -> Any:
-    """Return a Decision for each leaf of `params`; the arguments are those of infer_specs.
+    """Return a Decision for each leaf of `params`. The arguments are the same as in infer_specs.
 
-    `mesh_axes` is for a model with a table of weights, whose code accepts no other split: a tree
-    like `params` with the mesh axis that the leaf's row names after each dimension, or ''. An axis
-    splits that dimension or nothing: nothing if its size does not divide the dimension, or if the
+    `mesh_axes` is for a model with a weight table, whose code accepts no other split: a tree like
+    `params`, holding for each dimension the mesh axis that the leaf's row names, or ''. An axis
+    splits that dimension or none at all: none if its size doesn't divide the dimension, or if the
     axis is fsdp and the leaf is small."""
     sizes = _axis_sizes(mesh)
     _, leaves, tree = flatten(params)
@@ -147,7 +146,7 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
 
 
 def _choice(fn, params, args, shards):
-    """Return (the _Choice for a function, {path: index of the leaf} for the leaves that are
+    """Return (the _Choice for a function, {path: index of the leaf} for all leaves that are
     arrays)."""
     paths, leaves, tree = flatten(params)
     places = {path: i for i, (path, x) in enumerate(zip(paths, leaves)) if hasattr(x, "shape")}
@@ -166,16 +165,16 @@ def _choice(fn, params, args, shards):
 class Group(NamedTuple):
     """Dimensions that can only be split together, and the rule's verdict on them."""
     members: list[tuple[str, int, str]]     # (path of the weight, its dimension, the roles)
-    elements: int           # the elements of all these weights
-    reductions: int         # collectives in a step, if the group is split
-    bytes: float            # the bytes in all these collectives
+    elements: int           # the total elements of these weights
+    reductions: int         # collectives per step if the group is split
+    bytes: float            # the total bytes in these collectives
     price: float
     verdict: str            # split, or why not
 
 
 def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
-    """List the groups of a function's dimensions for learn/prices.py: the split ones first, then
-    all others, each kind by price (step 3 of the rule)."""
+    """List the groups of a function's dimensions for learn/prices.py: split ones first, then the
+    others, each sorted by price (step 3 of the rule)."""
     (choice, places), found = _choice(fn, params, args, shards), []
     paths, facts = list(places), choice.facts
     _, verdicts = choice.split()
@@ -194,7 +193,7 @@ def _axis_sizes(mesh):
 # The choice for the tensor axis
 
 class _Choice:
-    """The choice of the groups to split over `tensor`, from the facts about a function."""
+    """Chooses the groups to split over `tensor`, based on the facts about a function."""
 
     def __init__(self, facts, shards):
         self.facts, self.shards = facts, shards
@@ -206,27 +205,27 @@ class _Choice:
                     self.members[group].append((leaf, d))
         self.read = facts.groups_with("contracted")
         self.raw = self.read - facts.groups_with("free", "batch", "grouped", "entry", "inner")
-        # Groups that count experts: a batch dimension of products, and never contracted. Heads
+        # Groups that count experts: batch dimensions of matmuls that are never contracted. Heads
         # with one weight each are also a batch dimension, but the output weight contracts them.
         self.experts = facts.groups_with("batch") - self.read
         self.forbidden = self.forbid_tables() | facts.forbidden
-        # A group whose split could only go on as a forbidden group is itself forbidden.
+        # If a group's split could only continue as a forbidden group, forbid it too.
         while new := {a: self.forbidden[min(bs)] for a, bs in facts.onward.items()
                       if a not in self.forbidden and bs <= self.forbidden.keys()}:
             self.forbidden |= new
-        # Weights in groups of one form (the same shapes and dimensions, for example one group for
-        # each layer) count together.
+        # Groups of the same form (equal shapes and dimensions, for example one group per layer)
+        # share a single count of weight elements.
         self.size_by_form = Counter()
         for group in self.members:
             self.size_by_form[self.form(group)] += self.size(group)
 
     def size(self, group):
-        """The number of elements of all weights with a dimension in the group."""
+        """Return the total elements of all weights with a dimension in the group."""
         return sum(self.sizes[leaf] for leaf, _ in self.members[group])
 
     def price(self, group):
-        """Return (bytes + 256 KiB x reductions) / weight elements. The costs include reshards:
-        sending a value that must be split along a different dimension."""
+        """Return (bytes + 256 KiB x reductions) / weight elements. The costs include reshards,
+        which send a value so that it can be split along a different dimension."""
         paid = self.facts.bytes[group] + LATENCY * self.facts.reductions[group]
         return paid / self.size(group)
 
@@ -236,8 +235,8 @@ class _Choice:
     def forbid_tables(self):
         """Return {group: reason} for tables that must stay whole because a different table is
         split. If a function adds rows of several tables (tokens, positions), the rule splits only
-        one: the one that is also the output head, else the one with the most rows. Splitting the
-        second would cost a second reduction."""
+        one: the table that is also the output head, otherwise the one with the most rows. Splitting
+        a second table would cost a second reduction."""
         facts, forbidden, added = self.facts, {}, {}    # added: {table: all tables of its sum}
         for tables in facts.added_tables:
             tables = tables.union(*[added[t] for t in tables if t in added])
@@ -254,7 +253,7 @@ class _Choice:
         return forbidden
 
     def split(self):
-        """Return ({leaf: its dimension that tensor splits}, {group: "split", or why not})."""
+        """Return ({leaf: the dimension that tensor splits}, {group: "split", or why not})."""
         refused = {group: why for group in self.members if (why := self.refuse(group))}
         begun = self.begun(self.independent(self.ranked(refused)), refused)
         groups = self.arriving(begun, refused)
@@ -263,8 +262,8 @@ class _Choice:
         return {leaf: d for group in groups for leaf, d in self.members[group]}, verdicts
 
     def ranked(self, refused):
-        """All groups except the refused ones, cheapest first. Ties go to the group with more weight
-        elements, then to the one used first."""
+        """Return all groups except the refused ones, cheapest first. Ties go to the group with more
+        weight elements, then to the one used first."""
         def rank(group):
             first_use = min((self.facts.first_use.get(leaf, math.inf), d)
                             for leaf, d in self.members[group])
@@ -273,10 +272,10 @@ class _Choice:
         return sorted(self.members.keys() - refused.keys(), key=rank)
 
     def independent(self, ranked):
-        """Choose groups so that no two share a weight. The first round takes them greedily,
-        cheapest first. Two more rounds let a group replace the ones that share a weight with it
-        (`out`) if it has over 1.25 times their weight elements, at no more than 1.25 times their
-        average price."""
+        """Choose groups so that no two share a weight. The first round picks greedily, cheapest
+        first. In two more rounds, a group may replace the groups it shares a weight with (`out`) if
+        it covers more than 1.25 times as many weight elements and its price is at most 1.25 times
+        their average price."""
         owner = {}     # {leaf: the chosen group that splits it}
         for again in (False, True, True):
             for group in ranked:
@@ -291,18 +290,18 @@ class _Choice:
         return set(owner.values())
 
     def begun(self, groups, refused):
-        """Drop groups that no weight makes and that no reshard reaches from a group that a weight
-        makes. For example, a matrix that reads four neighboring positions of a residual stream side
-        by side would be split along its input, which nothing before it has split."""
+        """Drop groups that no weight produces, unless a reshard reaches them from one that a weight
+        produces. For example, suppose a matrix reads four neighboring positions of a residual
+        stream side by side. Its input would be split, although nothing before it is."""
         reach = reached(groups & self.facts.groups_with("free", "indexed", "batch", "grouped"),
                         self.facts.reshards)
         refused.update(dict.fromkeys(groups - reach, "it reads what comes in whole"))
         return groups & reach
 
     def arriving(self, groups, refused):
-        """Drop groups whose slices would all have to be gathered because no group that they go on
-        to is split. The slices of a fused query, key and value stay split, by heads; the slices of
-        a modulation (scale and shift of an unsplit stream) would not."""
+        """Drop groups whose slices would all have to be gathered because none of the groups they
+        lead to is split. Slices of a fused query, key and value stay split, by heads; slices of a
+        modulation (the scale and shift of an unsplit stream) would not."""
         onward = self.facts.onward
         back = {(b, a) for a, bs in onward.items() for b in bs}
         while lost := {g for g in groups if onward[g] & self.members.keys()
@@ -312,7 +311,7 @@ class _Choice:
         return groups
 
     def rows(self):
-        """List for each leaf ({axis: its candidate dimensions}, why tensor splits none)."""
+        """List ({axis: its candidate dimensions}, why tensor splits none) for each leaf."""
         (chosen, verdicts), rows = self.split() if self.shards > 1 else ({}, {}), []
         for leaf, groups in enumerate(self.facts.groups):
             dims = {"tensor": [chosen[leaf]] if leaf in chosen else [],
@@ -323,7 +322,7 @@ class _Choice:
 
     # -- refusals
     def refuse(self, group):
-        """Why the rule does not split a group, whatever its price; '' if it is a candidate."""
+        """Return why the rule won't split a group at any price, or '' if it's a candidate."""
         facts, members = self.facts, self.members[group]
         if group not in facts.made or not any(facts.roles[w][d] for w, d in members):
             return "it reads what comes in whole"
@@ -339,9 +338,9 @@ class _Choice:
         return self.not_worth_it(group)
 
     def not_worth_it(self, group):
-        """Why the group is too small to be worth a reduction, or ''. The weights of a group are its
-        columns (which make it), its rows (which sum over it) and its tables (looked up along it).
-        """
+        """Return why the group is too small to be worth a reduction, or ''. A group's weights are
+        its columns (which produce it), its rows (which sum over it) and its tables (which tokens
+        look up along it)."""
         dim = dict(self.members[group])     # {weight: its dimension in the group}
         columns, rows, tables = ([w for w, d in dim.items() if role in self.facts.roles[w][d]]
                                  for role in ("free", "contracted", "indexed"))
@@ -369,7 +368,7 @@ class _Choice:
         return {self.facts.groups[leaf][d] for d in self.facts.dims(leaf, role)}
 
     def why_whole(self, leaf, verdicts):
-        """The verdict on a dimension of the leaf that a lookup or a product uses."""
+        """Return the verdict on a dimension of the leaf that a lookup or a matmul uses."""
         for role in ("indexed", "free", "grouped", "contracted"):
             for d in self.facts.dims(leaf, role):
                 return verdicts.get(self.facts.groups[leaf][d], "")
@@ -377,8 +376,8 @@ class _Choice:
             "it scales, or is added to, what is whole")
 
     def expert_dims(self, leaf):
-        """The leaf's dimensions that count experts. A router has none: its only dimensions are its
-        experts and the one that it contracts."""
+        """Return the leaf's dimensions that count experts. A router has none: its only dimensions
+        are its experts and the one it contracts."""
         groups, roles = self.facts.groups[leaf], self.facts.roles[leaf]
         mine = [d for d, group in enumerate(groups) if group in self.experts]
         others = [d for d, group in enumerate(groups)
@@ -390,8 +389,8 @@ class _Choice:
 # All axes
 
 def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
-    """The Decision for one leaf. tensor, pipe and expert split the first of the dimensions `dims`
-    for that axis, and fsdp the largest one left. `whole` says why, if tensor has none."""
+    """Return the Decision for a leaf. tensor, pipe and expert each split the first available
+    dimension in `dims`, and fsdp splits the largest one left. `whole` is why tensor has none."""
     sizes, shape, roles = _axis_sizes(mesh), facts.shapes[leaf], facts.roles[leaf]
     entries, why = [None] * len(shape), []
     reasons = {"tensor": _why_split(facts, leaf, dims, whole), "pipe": "pipe: it counts layers",
@@ -421,7 +420,7 @@ def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
 
 
 def _why_split(facts, leaf, dims, whole):
-    """Why tensor splits its dimension of the leaf, or why there is none."""
+    """Return why tensor splits a dimension of the leaf, or why it splits none."""
     roles = set().union(*[facts.roles[leaf][d] for d in dims["tensor"]])
     if not dims["tensor"]:
         return f"whole: {whole}"
@@ -436,7 +435,7 @@ def _why_split(facts, leaf, dims, whole):
 
 
 def _put_on_largest(entries, shape, axis, size, fsdp_min, places):
-    """Write `axis` into `entries` at the largest unsplit dimension of `places` that `size` divides,
+    """Write `axis` into `entries` at the largest unsplit dimension in `places` that `size` divides,
     if there is one and the weight has at least `fsdp_min` elements."""
     free = [d for d in places if entries[d] is None and shape[d] % size == 0]
     if size > 1 and free and math.prod(shape) >= fsdp_min:
@@ -447,7 +446,7 @@ def _put_on_largest(entries, shape, axis, size, fsdp_min, places):
 # Overrides
 
 def parse_overrides(texts: Sequence[str]) -> list[tuple[str, P]]:
-    """Parse the values of --override, 'REGEX=axis,-,axis', as (regex, spec) for plan_sharding."""
+    """Parse values of --override, 'REGEX=axis,-,axis', into (regex, spec) for plan_sharding."""
     found = []
     for text in texts:
         pattern, _, spec = text.rpartition("=")
@@ -462,8 +461,8 @@ def parse_overrides(texts: Sequence[str]) -> list[tuple[str, P]]:
 
 def apply_overrides(shapes: dict[str, tuple[int, ...]], overrides: Sequence[tuple[str, P]],
                     sizes: dict[str, int]) -> list[tuple[str, str, P]]:
-    """List (path, pattern, spec) for each weight that an override matches. If several overrides
-    match a path, the last wins."""
+    """List (path, pattern, spec) for each weight that matches an override. If several overrides
+    match a path, the last one wins."""
     found = []
     for pattern, spec in overrides:
         try:
@@ -497,10 +496,10 @@ def _why_refused(shape, spec, sizes):
 
 
 def _spec_the_loss_gets(stored, decision, has_table):
-    """The spec that the loss receives for a weight that an override stores as `stored`. `pipe`,
-    `expert` and, if there is a table, `tensor` stay where they would be without the override.
-    `fsdp` stays where the override puts it, except on the dimension that counts layers, because a
-    device uses all of its own layers. The loss gets the weight gathered over any further axis."""
+    """Return the spec that the loss receives for a weight that an override stores as `stored`.
+    `pipe`, `expert` and, with a table, `tensor` stay where they'd be without the override. `fsdp`
+    stays where the override puts it, except on the dimension that counts layers, because a device
+    uses all of its own layers. The weight is gathered over any other axis."""
     entries = []
     for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
         if rule in ("pipe", "expert") or has_table and rule == "tensor":
@@ -516,7 +515,7 @@ def _spec_the_loss_gets(stored, decision, has_table):
 # The optimizer's state
 
 def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any:
-    """Specs for the optimizer's state under ZeRO 1: each leaf's spec, with data on its largest
+    """Return specs for the optimizer state under ZeRO 1: each leaf's spec, plus data on its largest
     unsplit dimension."""
     def one(leaf, spec):
         entries = full_spec(spec, leaf.ndim)
@@ -529,10 +528,10 @@ def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any
 
 
 def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
-    """Specs for an optax optimizer's state, found by tracing its update. A dimension of the state
-    in one group with a dimension of a weight's gradient is split like it: the dimensions of a
-    moment, and the rows of a factored moment. A dimension whose group has no gradient, or gradients
-    with different splits, stays whole."""
+    """Return specs for an optax optimizer's state, inferred by tracing its update. A dimension of
+    the state gets the same split as any gradient dimension in its group: for example, the
+    dimensions of a moment, and the rows of a factored moment. A dimension stays whole if its group
+    contains no gradient, or gradients with different splits."""
     state = jax.eval_shape(optimizer.init, params)
     closed = jax.make_jaxpr(lambda s, g: optimizer.update(g, s, g))(state, params)
     leaves, tree = jax.tree.flatten(state)
@@ -553,8 +552,8 @@ def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
 
 
 def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
-    """The shapes of the optimizer's state for weights `params`, each with its sharding on the mesh,
-    where `specs` are those of the moments."""
+    """Return the shapes of the optimizer's state for weights `params`, each with its sharding on
+    the mesh. `specs` are the moments' specs."""
     state = jax.eval_shape(optimizer.init, params)
     return jax.tree.map(lambda x, place: x.update(sharding=place), state,
                         shardings(state_specs(optimizer, params, specs), mesh))
@@ -564,8 +563,8 @@ def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
 # The table
 
 def explain(decisions: Any, params: Any, mesh: Any, state: Any = None) -> str:
-    """Return as text a table of how each weight is split, and why, and the bytes that a device
-    holds. `decisions` come from plan_sharding, or from infer_specs (a table without reasons)."""
+    """Return a text table of how each weight is split and why, with the bytes per device.
+    `decisions` come from plan_sharding, or from infer_specs (then the table has no reasons)."""
     table = [("weight", "shape", "split", "per device", "why")]
     for path, leaf, d, here in _held(decisions, params, mesh):
         split = ["+".join(entry_axes(e)) or "-" for e in full_spec(d.spec, leaf.ndim)]
@@ -578,8 +577,8 @@ def explain(decisions: Any, params: Any, mesh: Any, state: Any = None) -> str:
 
 
 def held_lines(decisions: Any, params: Any, mesh: Any, state: Any = None) -> list[str]:
-    """Lines of text with the bytes that a device holds, and the bytes that more devices hold as
-    well. `state` is the optimizer's (shapes with shardings); None counts AdamW's two moments, split
+    """Return lines of text with the bytes per device, and the bytes duplicated on other devices.
+    `state` is the optimizer state (shapes with shardings); None counts AdamW's two moments, split
     like their weights."""
     sizes = _axis_sizes(mesh)
     total = gradients = 0               # bytes; only trained weights have gradients
@@ -602,7 +601,7 @@ def held_lines(decisions: Any, params: Any, mesh: Any, state: Any = None) -> lis
 
 
 def _held(decisions, params, mesh):
-    """Yield (path, weight, its decision, its bytes on a device) for each weight."""
+    """Yield (path, weight, its decision, its bytes per device) for each weight."""
     sizes = _axis_sizes(mesh)
     paths, leaves, _ = flatten(params)
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):

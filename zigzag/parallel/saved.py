@@ -1,7 +1,7 @@
-"""Reading the weights of a run.
+"""Reading a run's weights.
 
-    load_run            (weights, configuration) of a run of our networks or of a custom task
-    read_run_weights    the weights of a run as they are sharded, with adapters merged
+    load_run            return (weights, config) for a run of our networks or a custom task
+    read_run_weights    return a run's sharded weights, with adapters merged
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from zigzag.parallel.network import Network, Params, config_of_run, network_of_r
 
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
              dtype: str = "float32") -> tuple[Params, Any]:
-    """Return (weights in this dtype, the network's configuration) of a run at this step (None: the
-    newest). The weights go straight into their shards on the mesh (None: onto one device). A custom
-    task (train.fit) gets nested dicts, as it saved them, whole on every device."""
+    """Return a run's (weights in this dtype, network config) at this step (None: the newest). The
+    weights load directly into their shards on the mesh (None: onto a single device). For a custom
+    task (train.fit), the weights are nested dicts as it saved them, whole on every device."""
     record = checkpoint.run_record(folder)
     if is_custom(record):
         place = NamedSharding(mesh or make_mesh(jax.devices()[:1]), P())
@@ -40,15 +40,15 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
 
 
 def is_custom(record: dict[str, Any]) -> bool:
-    """Whether a run's record says that its weights belong to a custom task, not to a network."""
+    """Return whether a run's weights belong to a custom task instead of a network."""
     return record.get("own_weights") or record.get("vocab_size") == 0
 
 
 def read_run_weights(network: Network, folder: str | Path, wanted: Params,
                      step: int | None = None, flag: str = "--run") -> Params:
-    """Read the weights of the run that `flag` names, sharded as `wanted` (shapes with shardings).
-    This merges adapters into the weights with which their run began. It reports a damaged
-    checkpoint and skips it."""
+    """Read the weights of the run that `flag` names, sharded like `wanted` (shapes with shardings).
+    Merge any adapters into the weights that the run started from. Report and skip damaged
+    checkpoints."""
     record, config = (read(folder, network.config, flag)
                       for read in (checkpoint.read_run, checkpoint.run_config))
     if not config.lora_rank:

@@ -1,9 +1,9 @@
-"""Weights that are stored differently from how the loss uses them, and the conversion.
+"""Conversions for weights that are stored differently from how the loss uses them.
 
-    --override    weights are stored as the override says. Before the loss, `stored_to_used` gathers
-                  a weight over the axes that the loss does not expect, and each device keeps the
-                  part that the loss expects
-    interleaved   on disk, layers are in the model's order; in training, in the order of the stages:
+    --override    the override decides how a weight is stored. Before the loss, `stored_to_used`
+                  gathers the weight over any axes that the loss doesn't expect, and each device
+                  keeps the part that the loss expects
+    interleaved   layers are in model order on disk, but in stage order in training:
                   with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
 
@@ -21,8 +21,8 @@ from zigzag.parallel.collectives import all_gather
 
 
 def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) -> Any:
-    """Convert weights inside a shard_map from each decision's `spec` to its `used`. The transposes
-    (a reduce-scatter, and padding with zeros) return gradients split by `spec`."""
+    """Convert weights inside a shard_map from each decision's `spec` to its `used` spec. In the
+    backward pass, the transposes (reduce-scatters and zero padding) split gradients by `spec`."""
     sizes, manual = ambient()
     if not manual:          # --step jit: the compiler inserts the collectives
         return weights
@@ -30,7 +30,7 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
     def gather(w, axis, dim, spec):
         if axis != "tensor":
             return all_gather(w, axis, dim, spec, sum_dtype if axis != "expert" else "")
-        # Its gradient is equal on all devices, so the transpose is a slice.
+        # The gradient is equal on all devices, so the transpose is a slice.
         return beside_auto_tensor(lambda w: lax.all_gather(
             w, axis, axis=dim, tiled=True, to="invarying"), spec)(w)
 
@@ -51,8 +51,8 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
 
 
 def _own(w, dim, axis, size, chunks):
-    """This device's entries of dimension `dim`: its part of it, its experts, or its stage's layers
-    in each chunk."""
+    """Return this device's entries along `dim`: its slice, its experts, or its stage's layers from
+    each chunk."""
     w = jnp.moveaxis(w, dim, 0)
     parts = w.reshape(chunks, size, -1, *w.shape[1:])
     own = lax.dynamic_index_in_dim(parts, lax.axis_index(axis), 1, keepdims=False)
@@ -63,8 +63,8 @@ def _own(w, dim, axis, size, chunks):
 # The order of layers
 
 def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np.ndarray | None:
-    """The layers' indices [layers] in the order in which the stages of an interleaved pipeline hold
-    them; with `back`, the permutation that undoes it. None if nothing moves."""
+    """Return the layer indices [layers] in the order that an interleaved pipeline's stages hold
+    them, or, with `back`, the inverse permutation. Return None if nothing moves."""
     if chunks == 1 or layers % (stages * chunks):
         return None
     order = np.arange(layers).reshape(chunks, stages, -1).transpose(1, 0, 2).reshape(-1)
@@ -72,10 +72,10 @@ def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np
 
 
 def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
-    """Put the layers of every array that pipe splits into the order of the stages or, with `back`,
-    into the model's order. `places` are the arrays' shardings. All arrays move in one program. With
-    one program each, more programs would wait for each other than a CPU client has room for, and
-    the devices would wait forever."""
+    """Permute the layers of every array that pipe splits into stage order or, with `back`, into
+    model order. `places` are the arrays' shardings. A single program moves all arrays. With one
+    program per array, more programs would wait for each other than a CPU client can hold, and the
+    devices would wait forever."""
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(places)
     moved = [i for i, (x, place) in enumerate(zip(leaves, places)) if "pipe" in place.spec[:1]
@@ -92,7 +92,7 @@ def _compiled(chunks, back, places):
     def permute(arrays):
         done = []
         for x, place in zip(arrays, places):
-            if done:    # one after another: else all arrays are gathered in memory at once
+            if done:    # go one at a time; otherwise all arrays would be gathered at once
                 x, done[-1] = lax.optimization_barrier((x, done[-1]))
             done.append(x[layer_order(len(x), place.mesh.shape["pipe"], chunks, back)])
         return done

@@ -1,5 +1,5 @@
-"""A row of a table of weights, and the results of a table (a tree of `Weight`, in the network's
-file): first values, parameter and FLOP counts."""
+"""`Weight`, a row of a weight table, and what a table determines: initial values, and parameter and
+FLOP counts. A table is a tree of `Weight`, defined in the network's file."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One row of a table of weights."""
-    axes: tuple[str, ...]   # a letter for each dimension; L counts layers, E experts
+    """A row of a weight table."""
+    axes: tuple[str, ...]   # a letter per dimension; L counts layers, E experts
     shape: tuple[int, ...]
     scale: float | None     # initial standard deviation; None: all ones
     mesh_axes: tuple[str, ...]      # the mesh axis that splits each dimension; '': none
-    values: Any = None      # a function of the shape that makes the first values, in place of scale
+    values: Any = None      # a function from shape to initial values, used instead of scale
 
     @property
     def tensor(self) -> int:
@@ -27,31 +27,31 @@ class Weight:
 
     @property
     def is_table(self) -> bool:
-        """Whether its first letter means that tokens look up its rows: it is in no product."""
+        """Whether tokens look up its rows, judging by its first letter: no matmul uses it."""
         return next((a for a in self.axes if a not in ("L", "1")), "") in LOOKED_UP
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether it holds a matrix for each expert, unlike a router [D, E], which ends with E."""
+        """Whether it holds a matrix per expert, unlike a router [D, E], which ends with E."""
         return "E" in self.axes[:-1]
 
 
-# Letters of rows that tokens look up: V ids of the vocabulary, P positions, J distances, Z token
-# types.
+# Letters of dimensions whose rows tokens look up: V vocabulary ids, P positions, J distances,
+# Z token types.
 LOOKED_UP = {"V", "P", "J", "Z"}
 # {a mesh axis that a row may name: the letter that it splits; '': any letter}
 MESH_AXES = {"tensor": "", "fsdp": "", "pipe": "L", "expert": "E"}
 
 
 class Table:
-    """Makes Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] with
+    """Make Weights from letters: Table(D=128, F=384)("D/fsdp F/tensor", 0.1) is [128, 384] with
     standard deviation 0.1; fsdp splits D, and tensor splits F.
 
-    An axis splits the letter before it, or nothing: nothing if its size does not divide the letter,
-    or if the axis is fsdp and the weight has fewer elements than --fsdp_min. A letter without an
-    axis stays whole. pipe always splits L. expert always splits E, except in a router [D, E], which
-    ends with E. Use /tensor only where the network's code accepts a part of the dimension. These
-    letters have a fixed meaning: L layers, E experts, 1 one, and LOOKED_UP."""
+    An axis splits the letter before it, unless its size doesn't divide that dimension, or the axis
+    is fsdp and the weight has fewer elements than --fsdp_min. In those cases, and without an axis,
+    the dimension stays whole. pipe always splits L. expert always splits E, except in a router
+    [D, E], which ends with E. Use /tensor only if the network's code accepts part of the dimension.
+    Some letters have a fixed meaning: L layers, E experts, 1 one, and those in LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
@@ -74,23 +74,23 @@ class Table:
 
 
 def padded(vocab_size: int) -> int:
-    """The number of rows of an embedding for this vocabulary: rounded up to a multiple of 128, a
-    TPU's lane width. It does not depend on the mesh, so a checkpoint fits every mesh. No token uses
-    the rows from vocab_size on."""
+    """Return the number of embedding rows for this vocabulary: vocab_size rounded up to a multiple
+    of 128, a TPU's lane width. It doesn't depend on the mesh, so a checkpoint fits any mesh. No
+    token uses the rows from vocab_size on."""
     return -(-vocab_size // 128) * 128
 
 
 def layer_counts(tree: Any) -> dict[str, int]:
-    """Return {name: number of layers} for the stacks of layers in a table or in weights, in the
-    order in which they run."""
+    """Return {name: number of layers} for the layer stacks in a table or a tree of weights, in the
+    order they run."""
     return {name: jax.tree.leaves(tree[name])[0].shape[0] for name in ("dense_layers", "layers")
             if name in tree}
 
 
 def first_values(table: Any, key: Array) -> Any:
-    """New float32 weights. A value depends on the key, the weight's path and the index in it, not
-    on the mesh or on other weights. So under jit with out_shardings each device makes only its own
-    part."""
+    """Return new float32 weights. Each value depends on the key, the weight's path and the index,
+    but not on the mesh or other weights. So under jit with out_shardings, each device computes only
+    its own part."""
     def one(path, w):
         if w.values:
             return jnp.asarray(w.values(*w.shape))
@@ -103,13 +103,13 @@ def first_values(table: Any, key: Array) -> Any:
 
 
 def count(weights: Any) -> int:
-    """The number of parameters."""
+    """Return the number of parameters."""
     return sum(math.prod(w.shape) for w in jax.tree.leaves(weights))
 
 
 def parameters(table: Any, padding: int, visits: float) -> tuple[int, int]:
-    """Return (the number of parameters, how many of them one token visits), without the `padding`
-    rows of the vocabulary. A token visits the share `visits` of the experts."""
+    """Return (the number of parameters, how many of them each token visits), excluding the
+    vocabulary's `padding` rows. `visits` is the fraction of the experts that a token visits."""
     def sizes(w):
         size = math.prod(w.shape)
         if "V" in w.axes:
@@ -121,9 +121,9 @@ def parameters(table: Any, padding: int, visits: float) -> tuple[int, int]:
 
 
 def product_flops(table: Any, visits: float = 1.0, tied: bool = False) -> float:
-    """Training FLOPs of the products with weights for each token: 6 for each element of a matrix,
-    4 for each element of a frozen one (adapters, with a dimension r, freeze all others). A token
-    visits the share `visits` of the experts. `tied`: the vocabulary's table is also the head."""
+    """Return the training FLOPs per token of matmuls with weights: 6 per matrix element, or 4 if
+    frozen (adapters, which have a dimension r, freeze everything else). `visits` is the fraction of
+    the experts that a token visits; `tied` means that the embedding table is also the head."""
     leaves = jax.tree.leaves(table)
     is_frozen = any("r" in w.axes for w in leaves)
 
@@ -138,6 +138,6 @@ def product_flops(table: Any, visits: float = 1.0, tied: bool = False) -> float:
 
 
 def attention_flops(keys: float, heads: int, width: int, value_width: int) -> float:
-    """Training FLOPs of attention for each token: the products of queries with keys, and of
-    probabilities with values. `keys` is the number of keys of a query, summed over layers."""
+    """Return the training FLOPs per token of attention: the matmuls of queries with keys and of
+    probabilities with values. `keys` is the number of keys per query, summed over layers."""
     return 6.0 * keys * heads * (width + value_width)

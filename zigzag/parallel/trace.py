@@ -1,33 +1,33 @@
-"""How a computation uses the dimensions of its parameters: facts, and no policy.
+"""How a computation uses the dimensions of its parameters. This file has only facts, no policy.
 
-`trace` walks through a function's jaxpr with a union-find over dimensions. Two dimensions that an
-operation joins (added, multiplied, copied, contracted with each other) must be split together or
-not at all: they are one *group*. For
+`trace` walks a function's jaxpr with a union-find over dimensions. If an operation ties two
+dimensions together (adds, multiplies, copies or contracts them with each other), they must be split
+together or not at all: they form a *group*. For
 
     y = x + gelu(x @ w_up) @ w_down     x [B, T, D]    w_up [D, F]    w_down [F, D]
 
-the groups are B, T, D and F. D is the long one: in a residual stream it goes through the whole
-network. F is short: it begins in w_up and ends in w_down. The walk notes
+the groups are B, T, D and F. D is the long one: as the residual stream, it runs through the whole
+network. F is short: it begins in w_up and ends in w_down. The walk records
 
     roles       how the function uses each dimension of a weight (listed below): here
                 w_up: D contracted, F free       w_down: F contracted, D free
     costs       what splitting a group would send: for F, which w_down sums over, a reduction of
-                the partial sums y (and one of x's gradient, if it has one); for D, which w_up sums
+                the partial sums y (plus one of x's gradient, if it has one); for D, which w_up sums
                 over, a reduction of x @ w_up, which is larger
-    made        groups that a weight makes before a weight reads them: F, but not D
-    forbidden   groups that cannot be split: the inside of an attention head, the dimension that a
+    made        groups that a weight produces before a weight reads them: F, but not D
+    forbidden   groups that can't be split: the inside of an attention head, the dimension that a
                 convolution slides along
-    reshards    pairs of groups (a, b): a split of a can go on as a split of b if devices send the
-                value (slices of a fused weight's output)
+    reshards    pairs of groups (a, b): a split of a can continue as a split of b if devices send
+                the value (slices of a fused weight's output)
 
 The roles of a weight's dimension:
-    contracted  a product with an activation sums over it;
-    free        it is left in the result of such a product;
-    batch       a batch dimension of such a product: experts;
-    grouped     the channels of a convolution in groups;
-    inner       in a product without a weight: of two activations, or of a gradient;
-    indexed     the data look it up;      placed   the indices are the same each time;
-    entry       a lookup copies it whole; stacked  a scan runs over it: it counts layers.
+    contracted  a matmul with an activation sums over it;
+    free        it remains in the result of such a matmul;
+    batch       a batch dimension of such a matmul: experts;
+    grouped     the channels of a grouped convolution;
+    inner       in a matmul without a weight: of two activations, or of a gradient;
+    indexed     the data index it;        placed   the indices are the same every time;
+    entry       a lookup copies it whole; stacked  a scan runs over it, so it counts layers.
 rule.py decides which groups are worth splitting.
 """
 
@@ -51,13 +51,13 @@ stop_gradient copy real imag complex conj shift_left shift_right_logical shift_r
 population_count mulhi sharding_constraint layout_constraint reshard relayout pvary psum pmax pmin
 psum_invariant reduced_vary_cast vary_unreduced_cast optimization_barrier name device_put
 with_memory_space_constraint zeros_like random_wrap random_unwrap""".split())
-# These slice, join, reverse, sort or sum along a dimension, which is a new group in the result.
+# These slice, join, reverse, sort or sum along a dimension, which becomes a new group.
 ALONG_DIMENSIONS = set("""slice dynamic_slice dynamic_update_slice pad rev concatenate split tile
 sort top_k approx_top_k cumsum cumprod cummax cummin cumlogsumexp fft reduce_window_sum
 reduce_window_max reduce_window_min reduce_window""".split())
 
 INSIDE_A_HEAD = "a split would fall inside a head"
-# The roles that a dimension of a matrix can have; leaves with none of them are scales and biases.
+# Roles that make a leaf a matrix; leaves without any of them are scales and biases.
 MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"}
 
 
@@ -65,26 +65,26 @@ MATRIX = {"free", "contracted", "indexed", "placed", "batch", "grouped", "inner"
 class Facts:
     """How the computation uses the dimensions of its parameters (leaves 0, 1, ...). A group is an
     integer."""
-    shapes: list[tuple[int, ...]]           # the shape of each leaf
-    groups: list[list[int]]                 # for each leaf, the group of each dimension
-    roles: list[defaultdict[int, set[str]]]     # for each leaf, {dimension: its roles}
-    first_use: dict[int, int]               # {leaf: when it is first used, as an index of uses}
-    made: set[int]                          # groups that a weight makes before a weight reads them
-    reductions: Counter[int]                # {group: the collectives in a step, if it is split}
-    bytes: Counter[int]                     # {group: the bytes in all these collectives}
-    forbidden: dict[int, str]               # {group: why it cannot be split}
+    shapes: list[tuple[int, ...]]           # each leaf's shape
+    groups: list[list[int]]                 # the group of each dimension, per leaf
+    roles: list[defaultdict[int, set[str]]]     # {dimension: its roles}, per leaf
+    first_use: dict[int, int]               # {leaf: its first use, as an index of uses}
+    made: set[int]                          # groups a weight produces before a weight reads them
+    reductions: Counter[int]                # {group: the collectives per step if it is split}
+    bytes: Counter[int]                     # {group: the total bytes in these collectives}
+    forbidden: dict[int, str]               # {group: why it can't be split}
     reshards: set[tuple[int, int]]          # (from group, to group)
-    onward: defaultdict[int, set[int]]      # {group: the reshards' target groups that are the only
-                                            # way on for a split of it}
+    onward: defaultdict[int, set[int]]      # {group: the groups to reshard to, if its split can't
+                                            # continue any other way}
     added_tables: list[frozenset]           # (leaf, dimension)s of tables whose rows are added
 
     def groups_with(self, *roles: str) -> set[int]:
-        """The groups of all dimensions that have one of these roles."""
+        """Return the groups of all dimensions with at least one of these roles."""
         return {self.groups[leaf][d] for leaf, dims in enumerate(self.roles)
                 for d, names in dims.items() if names & set(roles)}
 
     def dims(self, leaf: int, role: str) -> list[int]:
-        """The dimensions of the leaf with this role. One that counts layers has no second role."""
+        """Return the leaf's dimensions with this role. One that counts layers has no other role."""
         return [d for d, names in sorted(self.roles[leaf].items())
                 if role in names and ("stacked" not in names or role == "stacked")]
 
@@ -93,17 +93,17 @@ class Facts:
 
 
 def reached(groups: set[int], steps: set[tuple[int, int]]) -> set[int]:
-    """Return the groups, and every group that steps (from, to) reach from them."""
+    """Return the groups plus every group reachable from them by the steps (from, to)."""
     while new := {b for a, b in steps if a in groups} - groups:
         groups = groups | new
     return groups
 
 
 def trace(closed: Any, count: int, shards: int) -> Facts:
-    """Collect the facts about the first `count` arguments of a closed jaxpr, the parameters, for a
-    split into `shards`. All further arguments are data, as is everything computed from them. If
-    there are none, the constants that the function closes over and the random numbers that it draws
-    count as its data."""
+    """Collect the facts about a closed jaxpr's parameters, its first `count` arguments, for a split
+    into `shards`. All other arguments are data, as is everything computed from them. If there are
+    no other arguments, the constants that the function closes over and the random numbers it draws
+    count as data."""
     params, others = closed.jaxpr.invars[:count], closed.jaxpr.invars[count:]
     walk = _Walk([v.aval.shape for v in params], shards, draws_data=not others)
     leaves = [walk.value(v.aval, from_params=True) for v in params]
@@ -116,17 +116,17 @@ def trace(closed: Any, count: int, shards: int) -> Facts:
 
 @dataclasses.dataclass
 class _Value:
-    """One value of the computation."""
+    """A value in the computation."""
     shape: tuple[int, ...]
     dtype: Any
     groups: list[int]                   # the group of each dimension
-    origins: list[frozenset]            # for each dimension, the (leaf, dimension)s it is a view of
+    origins: list[frozenset]            # per dimension, the (leaf, dimension)s it is a view of
     from_data: bool = False
-    from_params: bool = False           # computed from parameters: it has a gradient
-    is_view: bool = False               # made from a single array
-    is_mask: bool = False               # zeros and ones: a product with it is a lookup
+    from_params: bool = False           # computed from parameters, so it has a gradient
+    is_view: bool = False               # computed from a single array
+    is_mask: bool = False               # zeros and ones, so a matmul with it is a lookup
     after_matmul: bool = False
-    tables: frozenset = frozenset()     # the looked-up and added rows, as (leaf, dimension)s
+    tables: frozenset = frozenset()     # tables whose rows it adds up, as (leaf, dimension)s
 
     @property
     def rank(self):
@@ -134,16 +134,16 @@ class _Value:
 
     @property
     def is_weight(self):
-        """Whether it is made from parameters alone."""
+        """Whether it is computed from parameters alone."""
         return self.from_params and not self.from_data
 
     def dims_without(self, *gone):
-        """All dimensions except those in the lists `gone`."""
+        """Return all dimensions except those in the lists `gone`."""
         return [d for d in range(self.rank) if not any(d in dims for dims in gone)]
 
 
 class _Side(NamedTuple):
-    """One operand of a product: its contracted, batch and free dimensions."""
+    """An operand of a matmul: its contracted, batch and free dimensions."""
     value: _Value
     contracted: Sequence[int]
     batch: Sequence[int]
@@ -151,22 +151,22 @@ class _Side(NamedTuple):
 
 
 class _Walk:
-    """A walk through a jaxpr. Each dimension of each value begins as a separate group. Each kind of
-    operation has a method that takes the equation, its operands and its results, unites groups, and
-    notes costs and uses."""
+    """A walk through a jaxpr. Each dimension of each value starts as a separate group. Each kind of
+    operation has a method that takes the equation, its operands and its results, merges groups, and
+    records costs and uses."""
 
     def __init__(self, shapes, shards, draws_data):
         self.shapes, self.shards, self.draws_data = shapes, shards, draws_data
         self.parent = []                # the union-find: the parent of each group
-        self.repeat = 1                 # the total turns of the scans around this equation
-        self.uses = []                  # (leaf, dimension, role), in the order of the computation
-        self.costs = []                 # (group, key, collectives in a step, bytes in all of them);
-                                        # costs of a group with the same key count once
+        self.repeat = 1                 # the total iterations of the scans around this equation
+        self.uses = []                  # (leaf, dimension, role), in execution order
+        self.costs = []                 # (group, key, collectives per step, their total bytes);
+                                        # a group's costs with the same key count once
         self.forbidden = []             # (group, why)
         self.reshards = []              # (from group, to group, whether it is the only way on)
         self.heads = []                 # groups that count attention heads
-        self.lengths = []               # (group, length) of dimensions in products
-        self.outer = []                 # (group, size of the merged dimensions outside of it)
+        self.lengths = []               # (group, length) of dimensions in matmuls
+        self.outer = []                 # (group, size of the merged dimensions outside it)
         self.added_tables = []
 
     # -- groups
@@ -191,13 +191,13 @@ class _Walk:
 
     # -- notes
     def cost(self, group, value, key=None):
-        """Note that splitting the group costs a reduction of `value` (or a reshard), once for each
-        turn of the loops around it. Costs of a group with the same key count once."""
+        """Record that splitting the group costs a reduction of `value` (or a reshard) in every
+        iteration of the loops around it. A group's costs with the same key count once."""
         size = math.prod(value.shape) * value.dtype.itemsize
         self.costs.append((group, key or len(self.costs), self.repeat, size * self.repeat))
 
     def reshard(self, a, b, value, only_way=True):
-        """Note that a split of group `a` can go on as a split of `b` by sending `value`."""
+        """Record that sending `value` lets a split of group `a` continue as a split of `b`."""
         self.reshards.append((a, b, only_way))
         for group in (a, b):
             self.cost(group, value)
@@ -206,16 +206,16 @@ class _Walk:
         self.forbidden.append((group, why))
 
     def role(self, value, dims, role):
-        """Note a role for dimensions of the weights that `value` is a view of."""
+        """Record a role for dimensions of the weights that `value` is a view of."""
         self.uses += [(leaf, d, role) for dim in dims for leaf, d in sorted(value.origins[dim])]
 
     def same(self, x, dim, out, out_dim):
-        """Note that dimension `dim` of x is dimension `out_dim` of the result."""
+        """Record that dimension `dim` of x is dimension `out_dim` of the result."""
         self.union(x.groups[dim], out.groups[out_dim])
         self.inherit(x, dim, out, out_dim)
 
     def keep(self, x, dims, out, first=0):
-        """Note that the result has the dimensions `dims` of x, in this order, from `first` on."""
+        """Record that x's dimensions `dims` are the result's, in this order, from `first` on."""
         for o, d in enumerate(dims, first):
             self.same(x, d, out, o)
 
@@ -225,14 +225,14 @@ class _Walk:
 
     # -- the walk
     def run(self, jaxpr, args, **known):
-        """Return the _Values of a jaxpr's results. `known` (from_data ...) is for its constants."""
+        """Return the _Values of a jaxpr's results. `known` (from_data ...) describes constants."""
         def constant(v):
             return self.value(v.aval) if isinstance(v, Literal) else self.value(v.aval, **known)
 
         return interpret(jaxpr, args, constant, self.equation)
 
     def equation(self, eqn, ins):
-        """Return the _Values of one equation's results."""
+        """Return the _Values of an equation's results."""
         name = eqn.primitive.name
         if name in _CONTROL_FLOW:
             return _CONTROL_FLOW[name](self, eqn, ins)
@@ -245,13 +245,13 @@ class _Walk:
         outs = [self.value(v.aval, **known) for v in eqn.outvars]
         learned = [x for x in ins if x.from_params]
         if len(learned) == 1 and outs:
-            outs[0].tables = learned[0].tables      # it may be a cast, transposed or scaled lookup
+            outs[0].tables = learned[0].tables      # this may cast, transpose or scale a lookup
         method = _METHODS.get("scatter" if name.startswith("scatter") else name)
         (method if method and outs else _Walk.unknown)(self, eqn, ins, outs)
         return outs
 
     def unknown(self, eqn, ins, outs):
-        """Forbid splits of operands made from parameters, because the operation is unknown."""
+        """Forbid splits of operands computed from parameters, because the operation is unknown."""
         why = f"it meets {eqn.primitive.name}, of which the rule knows nothing"
         for x in ins:
             for group in x.groups if x.from_params else ():
@@ -267,8 +267,8 @@ class _Walk:
         if name in ("add", "add_any", "sub"):
             out.tables = frozenset().union(*[x.tables for x in ins])
             self.added_tables.append(out.tables)
-        # A weight is still that weight after a mask, or after an inner training loop updates it by
-        # its gradient.
+        # A weight is still the same weight after masking, or after an inner training loop updates
+        # it with its gradient.
         for x in ins:
             if x.is_weight and not out.is_weight and x.rank == out.rank > 1:
                 sizes = [math.prod(self.shapes[leaf]) for origin in x.origins for leaf, _ in origin]
@@ -287,7 +287,7 @@ class _Walk:
             self.cost(x.groups[d], outs[0])
 
     def arrange(self, eqn, ins, outs):
-        """Follow the dimensions that transposes, broadcasts and stacks move."""
+        """Track dimensions through transposes, broadcasts and stacks."""
         out, params = outs[0], eqn.params
         places = params.get("broadcast_dimensions", out.dims_without([params.get("axis")]))
         for x in ins:
@@ -296,10 +296,10 @@ class _Walk:
                     self.same(x, d, out, o)
 
     def reshape(self, eqn, ins, outs):
-        """Unite the dimensions that carry a split before and after. A split survives a reshape if
-        each shard has whole entries of the outermost dimension (whole heads). If the outermost is
-        shorter than the number of shards and divides it, whole entries of the next one also work (2
-        groups of 4 query heads over 4 shards)."""
+        """Merge the groups of the dimensions that carry a split before and after. A split survives
+        a reshape if each shard has whole entries of the outermost dimension (whole heads). If that
+        dimension is shorter than the number of shards and divides it, whole entries of the next one
+        also work (2 groups of 4 query heads over 4 shards)."""
         x, out = ins[0], outs[0]
         old, new = x.shape, out.shape
         for olds, news in _merged_or_divided(old, new):
@@ -319,8 +319,8 @@ class _Walk:
                     self.reshard(x.groups[m], out.groups[e], out, only_way=False)
 
     def carrier(self, shape, dims):
-        """Return the dimension among `dims`, which a reshape merges or divides, that carries a
-        split of them all into shards."""
+        """Return which of the dimensions `dims`, which a reshape merges or divides, carries a split
+        of all of them into shards."""
         left = self.shards
         for d in dims:
             if shape[d] % left == 0:
@@ -334,7 +334,7 @@ class _Walk:
     def dot(self, eqn, ins, outs):
         (left, right), out, groups = ins[:2], outs[0], []
         numbers = eqn.params.get("dimension_numbers")
-        if numbers is None:             # ragged: rows sorted by expert, and each expert's count
+        if numbers is None:             # ragged: rows sorted by expert, and a count per expert
             ragged = eqn.params["ragged_dot_dimension_numbers"]
             numbers = ragged.dot_dimension_numbers
             groups = list(ragged.rhs_group_dimensions)
@@ -373,10 +373,10 @@ class _Walk:
         left, right = sides
         for a, b in zip((*left.contracted, *left.batch), (*right.contracted, *right.batch)):
             self.union(left.value.groups[a], right.value.groups[b])
-        for d in left.contracted:       # if split, each device has a partial sum of the product
+        for d in left.contracted:       # if split, each device has a partial sum of the result
             self.cost(left.value.groups[d], out)
         if self.is_attention(left, right):
-            # Scores must not be partial sums (softmax is next): only a split by heads passes.
+            # Scores must not be partial sums, because softmax is next. Allow only splits by heads.
             weight = None
             self.heads += [left.value.groups[d] for d in left.batch]
             for d in left.contracted:
@@ -392,25 +392,25 @@ class _Walk:
                 self.role(x, side.free, "free")
                 continue
             self.role(x, x.dims_without(), "inner")
-            # The gradient of x sums over the free dimensions of the other side. Products that share
-            # an input (q, k and v; gate and up) share one reduction of its gradient: one key.
+            # The gradient of x sums over the free dimensions of the other side. Matmuls with the
+            # same input (q, k and v; gate and up) share one reduction of its gradient, and one key.
             for d in other.free if x.from_params else ():
                 self.cost(other.value.groups[d], x, ("gradient", *x.groups))
         out.after_matmul = True
 
     def is_attention(self, left, right):
-        """Whether this is a product of two activations made by weights, as in attention."""
+        """Return whether this multiplies two activations produced by weights, as attention does."""
         a, b = left.value, right.value
         is_changed_weight = not (a.is_weight or b.is_weight) and any(a.origins + b.origins)
         return (all(x.from_params and x.after_matmul for x in (a, b)) and not is_changed_weight
                 and (left.free or right.free) and (left.batch or a.from_data and b.from_data))
 
     def weight_of(self, sides):
-        """Return the side of a product that is the weight, or None: the side computed from
-        parameters alone, else a parameter that an inner training loop has updated by its gradient.
-        If both are weights, the one that has already been in a product counts as the activation,
-        else the one with more dimensions, else the left one (learned queries; the first factor of
-        a low-rank product)."""
+        """Return the side of a matmul that is the weight, or None. This is the side computed from
+        parameters alone, otherwise a parameter that an inner training loop updated with its
+        gradient. If both are weights, the one already used in a matmul counts as the activation,
+        otherwise the one with more dimensions, otherwise the left one (learned queries; the first
+        factor of a low-rank product)."""
         if weights := [side for side in sides if side.value.is_weight]:
             return min(reversed(weights),
                        key=lambda side: (side.value.after_matmul, side.value.rank))
@@ -440,9 +440,9 @@ class _Walk:
                     self.inherit(x, d, out, d)
 
     def gather(self, eqn, ins, outs):
-        """Note a lookup. If the rows of the table are split, each device looks up the rows that it
-        has, takes zeros for the rest, and one reduction adds them. Dimensions that the lookup
-        copies whole, and batching dimensions, keep their groups."""
+        """Record a lookup. If the table's rows are split, each device looks up the rows it holds,
+        with zeros for the rest, and a single reduction sums the results. Dimensions that the lookup
+        copies whole and batching dimensions keep their groups."""
         (table, index), out = ins, outs[0]
         numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
         window = table.dims_without(numbers.collapsed_slice_dims, numbers.operand_batching_dims)
@@ -463,15 +463,15 @@ class _Walk:
             self.row(table, d, index, out)
 
     def row(self, table, dim, index, out):
-        """Note that an operation takes one entry of a dimension, at an index that depends on the
-        data, or at one that is always the same (positions, the layers of a stack)."""
+        """Record that an operation picks a single entry of a dimension, either at an index that
+        depends on the data or at a fixed one (positions, the layers of a stack)."""
         self.role(table, [dim], "indexed" if index.from_data else "placed")
         self.cost(table.groups[dim], out)
         if index.from_data:
             out.tables |= table.origins[dim]
 
     def scatter(self, eqn, ins, outs):
-        """Note that rows are written into x: its dimensions without an index keep their groups."""
+        """Record that rows are written into x, whose unindexed dimensions keep their groups."""
         numbers, (x, _, update), out = eqn.params["dimension_numbers"], ins, outs[0]
         for d, (a, b) in enumerate(zip(x.groups, out.groups)):
             if d in numbers.scatter_dims_to_operand_dims:
@@ -505,8 +505,8 @@ class _Walk:
         return self.loop(params["body_jaxpr"].jaxpr, ins[n:n + m], ins[n + m:])
 
     def loop(self, body, fixed, carry, scanned=()):
-        """Return the _Values of a loop's results. Walk its body once, and unite the carry out with
-        the carry in. A carried value may depend on all inputs of the body."""
+        """Return the _Values of a loop's results. Walk the body once, and merge the groups of the
+        carry in and the carry out. A carried value may depend on any of the body's inputs."""
         seen = [*fixed, *carry, *scanned]
         learned = any(x.from_params for x in seen)
         carried = [dataclasses.replace(x, tables=frozenset(), from_params=learned,
@@ -533,7 +533,7 @@ class _Walk:
 
     # -- the facts that need the whole walk
     def facts(self, leaves):
-        """Return the Facts, where each group is the root of its union-find tree."""
+        """Return the Facts, with each group replaced by the root of its union-find tree."""
         roles = [defaultdict(set) for _ in leaves]
         reductions, sent = Counter(), Counter()
         first_use, is_made = {}, {}
@@ -561,8 +561,8 @@ class _Walk:
                      reshards, onward, self.added_tables)
 
     def forbid_inside_heads(self, groups, roles):
-        """Forbid the inside of heads: if a weight makes or reads heads, this is the last dimension
-        besides them that it makes or reads (N in [D, H, N])."""
+        """Forbid splits inside heads. If a weight produces or reads heads, the inside is the last
+        other dimension that it produces or reads (N in [D, H, N])."""
         heads = {self.find(group) for group in self.heads}
         for shape, mine, dims in zip(self.shapes, groups, roles):
             for role in ("free", "contracted"):
@@ -572,8 +572,8 @@ class _Walk:
                     self.forbid(mine[max(beside)], INSIDE_A_HEAD)
 
     def forbid_indivisible(self):
-        """Forbid groups whose length in a product the shards do not divide, not even times the size
-        of the merged dimensions outside of it."""
+        """Forbid groups whose length in a matmul isn't divisible by the shards, not even when
+        multiplied by the size of the merged dimensions outside it."""
         outer = defaultdict(lambda: {1})
         for group, count in self.outer:
             outer[self.find(group)].add(count)
@@ -583,10 +583,10 @@ class _Walk:
 
 
 def _merged_or_divided(old, new):
-    """Yield the parts of a reshape: pairs of runs of dimensions, (before, after), of equal size, as
-    short as possible and without dimensions of size 1. [B, T, H N] -> [B T, H, N] has two parts:
-    ([0, 1], [0]) and ([2], [1, 2])."""
-    # `ends` are cumulative products of the lengths: a run ends at each product that both have.
+    """Yield the parts of a reshape: pairs (before, after) of runs of dimensions of equal total
+    size, as short as possible, skipping dimensions of size 1. [B, T, H N] -> [B T, H, N] has two
+    parts: ([0, 1], [0]) and ([2], [1, 2])."""
+    # `ends` are cumulative products of the lengths; a run ends at each product found in both.
     ends = [list(itertools.accumulate(shape, operator.mul)) for shape in (old, new)]
     start = 1
     for end in sorted(set(ends[0]).intersection(ends[1]) - {0, 1}):
