@@ -1,13 +1,14 @@
-"""One page about a run: who holds what, what fills the memory, what is sent, how long it takes.
+"""One page about a run: who holds what, what fills memory, what devices send, and how long.
 
     python -m learn.explain out.html --mesh data=2,fsdp=2,tensor=2
     python -m learn.explain out.html --topology v5e:4x4 --mesh fsdp=16 --model 1.2b --batch 32
     python -m learn.explain out.html --run out/one --shards 2
 
-The step is compiled as train.py would, for the devices here (simulated ones on a CPU) or for those
-of --topology, and does not run. All other flags are train.py's. With --run, the page is about that
-run's step; flags may change what leaves its numbers as they are (--mesh, --remat, --topology ...).
-The page needs no network. (`python train.py --plot RUN` draws a run's loss.)
+It compiles the step as train.py would, but doesn't run it. It compiles for the devices here
+(simulated ones on a CPU) or for those of --topology. The remaining flags are train.py's. With
+--run, the page describes that run's step; you may pass only flags that don't change its numbers
+(--mesh, --remat, --topology ...). The page works offline. `python train.py --plot RUN` plots a
+run's loss.
 """
 
 import html
@@ -42,24 +43,24 @@ td.number { text-align: right; font-variant-numeric: tabular-nums }
 @media (prefers-color-scheme: dark) { body { color: #eee; background: #1b1b1b }
                                       a { color: #8ab4f8 } }
 """
-# A device whose numbers are not known is taken to be a chip of this name.
+# If we don't know a device's numbers, we use those of this chip.
 USUAL_CHIP = "TPU v5 lite"
 
 
 class Run(NamedTuple):
-    """What the page is about."""
+    """The data behind the page."""
     program: Any
     compiled: jax.stages.Compiled
     chip: chips.Chip
     about_chip: str
     sent: Sequence[hlo.Collective]          # by the compiled program
     expected: Sequence[hlo.Collective]      # by formulas
-    flops: float                            # of a device, in one update
-    note: str                               # where `sent` and `flops` are expected ones, that
+    flops: float                            # per device, in one update
+    note: str                               # why `sent` and `flops` are expected values, or ""
 
 
 def compiled(config: Any) -> Run:
-    """The configuration's step, compiled, and what can be read off it."""
+    """The config's compiled step, and the figures that can be read from it."""
     program, step = programs.ready_to_run(config)
     device = program.mesh.devices.flat[0]
     chip = chips.chip_of(device)
@@ -74,7 +75,7 @@ def compiled(config: Any) -> Run:
 # The sections: each returns HTML
 
 def who_holds_what(run: Run) -> str:
-    """A row for each weight, with the part of one device."""
+    """One row per weight, with the part that one device holds."""
     rows, total = [], 0
     decisions = jax.tree.leaves(run.program.plan.decisions)
     shapes = jax.tree.leaves_with_path(run.program.plan.params)
@@ -97,7 +98,7 @@ def _of_spec(spec):
 
 
 def memory(run: Run) -> str:
-    """What a device's memory holds: exactly, by formulas, and by the compiled program."""
+    """What a device's memory holds: exactly, by formulas, and from the compiled program."""
     program, c = run.program, run.program.config
 
     def held(tree):
@@ -123,7 +124,7 @@ def memory(run: Run) -> str:
 
 
 def timeline(run: Run) -> str:
-    """How long a device computes and sends, and how long a stage of a pipeline is idle."""
+    """How long a device computes and sends, and how long a pipeline stage is idle."""
     c, plan = run.program.config, run.program.plan
     arithmetic = run.flops / run.chip.flops
     sends = [(f"{one.kind} over {one.axis}", one.bytes / run.chip.links) for one in run.sent]
@@ -145,7 +146,7 @@ def timeline(run: Run) -> str:
 
 
 def traffic(run: Run) -> str:
-    """What is sent, expected and found."""
+    """The bytes that a device sends, expected and found."""
     wanted = {(one.kind, one.axis): one for one in run.expected}
     rows = []
     for one in () if run.note else run.sent:
@@ -168,7 +169,7 @@ SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline
 
 
 def page(run: Run, name: str = "") -> str:
-    """The whole page; name: the run whose step it is about."""
+    """The whole page; name: the run whose step it describes."""
     c, parts = run.program.config, {name: make(run) for name, make in SECTIONS.items()}
     mesh = " ".join(f"{axis}={n}" for axis, n in run.program.mesh.shape.items() if n > 1)
     count, _ = run.program.plan.counts

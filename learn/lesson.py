@@ -1,7 +1,7 @@
-"""What the lessons use: eight devices, pictures of who holds what, predictions, what a program
-sends, quoted code, bugs to plant, and answers to check.
+"""Helpers for the lessons: simulate devices, show who holds what, compare predictions, count the
+bytes a program sends, quote code, plant bugs, and check answers.
 
-    python -m learn.lesson 1 lesson1.ipynb      a lesson as a notebook (README.md has other ways)
+    python -m learn.lesson 1 lesson1.ipynb      a lesson as a notebook (README.md has more ways)
 """
 
 import collections
@@ -21,20 +21,20 @@ from jax import P, lax
 import shard
 from learn.solutions import ANSWERS, BROKEN
 
-__all__ = ["P", "jax", "jnp", "lax", "np", "shard"]     # (which lessons take from here)
+__all__ = ["P", "jax", "jnp", "lax", "np", "shard"]     # (lessons import these from here)
 HERE = Path(__file__).parent
 LESSONS = {str(n): path for n in range(1, 11) for path in HERE.glob(f"lesson{n}_*.py")}
 
 
 def begin(devices: int = 8) -> None:
-    """Simulate so many devices on the CPU. (Call it before anything else asks jax for devices.)"""
+    """Simulate this many devices on the CPU. Call it before anything asks jax for devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.devices()       # from here on they are fixed: a mesh of three devices is then refused
+    jax.devices()       # jax fixes them here, so a mesh of three devices fails later
 
 
 def mesh(**sizes: int) -> jax.sharding.Mesh:
-    """A mesh of the first devices with these axes, which is jax's mesh from here on."""
+    """Make a mesh of the first devices with these axes, and set it as jax's mesh."""
     count = int(np.prod([*sizes.values()]))
     made = jax.make_mesh((*sizes.values(),), (*sizes,), devices=jax.devices()[:count],
                          axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
@@ -43,12 +43,12 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
 
 
 def place(x: Any, spec: P) -> jax.Array:
-    """An array, split over jax's mesh."""
+    """Split an array over jax's mesh."""
     return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), spec))
 
 
 def show(x: jax.Array) -> None:
-    """Print which devices hold which part of an array of one or two dimensions."""
+    """Print which devices hold which part of a one- or two-dimensional array."""
     held = np.full(x.shape, "", object)
     for part in x.addressable_shards:
         held[part.index] += str(part.device.id)
@@ -60,23 +60,23 @@ def show(x: jax.Array) -> None:
 
 
 class Picture(NamedTuple):
-    """A picture of docs/pictures."""
+    """A picture in docs/pictures."""
     path: Path
 
-    def _repr_svg_(self) -> str:        # (what a notebook shows, if a cell ends with the picture)
+    def _repr_svg_(self) -> str:        # (a notebook shows this if a cell ends with it)
         return self.path.read_text()
 
 
 def picture(name: str) -> Picture:
-    """Say where a picture is, and show it in a notebook."""
+    """Print where a picture is, and show it in a notebook."""
     path = HERE.parent / "docs" / "pictures" / f"{name}.svg"
     print(f"picture: {path.relative_to(HERE.parent)}")
     return Picture(path)
 
 
 def sends(function: Callable, *args: Any) -> dict[str, int]:
-    """The bytes that a device sends in one call of the compiled function, by kind and axis of the
-    collectives, which it also prints."""
+    """The bytes that a device sends in one call of the compiled function, by kind and axis of
+    collective. It also prints them."""
     args = jax.device_put(args, jax.NamedSharding(jax.sharding.get_mesh(), P()))
     found = shard.collectives(jax.jit(function).lower(*args).compile())
     for one in found:
@@ -85,7 +85,7 @@ def sends(function: Callable, *args: Any) -> dict[str, int]:
 
 
 def compare(guess: Any, found: float, unit: str = "bytes") -> None:
-    """Print your prediction and what the program shows."""
+    """Print your prediction and the program's figure."""
     said = "" if guess is ... else f"you predicted {guess:,.4g}, which is " + (
         "right: " if _same(guess, float(found)) else
         f"{guess / found:.3g} times as much: " if found else "too much: ")
@@ -93,7 +93,7 @@ def compare(guess: Any, found: float, unit: str = "bytes") -> None:
 
 
 def quote(function: Callable) -> None:
-    """Print a function's code, as it is now, without its docstring."""
+    """Print a function's current code, without its docstring."""
     code = inspect.getsource(function)
     doc = inspect.getdoc(function)
     if doc:
@@ -103,7 +103,7 @@ def quote(function: Callable) -> None:
 
 
 def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
-    """A copy of a module in which this text is replaced."""
+    """A copy of a module with this text replaced."""
     copy = types.ModuleType(f"{module.__name__} with a bug")
     copy.__file__ = module.__file__
     exec(compile(_changed(module, right, wrong), module.__file__, "exec"), copy.__dict__)
@@ -111,7 +111,7 @@ def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleTy
 
 
 def planted(function: Callable, right: str, wrong: str) -> Callable:
-    """A copy of a function in which this text is replaced."""
+    """A copy of a function with this text replaced."""
     return _of_code(function, _changed(function, right, wrong))
 
 
@@ -129,7 +129,7 @@ def _of_code(function, code):
 
 
 def attempt(function: Callable, *args: Any, lines: int = 1) -> tuple[Any, str]:
-    """(the result of a call, ""), or (None, the first lines of what it raises)."""
+    """(the result of a call, ""), or (None, the first lines of its error)."""
     try:
         return function(*args), ""
     except Exception as e:
@@ -138,12 +138,12 @@ def attempt(function: Callable, *args: Any, lines: int = 1) -> tuple[Any, str]:
 
 
 def error_of(function: Callable, *args: Any, lines: int = 1) -> str:
-    """The first lines of what this call raises, or that it raises nothing."""
+    """The first lines of this call's error, or "no error"."""
     return attempt(function, *args, lines=lines)[1] or "no error"
 
 
 def fault(function: Callable, want: Any, *args: Any) -> str:
-    """What is wrong with a program: what it raises, or how far its result is from `want`."""
+    """What is wrong with a program: its error, or how far its result is from `want`."""
     found, error = attempt(jax.jit(function) if args else function, *args)
     if not error and np.shape(found) != np.shape(want):
         return f"a result {[*np.shape(found)]} in place of {[*np.shape(want)]}"
@@ -152,7 +152,7 @@ def fault(function: Callable, want: Any, *args: Any) -> str:
 
 def report(bug: str, function: Callable, in_specs: Any, out_specs: Any, want: Any, *args: Any
            ) -> None:
-    """Print what is wrong with a function that has this bug: on jax's mesh, and on one device."""
+    """Print what is wrong with a buggy function, on jax's mesh and on one device."""
     whole = jax.sharding.get_mesh()
     one = mesh(**dict.fromkeys(whole.axis_names, 1))
     for place, grid in ((bug, whole), ("    on one device", one)):
@@ -166,7 +166,7 @@ def report(bug: str, function: Callable, in_specs: Any, out_specs: Any, want: An
 # Exercises
 
 class Tried(NamedTuple):
-    """What happened when the code of an exercise ran: what is wrong, or ''."""
+    """The result of running an exercise's code: what is wrong, or ''."""
     error: str
 
     def __str__(self) -> str:
@@ -174,8 +174,8 @@ class Tried(NamedTuple):
 
 
 def tried(written: Callable, function: Callable, want: Any, *args: Any, most: float = 0) -> Any:
-    """Run an exercise: `function` calls your function `written`, and should return `want` and send
-    at most so many bytes (0: any number). Dots if there is only a return with dots in yours."""
+    """Run an exercise: `function` calls your function `written`. It should return `want` and send
+    at most `most` bytes (0: any number). Returns dots if yours still only returns dots."""
     code = written.__code__
     if ... in code.co_consts and not code.co_names:
         return ...
@@ -186,14 +186,14 @@ def tried(written: Callable, function: Callable, want: Any, *args: Any, most: fl
 
 
 def broken(exercise: str, function: Callable) -> None:
-    """Print a function with one line changed, for an exercise that asks which."""
+    """Print a function with one line changed, for an exercise that asks which line."""
     print(_changed(function, *BROKEN[exercise]))
 
 
 def repaired(exercise: str, function: Callable, wrong: str, right: str, make: Callable, want: Any,
              *args: Any) -> Any:
-    """Run the function that `broken` printed after this text in it was replaced: make(function)
-    is what runs, and should return `want`."""
+    """Replace this text in the function that `broken` printed, and run make(function), which
+    should return `want`."""
     if wrong is ... or right is ...:
         return ...
     code = _changed(function, *BROKEN[exercise])
@@ -207,8 +207,9 @@ wrong_answers: collections.Counter = collections.Counter()
 
 
 def check(exercise: str, answer: Any = ...) -> bool:
-    """Whether the answer is right: whole numbers exactly, others within 2%, words in any of several
-    forms, code by what it does. A first wrong answer brings a hint, a second one the reason."""
+    """Whether the answer is right. Integers must match exactly and floats within 2%, words may have
+    several forms, and code counts by what it does. The first wrong answer prints a hint, the
+    second the reason."""
     right, hint, why, *also = ANSWERS[exercise]
     if answer is ...:
         print(f"{exercise}: put your answer in place of the dots")
@@ -239,7 +240,7 @@ def _plain(answer):
 # Notebooks
 
 def cells(path: Path) -> list[tuple[str, str]]:
-    """The cells of a lesson: pairs of markdown or code, and its text."""
+    """A lesson's cells, as pairs of kind (markdown or code) and text."""
     found: list[tuple[str, list[str]]] = []
     for line in path.read_text().splitlines():
         if line.startswith("# %%"):

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 10. Inference: prefill is arithmetic, decode is memory
-# One idea: **to write one token, a chip reads all the weights.** A prompt of a thousand tokens
-# shares one reading; an answer of a thousand tokens needs a thousand. So a step of decoding waits
-# for memory, and rows that decode together are almost free.
+# One idea: **to generate one token, a chip reads all the weights.** A thousand-token prompt needs a
+# single read; a thousand-token answer needs a thousand. So a decoding step waits for memory, and
+# decoding more rows together is almost free.
 
 # %%
 import sys
@@ -19,11 +19,11 @@ c = model.Config(layers=2, d_model=64, heads=4, kv_heads=2, d_ff=128, vocab_size
 params, prompt = model.init(c, jax.random.key(0)), list(range(1, 9))
 
 # %% [markdown]
-# ## Slowly, then with a cache
+# ## Without a cache, then with one
 # `generate_slowly` runs the whole text through the network for each new token. But attention is
 # causal, so nothing before the new token changes. Each layer needs only the keys and values of the
-# earlier tokens: keep them. The first call of `extend` reads the prompt (**prefill**), each later
-# one a single token (**decode**). The ids are the same.
+# earlier tokens, so keep them. The first call of `extend` reads the prompt (**prefill**); each
+# later call reads a single token (**decode**). The ids are the same.
 
 # %%
 want = sample.generate_slowly(params, prompt, c, tokens=8, temperature=0)
@@ -32,8 +32,8 @@ quote(sample.generate_simply)
 
 # %% [markdown]
 # ## The cache
-# **Predict** its bytes for 3 rows of 64 tokens: two layers, two key heads of width 16 (the four
-# query heads share them), float32.
+# **Predict** its size in bytes for 3 rows of 64 tokens, with two layers and two key heads of width
+# 16 (shared by the four query heads), in float32.
 
 # %%
 cache_bytes = ...
@@ -44,12 +44,13 @@ compare(cache_bytes, found := sum(a.nbytes for a in jax.tree.leaves(cache)))
 assert found == 2 * c.layers * c.kv_heads * c.head_dim * 64 * 3 * 4
 
 # %% [markdown]
-# Keys and values, for each layer, key head and token: 2 L K N bytes times the bytes of a number.
-# Grouped queries exist for this: with 4 key heads it would be twice as large.
+# The cache holds keys and values for each layer, key head and token: per token, 2 L K N times the
+# bytes of a number. That's what grouped queries are for: with 4 key heads, the cache would be twice
+# as large.
 #
 # ## What a pass costs
-# **Predict**: prefill reads 8 tokens, decode one. By what factor do their operations differ? And,
-# by your feeling, the bytes that they move from and to memory?
+# **Predict**: prefill reads 8 tokens, and decode reads one. By what factor do their operations
+# differ? And, as a guess, the bytes they move to and from memory?
 
 # %%
 guess = {"operations": ..., "bytes": ...}
@@ -71,14 +72,14 @@ for at, name in enumerate(guess):
 assert 7 < prefill[0] / decode[0] < 9 and prefill[1] / decode[1] < 3
 
 # %% [markdown]
-# Eight tokens need eight times the arithmetic, but not eight times the bytes, since they share the
-# weights. They may be in one row or in eight; only the cache is each row's own.
+# Eight tokens need eight times the arithmetic, but not eight times the bytes, because they share
+# the weights. They can be in one row or in eight; only the cache is separate for each row.
 #
 # ## Why batch matters
-# 8 billion weights in bfloat16 on one H100, as in Llama 3: 32 layers, 8 key heads of width 128, and
-# 8,192 tokens in the cache of each row. By lesson 9's roofline a step takes the longer of 2 x 8e9 x
-# rows operations and one reading of all weights and caches. **Predict** the tokens per second of
-# one row.
+# Take 8 billion weights in bfloat16 on one H100, as in Llama 3: 32 layers, 8 key heads of width
+# 128, and 8,192 tokens in each row's cache. By lesson 9's roofline, a step takes as long as the
+# slower of two things: 2 x 8e9 x rows operations, or one read of all weights and caches.
+# **Predict** the tokens per second for a single row.
 
 # %%
 speed = ...
@@ -98,14 +99,14 @@ for rows in (1, 8, 32, 128, 512):
         compare(speed, 1 / max(arithmetic, memory), "tokens/s")
 
 # %% [markdown]
-# More rows share the reading of the weights, until the caches are what the chip reads. Then more
-# rows bring nothing, and they fill its memory. So servers group requests, and models cut the cache:
-# fewer key heads, a window, latent vectors, 8 bits.
+# More rows share the read of the weights, until the chip mostly reads caches. After that, more rows
+# don't help, and they fill the chip's memory. So servers batch requests, and models shrink the
+# cache: fewer key heads, a window, latent vectors, 8 bits.
 #
 # ## On a mesh
-# tensor splits weights and cache, so each of n chips reads 1/n of both: it is the axis for speed.
-# One token has no time to split, so `shard.row` ends in an all-reduce. **Predict** how many
-# all-reduces a model of four layers needs for a token. The vocabulary is split, too.
+# tensor splits the weights and the cache, so each of n chips reads 1/n of both: it's the axis for
+# speed. You can't split a single token along the sequence, so `shard.row` ends in an all-reduce.
+# **Predict** how many all-reduces a four-layer model needs per token. The vocabulary is split too.
 
 # %%
 reductions = ...
@@ -122,13 +123,15 @@ compare(reductions, found["all-reduce"].count, "all-reduces in the loop over tok
 assert found["all-reduce"].bytes == (2 * four.layers + 1) * 2 * 3 / 4 * (4 * 8 * four.d_model)
 
 # %% [markdown]
-# Two in each layer and one for the embedding, of [rows, D] each: few bytes, so it is their start
-# that counts. The other collectives are for the prompt, and the logits. fsdp would gather all
-# weights for each token: do not decode with it. data adds copies of the model, each for other rows.
+# There are two per layer and one for the embedding, each of [rows, D]. They send few bytes, so
+# their startup cost is what counts. The remaining collectives are for the prompt and the logits.
+# fsdp would gather all weights for each token, so don't decode with it. data adds copies of the
+# model, each with different rows.
 #
 # ## When it pays
-# Below the critical batch a step takes the bytes that it reads over the bandwidth. To answer one
-# user faster, read fewer on each chip (tensor, smaller numbers); to serve more users, add rows.
+# Below the critical batch, a step's time is the bytes it reads divided by the bandwidth. To answer
+# one user faster, read fewer bytes per chip (tensor, smaller numbers). To serve more users, add
+# rows.
 #
 # ## Bugs
 
@@ -142,16 +145,16 @@ for name, (right, wrong) in BUGS.items():
     print(f"{name}: {sum(a != b for a, b in zip(ids, want))} of {len(want)} ids differ")
 
 # %% [markdown]
-# All run, and write plausible text. So keep a slow reference, and compare with it.
+# All of them run and generate plausible text. So keep a slow reference, and compare against it.
 #
 # ## Exercises
-# - 10.1 How many bytes of cache does a token need in a model of 32 layers with 8 key heads of width
-# 128, in bfloat16?
-# - 10.2 A chip does 990 teraflop/s and moves 3.3 TB/s. How many rows must decode together until a
-# product with bfloat16 weights is no longer bound by memory?
-# - 10.3 Which of prefill and decode becomes faster with a chip of the same memory and twice the
-# arithmetic?
-# - 10.4 Code: find the wrong line in this copy of `generate_simply`. Give a part of it, and what
+# - 10.1 How many bytes of cache does a token need in a model with 32 layers and 8 key heads of
+# width 128, in bfloat16?
+# - 10.2 A chip does 990 teraflop/s and moves 3.3 TB/s. How many rows must decode together before
+# memory no longer limits a product with bfloat16 weights?
+# - 10.3 On a chip with the same memory and twice the arithmetic, which gets faster, prefill or
+# decode?
+# - 10.4 Code: find the wrong line in this copy of `generate_simply`. Give a piece of it, and what
 # belongs there.
 
 # %%

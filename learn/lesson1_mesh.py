@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 1. A mesh, a spec, a shard_map
 # One idea: **every device runs the same program, on its own piece of the arrays.** A mesh names the
-# devices, a spec says which piece is whose, and `shard_map` runs the program.
+# devices, a spec says which piece goes where, and `shard_map` runs the program.
 #
-# You need no hardware: the first cell makes eight devices of one CPU. `learn.lesson` passes on
-# jax, `jnp`, `np`, `lax`, `P` = jax.P, and this repository's shard.py.
+# You don't need hardware: the first cell makes eight devices out of one CPU. `learn.lesson`
+# re-exports jax, `jnp`, `np`, `lax`, `P` = jax.P, and this repository's shard.py.
 
 # %%
 import sys
@@ -17,9 +17,9 @@ lesson.begin(8)
 
 # %% [markdown]
 # ## A mesh
-# Eight devices in a grid of two by four. Its dimensions have names, the axes. A device's place is
-# its index along each axis. `lesson.mesh` also makes it the mesh of every `shard_map` that
-# follows.
+# This mesh puts eight devices in a two-by-four grid. Its dimensions have names; these are the axes.
+# A device's place is its index along each axis. `lesson.mesh` also sets this mesh for every
+# `shard_map` that follows.
 
 # %%
 mesh = lesson.mesh(data=2, tensor=4)
@@ -27,9 +27,10 @@ print(mesh.devices)
 
 # %% [markdown]
 # ## A spec
-# `P("data", "tensor")` cuts dimension 0 into as many parts as `data` has devices, and dimension 1
-# into as many as `tensor` has. An axis that a spec does not name holds copies. In each picture the
-# digits are the devices that hold the number in this place. Draw `P("tensor")` before you look.
+# `P("data", "tensor")` splits dimension 0 into as many parts as `data` has devices, and dimension 1
+# into as many as `tensor` has. Along an axis that the spec doesn't name, devices hold copies. In
+# each picture, the digits name the devices that hold the number in that place. Draw `P("tensor")`
+# before you look.
 
 # %%
 x = jnp.arange(32.0).reshape(4, 8)
@@ -39,9 +40,10 @@ lesson.picture("held")
 
 # %% [markdown]
 # ## A shard_map
-# The function below runs on all eight devices. `in_specs` cuts its arguments, `out_specs` puts the
-# results together. Inside, shapes are those of a piece, and `lax.axis_index` tells a device where
-# it is. Python runs the function once, to trace it: to write down its operations.
+# The function below runs on all eight devices. `in_specs` splits its arguments, and `out_specs`
+# puts the results together. Inside the function, arrays have the shape of one piece, and
+# `lax.axis_index` tells a device where it is. Python runs the function only once, to trace it: to
+# record its operations.
 
 # %%
 def on_device(x):
@@ -53,9 +55,9 @@ print(y - x)
 
 # %% [markdown]
 # ## A collective
-# Devices exchange numbers by collectives, along axes that you name. `lax.psum` adds up what the
-# devices of an axis (or of several) have; each of them gets the sum. Here each device has a part of
-# a row, and the sum of a row needs all parts.
+# Devices exchange numbers through collectives, along axes you name. `lax.psum` adds up the devices'
+# values along one or more axes, and gives every device the sum. Here each device has a part of a
+# row, and a row's sum needs all the parts.
 
 # %%
 def row_sums(x):                                # [2, 2] on a device
@@ -66,11 +68,12 @@ print(sums(x), x.sum(1))
 
 # %% [markdown]
 # ## What varies
-# The type of an array in a `shard_map` lists the axes over which devices may have different values:
-# `shard.varying(x)` shows them. `x` varies over both. After the psum over tensor, the sums vary
-# over data alone, so a spec without tensor may describe them. If you forget the psum, jax says so
-# before anything runs. Here is the whole error ("replicated" means: does not vary). Find the axis.
-# It offers two ways out, a different spec or no check (never do that), but you need a third: psum.
+# Inside a `shard_map`, an array's type lists the axes along which devices may have different
+# values: `shard.varying(x)` shows them. `x` varies over both. After the psum over tensor, the sums
+# vary only over data, so a spec without tensor can describe them. If you forget the psum, jax tells
+# you before anything runs. Here is the whole error ("replicated" means "doesn't vary"). Find the
+# axis. The error suggests two fixes, a different spec or turning off the check (never do that), but
+# you need a third: psum.
 
 # %%
 def forgotten(x):
@@ -89,9 +92,9 @@ _ = jax.shard_map(types, in_specs=P("data", "tensor"), out_specs=P("data"))(x)
 
 # %% [markdown]
 # ## What a device sends
-# **Predict.** A device's piece has S bytes, and four devices are on tensor. They stand in a ring:
-# each can send to the next. How many bytes does one device send until all of them have all four
-# pieces (an all-gather)? And until all have the sum of the pieces (an all-reduce), if it is clever?
+# **Predict.** A device's piece has S bytes, and tensor has four devices. They form a ring: each can
+# send to the next. How many bytes does each device send until all of them have all four pieces (an
+# all-gather)? And until all have the sum of the pieces (an all-reduce), if they do it efficiently?
 
 # %%
 S = 128 * 256 * 4                               # a piece is [128, 256] float32: 131,072 bytes
@@ -112,25 +115,26 @@ for name, function, formula, out in (
     assert found == formula
 
 # %% [markdown]
-# In an **all-gather** a device sends its own piece, then passes on what it gets, n-1 times in all:
-# (n-1) S. A **reduce-scatter** of arrays of S bytes moves S/n in each of n-1 turns: (n-1)/n S. An
-# **all-reduce** is a reduce-scatter, and then an all-gather of its results, of S/n bytes each:
-# 2 (n-1)/n S. The copies that an all-gather makes are equal, but their type still varies over
-# tensor. So the spec of the result names tensor.
+# In an **all-gather**, a device sends its own piece, then passes on each piece it receives, for a
+# total of n-1 sends: (n-1) S. A **reduce-scatter** of S-byte arrays moves S/n in each of n-1 turns:
+# (n-1)/n S. An **all-reduce** is a reduce-scatter followed by an all-gather of its results, S/n
+# bytes each: 2 (n-1)/n S. The copies from an all-gather are equal, but their type still varies over
+# tensor, so the result's spec names tensor.
 #
 # ## When it pays
-# A chip of TPU v5e multiplies 197 teraflop/s in bfloat16, and one axis of its network carries about
-# 45 GB/s in each of two directions, 90 GB/s together. So in the time of one byte it can do 197e12 /
-# 90e9, about 2,200, operations. All that follows is about doing enough arithmetic for each byte.
+# A TPU v5e chip does 197 teraflop/s in bfloat16. One axis of its network carries about 45 GB/s in
+# each of two directions, 90 GB/s total. So in the time it takes to send a byte, the chip can do
+# 197e12 / 90e9, about 2,200, operations. Every lesson from here on is about doing enough arithmetic
+# per byte.
 #
 # ## Exercises
-# Replace the dots. A first wrong answer brings a hint, a second one the reason.
-# - 1.1 An array [512, 512] of float32 is placed with P("tensor") on the mesh above. How many bytes
-# does one device hold?
-# - 1.2 How many bytes does a device send in `lax.psum(x, "data")` of a piece of 1,000,000 bytes?
+# Replace the dots. The first wrong answer gets a hint, the second an explanation.
+# - 1.1 You place a float32 array [512, 512] with P("tensor") on the mesh above. How many bytes does
+# one device hold?
+# - 1.2 How many bytes does a device send in `lax.psum(x, "data")` if its piece has 1,000,000 bytes?
 # - 1.3 How many different values does `lax.psum(lax.axis_index("tensor"), "data")` have on the
 # eight devices?
-# - 1.4 Code: the sum of each column. If you choose a wrong axis, the types will tell you.
+# - 1.4 Code: the sum of each column. If you choose the wrong axis, the types will tell you.
 
 # %%
 check("1.1", ...)

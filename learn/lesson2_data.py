@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 2. Data parallelism: one sum, at the end
-# One idea: **the gradient of a sum is the sum of gradients.** Devices with other rows of a batch
-# each find the gradient for their rows; one all-reduce adds them up. The rest of this lesson is
-# about sending it once.
+# One idea: **the gradient of a sum is the sum of gradients.** Each device has different rows of a
+# batch and computes the gradient for those rows. A single all-reduce adds up the gradients. The
+# rest of this lesson is about sending them only once.
 
 # %%
 import sys
@@ -21,10 +21,10 @@ x, y = (rng.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
 
 # %% [markdown]
 # ## A sum and a count
-# A loss here returns a sum over rows, and what to divide it by. Why not a mean? With 3 rows on one
-# device and 1 on another, the mean of two means is not the mean of four rows. Sums add up; the
-# division comes once, at the end. The picture after the code has a color for each part of the rows,
-# and grey for what is the same on all devices.
+# Here a loss returns a sum over rows and the number to divide it by. Why not a mean? With 3 rows on
+# one device and 1 on another, the mean of the two means isn't the mean of the four rows. Sums add
+# up, so we divide once, at the end. The picture after the code has a color for each part of the
+# rows, and gray for whatever is the same on all devices.
 
 # %%
 def loss(w, x, y):
@@ -42,9 +42,9 @@ print("the largest difference:", abs(on_mesh(w, x, y) - want).max())
 lesson.picture("data")
 
 # %% [markdown]
-# **Predict.** Each of the four devices sends the gradients, G = 256 x 256 x 4 bytes, in one
-# all-reduce. How many bytes is that? And how many if a device computes its rows in four parts, to
-# save memory (`--accumulate 4`)? One version below marks `w` before the parts, the other leaves
+# **Predict.** Each of the four devices sends the gradients, G = 256 x 256 x 4 bytes, in a single
+# all-reduce. How many bytes does a device send? And how many if it computes its rows in four parts,
+# to save memory (`--accumulate 4`)? One version below marks `w` before the parts; the other leaves
 # everything to jax.
 
 # %%
@@ -53,10 +53,10 @@ guess = {"marked": ..., "left to jax": ...}
 
 # %% [markdown]
 # ## Marks
-# `w` is the same on all devices: its type does not vary. `x` varies over data. In `x @ w` jax first
-# makes `w` vary, by an operation that sends nothing. Autodiff transposes each operation; the
-# transpose of "the same value for each device" is a sum over the devices. So without the line with
-# `pcast`, the gradient is already summed:
+# `w` is the same on all devices: its type doesn't vary. `x` varies over data. For `x @ w`, jax
+# first makes `w` vary, with an operation that sends nothing. Autodiff transposes each operation,
+# and the transpose of "the same value on each device" is a sum over the devices. So without the
+# `pcast` line, jax has already summed the gradient:
 
 # %%
 def unmarked(w, x, y):
@@ -68,8 +68,8 @@ same = jax.shard_map(unmarked, in_specs=(P(), P("data"), P("data")), out_specs=P
 print("the largest difference:", abs(same(w, x, y) / 32 - want).max())
 
 # %% [markdown]
-# This is right, and for one batch it costs the same. In parts the mark, and with it its transpose,
-# is inside the loop, so the unmarked form sends the gradients in every part.
+# This is right, and for a single batch it costs the same. But with several parts, jax puts the mark
+# and its transpose inside the loop, so the unmarked version sends the gradients in every part.
 
 # %%
 def in_parts(mark, axes=("data",)):
@@ -95,27 +95,27 @@ for name, mark, times in (("marked", marked, 1), ("left to jax", lambda w: w, 4)
     assert abs(found / (times * 2 * 3 / 4 * G) - 1) < 0.02
 
 # %% [markdown]
-# So `train.make_gradients` marks the weights outside of what it differentiates, and sums at the
-# end. It does not mark them over tensor: only norms and other small weights are whole there, and
-# what jax sums for them in every part is little. Its sum, as it is in this repository:
+# So `train.make_gradients` marks the weights outside the function it differentiates, and sums at
+# the end. It doesn't mark them over tensor: only norms and other small weights are whole there, so
+# jax sums little for them in every part. Here is the sum from this repository:
 
 # %%
 quote(shard.sum_gradients)
 
 # %% [markdown]
 # ## When it pays
-# A weight of D x F numbers takes 6 D F operations for each token in a step (2 forward, 4 backward),
-# and its gradient sends about 8 D F bytes in float32, once. With t tokens on a device, 6 t
-# operations stand against 8 bytes. A v5e chip does 2,200 operations in the time of a byte, so
-# sending takes less time than computing from about 2,900 tokens on a device on, of all parts
-# together. The sum comes after the backward pass, so it adds to the time. PyTorch's DDP sends
-# parts of it meanwhile.
+# A weight with D x F numbers takes 6 D F operations per token in a step (2 forward, 4 backward).
+# Its gradient costs about 8 D F bytes in float32, once. With t tokens per device, that's 6 t
+# operations per 8 bytes. A v5e chip does 2,200 operations in the time it takes to send a byte, so
+# sending is faster than computing if a device has at least about 2,900 tokens, counting all parts.
+# The sum comes after the backward pass, so it adds to the step time. PyTorch's DDP sends parts of
+# it during the backward pass.
 #
 # ## Bugs
-# Three changes of `tiny.make_step`, the whole trainer in one file: a missing sum, one sum too many
-# (over fsdp, of a weight that fsdp splits), and a count that is a mean. Ten updates on
-# data=2,fsdp=2,tensor=2. A type finds the first. **Predict**: by how many percent is the first of
-# ten losses wrong with the other two?
+# Here are three edits to `tiny.make_step`, from the whole trainer in one file: a missing sum, one
+# sum too many (over fsdp, for a weight that fsdp splits), and a count that is a mean. Each trains
+# for ten updates on data=2,fsdp=2,tensor=2. The type check catches the first. **Predict**: with
+# each of the remaining two, by how many percent is the first of the ten losses wrong?
 
 # %%
 guess = {"one sum too many": ..., "a count that is a mean": ...}
@@ -148,21 +148,22 @@ for name, (good, bad) in BUGS.items():
         compare(guess[name], round(100 * float(abs(found[0] / right - 1)[0]), 1), "% at first")
 
 # %% [markdown]
-# The types find the first: a gradient that was not summed still varies over data, and its spec says
-# that it does not. The other two have right types. In the second, devices of fsdp hold different
-# pieces of a weight, and the sum adds up these pieces; the first loss comes before any update. In
-# the third the first loss is right too, since sum and count are both an eighth of what they should
-# be. But gradients are divided by that count, so steps are eight times too long. On one device both
-# are right, since a sum over one device changes nothing. Only a comparison with one device finds
-# these: test_all.py makes one, and so does `train.fit` for a custom loss (docs/tasks.md says how).
+# The type check catches the first: an unsummed gradient still varies over data, but its spec says
+# it doesn't. The other two have the right types. In the second, the devices along fsdp hold
+# different pieces of a weight, and the sum adds up those pieces. The first loss is right, because
+# it comes before any update. In the third, the first loss is right too, because the sum and the
+# count are both an eighth of what they should be. But the step divides gradients by that count, so
+# updates are eight times too large. On one device both are right, because a sum over one device
+# changes nothing. Only a comparison with one device catches these. test_all.py makes that
+# comparison, and so does `train.fit` for a custom loss (docs/tasks.md explains how).
 #
 # ## Exercises
-# - 2.1 A model of 10 million weights trains on data=8 with --accumulate 4. How many bytes does a
-# device send in an update?
-# - 2.2 And if the weights were not marked?
-# - 2.3 Two devices have 30 and 10 tokens with the sums of losses 60 and 40. What is the loss?
-# - 2.4 Code: mark the right axes. Here `seq` cuts dimension 1 of the rows, and `tensor` nothing.
-# The step should send G once, over the axes along which devices have different data.
+# - 2.1 A model with 10 million weights trains on data=8 with --accumulate 4. How many bytes does a
+# device send per update?
+# - 2.2 And how many if you don't mark the weights?
+# - 2.3 Two devices have 30 and 10 tokens, and their loss sums are 60 and 40. What is the loss?
+# - 2.4 Code: mark the right axes. Here `seq` splits dimension 1 of the rows, and `tensor` splits
+# nothing. The step should send G once, over the axes along which devices have different data.
 
 # %%
 check("2.1", ...)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 3. Fully sharded data parallelism: a weight is whole only while it is used
-# One idea: **an all-gather and a reduce-scatter are each other's transposes.** Devices keep a part
-# of every weight. Before a layer runs, its weights are gathered; autodiff turns that gather into
-# the sum of the gradients, of which each device gets its part.
+# One idea: **an all-gather and a reduce-scatter are each other's transposes.** Each device keeps a
+# part of every weight. Before a layer runs, the devices gather its weights. Autodiff turns that
+# gather into a sum of the gradients, and each device gets its part of the sum.
 
 # %%
 import collections
@@ -23,10 +23,10 @@ SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp")}
 
 # %% [markdown]
 # ## Who holds what
-# Data parallelism keeps everything on every device: a weight, its gradient, and two numbers of
-# Adam, 16 bytes for each weight in float32. Here a device has a part. Dimension 0 is the layers, so
-# specs begin with None. First a small array, then the picture of one layer's weight on its way
-# through a step: a colour for each part, and a gradient with a number is for that device's rows.
+# Data parallelism keeps everything on every device: a weight, its gradient, and two Adam numbers,
+# 16 bytes per weight in float32. Here each device has only a part. Dimension 0 is the layers, so
+# specs start with None. First comes a small array, then a picture of one layer's weight during a
+# step. Each part has a color, and a numbered gradient belongs to that device's rows.
 
 # %%
 show(lesson.place(np.zeros((4, 8)), P("fsdp")))
@@ -34,8 +34,9 @@ lesson.picture("fsdp")
 
 # %% [markdown]
 # ## A step
-# Six layers, each x + relu(x @ up) @ down. On a device: [D/4, F] of `up`, and 8 of 32 rows. Each
-# layer's weights are gathered inside the loop, so only one layer is whole at a time.
+# There are six layers, each x + relu(x @ up) @ down. A device holds [D/4, F] of `up`, and 8 of the
+# 32 rows. The loop gathers each layer's weights inside its body, so only one layer is whole at a
+# time.
 
 # %%
 def layer(x, w):
@@ -63,14 +64,15 @@ got, want = gradients(True)(w, x), on_one_device(w, x)
 print("the largest difference:", max(abs(got[n] - want[n]).max() for n in w))
 
 # %% [markdown]
-# No line above sums gradients. The transpose of `all_gather` did: it adds up the devices' gradients
-# of the whole weight, and gives each device its part. A weight that is cut varies already, so it
-# needs no mark. Small weights, such as norms, stay whole, and are summed as in lesson 2.
+# None of the lines above sums gradients. The transpose of `all_gather` did: it adds up the devices'
+# gradients for the whole weight, and gives each device its part. A split weight already varies, so
+# it needs no mark. Small weights, such as norms, stay whole, and the step sums their gradients as
+# in lesson 2.
 #
 # ## What a device sends
-# **Predict.** W is the bytes of all layers' weights. How many bytes does a device send in one step,
-# if autodiff keeps each gathered weight for the backward pass? And if `jax.checkpoint` makes it
-# compute the layer again, gather included? Which version needs more memory?
+# **Predict.** W is the size of all layers' weights in bytes. How many bytes does a device send per
+# step if autodiff keeps each gathered weight for the backward pass? And how many if
+# `jax.checkpoint` recomputes the layer, including the gather? Which version needs more memory?
 
 # %%
 W = 4 * 2 * L * D * F
@@ -86,9 +88,9 @@ for name, times in (("kept", 2), ("again", 3)):
     print(f"    {name}: temporary memory {memory.temp_size_in_bytes / W:.2f} W")
 
 # %% [markdown]
-# A gather sends (n-1)/n W, the scatter as much. With recomputation there is a second gather: 3
-# (n-1)/n W in all. Without it, 2; but after the forward pass each device has all weights, and only
-# gradients and optimizer are still cut.
+# A gather sends (n-1)/n W, and so does the scatter. Recomputation adds a second gather, for a total
+# of 3 (n-1)/n W. Without recomputation it's 2 (n-1)/n W, but after the forward pass each device has
+# all the weights, and only the gradients and the optimizer are still split.
 #
 # This is why `shard.layers` never keeps a gathered weight, whatever `--remat` says:
 
@@ -98,10 +100,11 @@ quote(shard.gather)
 
 # %% [markdown]
 # ## ZeRO 1, 2 and 3, side by side
-# Data parallelism keeps 16 bytes for each weight on every device: 4 of the weight, 4 of its
-# gradient, 8 of Adam. ZeRO-1 splits Adam's, ZeRO-2 the gradients too, and ZeRO-3 everything: that
-# is fsdp. Below, an update with two parts of a batch, in all four ways. **Predict** how many G, the
-# bytes of the gradients, a device sends for ZeRO-1.
+# Data parallelism keeps 16 bytes per weight on every device: 4 for the weight, 4 for its gradient,
+# and 8 for Adam. ZeRO-1 splits the Adam state. ZeRO-2 splits the gradients too, and ZeRO-3 splits
+# everything, which makes it fsdp. The code below runs an update with two parts of a batch in all
+# four ways. G is the size of the gradients in bytes. **Predict** how many G a device sends with
+# ZeRO-1.
 
 # %%
 zero1 = ...
@@ -146,16 +149,16 @@ for stage, times, held in ((0, 2, 16), (1, 2, 8 + 8 / n), (2, 3, 4 + 12 / n), (3
             f"devices, each holds {8 * held:.1f} GB")
 
 # %% [markdown]
-# ZeRO-1 scatters the sum of the gradients and gathers the new weights: the two halves of an
-# all-reduce. So it costs nothing. With A parts of a batch ZeRO-2 scatters in each part, (A + 1)
-# (n-1)/n G in all, and ZeRO-3 gathers twice and scatters in each, 3 A (n-1)/n G. zigzag has the two
-# ends, `--zero 1` over data and fsdp.
+# ZeRO-1 scatters the summed gradients and gathers the new weights: the two halves of an all-reduce.
+# So it costs nothing extra. With A parts of a batch, ZeRO-2 scatters in each part, for a total of
+# (A + 1) (n-1)/n G. ZeRO-3 gathers twice and scatters once in each part, 3 A (n-1)/n G. zigzag has
+# the two extremes: `--zero 1` over data, and fsdp.
 #
 # ## Activation memory, term by term
-# A device also keeps what the backward pass needs of each layer. `jax.vjp` returns the backward
-# pass as a function; the arrays in it are what is kept. **Predict**, for the layer below: how many
-# arrays [B, T, F] does it keep? And how many of any size with `jax.checkpoint`, which keeps only
-# the input?
+# A device also keeps what the backward pass needs from each layer. `jax.vjp` returns the backward
+# pass as a function; the arrays in that function are the ones the layer keeps. **Predict**, for the
+# layer below: how many arrays [B, T, F] does it keep? And how many of any size with
+# `jax.checkpoint`, which keeps only the input?
 
 # %%
 guess = {"everything": ..., "full": ...}
@@ -193,20 +196,20 @@ for name, kind in {
         compare(guess[name], kept["[B, T, F]"] or kept.total(), "arrays")
 
 # %% [markdown]
-# X is the bytes of [B, T, D], and of q. So a layer keeps 12 X + 6 (F/D) X, and three arrays of
-# scores, which grow with T squared and fill most of the memory if rows are long. `--remat
-# attention` drops the scores (and a kernel never writes them), `selective` keeps products with
-# weights, and `full` keeps X alone, for one more forward pass. seq divides all terms, tensor all
-# but the inputs that it gathers for its two blocks, fsdp none. `python -m learn.explain` has these
-# figures for a run.
+# X is the size in bytes of [B, T, D], and of q. So a layer keeps 12 X + 6 (F/D) X, plus three
+# arrays of scores. The scores grow with T squared and fill most of the memory if rows are long.
+# `--remat attention` drops the scores (a kernel never writes them anyway), `selective` keeps the
+# products with weights, and `full` keeps only X, at the cost of a second forward pass. seq divides
+# all terms. tensor divides all but the inputs it gathers for its two blocks. fsdp divides none.
+# `python -m learn.explain` gives these figures for a run.
 #
 # ## When it pays
-# A layer of W bytes in bfloat16 has W / 2 weights and takes 8 operations for each weight and token
-# with recomputation: 2 forward and 6 backward. Its collectives send W forward and 2 W backward. So
-# with t tokens of a part on a device there are t operations for each byte forward and 1.5 t
-# backward. On a v5e, with 2,200 in the time of a byte, sending can hide behind computing from 2,200
-# tokens on, backward from 1,470, if the next layer's gather travels while this layer multiplies.
-# The bytes do not depend on the number of tokens: fsdp likes large batches.
+# A layer with W bytes in bfloat16 has W / 2 weights. With recomputation it takes 8 operations per
+# weight and token: 2 forward and 6 backward. Its collectives send W forward and 2 W backward. So if
+# a device has t tokens in a part, it does t operations per byte forward and 1.5 t backward. A v5e
+# does 2,200 operations in the time it takes to send a byte. So computing can hide the sends from
+# 2,200 tokens on (1,470 backward), if the next layer's gather overlaps this layer's matmuls. The
+# bytes don't depend on the number of tokens, so fsdp favors large batches.
 #
 # ## Bugs
 
@@ -231,16 +234,17 @@ lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp"))
               jnp.mean((x @ square)**2), square, x)
 
 # %% [markdown]
-# Shapes find the first two. The third has right shapes and types. On one device, all are right.
+# The shapes catch the first two. The third has the right shapes and types. On one device, all three
+# are right.
 #
 # ## Exercises
-# - 3.1 A model of 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
-# gradients and optimizer does a device hold?
-# - 3.2 Its layers, nearly all of it, are gathered in bfloat16, with --accumulate 2. How many bytes
-# does a device send in an update?
+# - 3.1 A model with 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
+# gradients and optimizer state does a device hold?
+# - 3.2 Nearly all its weights are in layers, which the devices gather in bfloat16, with
+# --accumulate 2. How many bytes does a device send per update?
 # - 3.3 Which collective is the transpose of the all-gather?
-# - 3.4 Code: the backward pass of one weight, by hand. Each device has the gradient of the whole
-# `up`, for its rows. What does it keep?
+# - 3.4 Code: the backward pass for a single weight, by hand. Each device has the gradient of the
+# whole `up`, for its own rows. What does it keep?
 
 # %%
 check("3.1", ...)

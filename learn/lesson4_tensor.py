@@ -1,7 +1,7 @@
 # %% [markdown]
-# # 4. Columns and rows: two products for one reduction
-# One idea: **split the first weight by columns and the second by rows.** Then a device computes its
-# part of the hidden layer from start to finish, and only results have to be added up.
+# # 4. Columns and rows: two matmuls per reduction
+# One idea: **split the first weight by columns and the second by rows.** Each device then computes
+# its part of the hidden layer from start to finish, and you only need to add up the results.
 
 # %%
 import sys
@@ -22,9 +22,9 @@ def mlp(x, up, down):
 
 # %% [markdown]
 # ## Columns, rows
-# Cut by columns, a weight gives each device some of the results. Cut by rows, it needs only some of
-# the inputs, and gives each device a part of every sum. In the picture w' is w with its dimensions
-# exchanged, as the backward pass uses it, and dy is the gradient for y.
+# If you split a weight by columns, each device gets some of the results. If you split it by rows,
+# each device needs only some of the inputs, and gets a part of every sum. In the picture, w' is the
+# transpose of w, which the backward pass uses, and dy is the gradient for y.
 
 # %%
 lesson.picture("products")
@@ -32,8 +32,8 @@ lesson.picture("products")
 # %% [markdown]
 # ## Four cases
 # Multiply by `up`, split by columns or by rows, then by `down`, split by columns or by rows.
-# **Predict** what a device sends for the forward pass, in X, the bytes of the stream. The hidden
-# layer has F/D = 4 X.
+# **Predict** what a device sends in the forward pass, in units of X, the size of the stream in
+# bytes. The hidden layer has F/D = 4 X.
 
 # %%
 X, H = 4 * B * T * D, 4 * B * T * F         # bytes of the stream, and of the hidden layer
@@ -72,18 +72,18 @@ for name, (a, b, function, predicted) in CASES.items():
     assert abs(found / predicted - 1) < 0.02
 
 # %% [markdown]
-# All four are right. Column, row sends 2 (n-1)/n X; all others send H. With F = 4 D, as in most
-# transformers, column then row sends the least, and leaves the result whole, ready for the next
-# block.
+# All four are right. Column then row sends 2 (n-1)/n X; the rest all send H. With F = 4 D, as in
+# most transformers, column then row sends the least. It also leaves the result whole, ready for the
+# next block.
 #
-# `relu` may stand between the two products because it works number by number. After a row product
-# the sums must be added before it: relu(a) + relu(b) is not relu(a + b).
+# You can put `relu` between the two products because it's elementwise. After a row product, you
+# must add up the partial sums first: relu(a) + relu(b) isn't relu(a + b).
 #
 # ## With sequence parallelism
-# The all-reduce is a reduce-scatter and an all-gather. Between them are the norms and the additions
-# to the residual stream, x [B, T, D], which passes all blocks. There every token stands by itself.
-# So leave the stream split by time, and gather it where the next block begins. That sends the same
-# bytes, and leaves a quarter of the stream on each device:
+# The all-reduce is a reduce-scatter followed by an all-gather. Between them come the norms and the
+# additions to the residual stream, x [B, T, D], which runs through all blocks. These steps treat
+# every token separately. So leave the stream split along the sequence, and gather it where the next
+# block starts. That sends the same bytes, and leaves a quarter of the stream on each device:
 
 # %%
 def block(x, up, down):                     # x [B, T/4, D] -> [B, T/4, D]
@@ -96,25 +96,26 @@ print("wrong by", abs(by_time(x, up, down) - want).max())
 assert abs(sum(sends(by_time, x, up, down).values()) / (2 * 3 / 4 * X) - 1) < 0.02
 
 # %% [markdown]
-# The backward pass is the transpose: of the all-gather a reduce-scatter, of the reduce-scatter an
-# all-gather. So a block sends 4 (n-1)/n X forward and backward; a layer has two, attention and an
-# MLP: 8 (n-1)/n X.
+# The backward pass is the transpose: the all-gather becomes a reduce-scatter, and the
+# reduce-scatter becomes an all-gather. So a block sends 4 (n-1)/n X, counting forward and backward.
+# A layer has two blocks, attention and an MLP, so it sends 8 (n-1)/n X.
 
 # %%
 gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 2))
 assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0.02
 
 # %% [markdown]
-# The block of model.py is two such pairs. Line by line, which part of each dimension a device has
-# on data=4,tensor=2 (`python -m learn.walk` prints it for any mesh and network):
+# The block in model.py is two such pairs. The picture shows line by line which part of each
+# dimension a device has on data=4,tensor=2. `python -m learn.walk` prints the same for any mesh and
+# network:
 
 # %%
 lesson.picture("block")
 
 # %% [markdown]
-# In this repository these are two functions, `columns` and `row`. They also take several weights at
-# once, and weights that are whole; with `--overlap` they send in parts. `row` ends with
-# `into_stream`, which adds up what the devices have.
+# In this repository, two functions do this: `columns` and `row`. They also take several weights at
+# once, and whole weights; with `--overlap`, they send in parts. `row` ends with `into_stream`,
+# which adds up the devices' partial sums.
 
 # %%
 quote(shard.columns)
@@ -123,11 +124,11 @@ quote(shard.into_stream)
 
 # %% [markdown]
 # ## When it pays
-# For a block a device does 2 x 2 x B T x D F / n operations and sends 2 (n-1)/n X: in bfloat16 and
-# forward, F / (n - 1) operations for each byte. A v5e does 2,200 in the time of a byte. So with
-# F = 8,192, tensor=4 adds about 80% of the computing time, tensor=2 27%: the product waits for what
-# is gathered, unless the time goes in parts (`--overlap`). It is the axis for models whose weights
-# do not fit, and for batches too small for fsdp.
+# For each block, a device does 2 x 2 x B T x D F / n operations and sends 2 (n-1)/n X. In bfloat16,
+# that's F / (n - 1) operations per byte in the forward pass. A v5e does 2,200 in the time it takes
+# to send a byte. So with F = 8,192, tensor=4 adds about 80% to the computing time, and tensor=2
+# adds 27%: the matmul waits for the gather, unless the sequence travels in parts (`--overlap`). Use
+# this axis for models whose weights don't fit, and for batches too small for fsdp.
 #
 # ## Bugs
 
@@ -141,16 +142,17 @@ for name, function in BUGS.items():
     lesson.report(name, function, (P(), C, R), P(), want, x, up, down)
 
 # %% [markdown]
-# The type finds a reduction that is missing, even on one device. It does not know which one was
-# meant: the mean is right on one device alone. The third is wrong everywhere.
+# The type check catches a missing reduction, even on one device. It can't tell which reduction you
+# meant: the mean is right only on one device. The third bug is wrong everywhere.
 #
 # ## Exercises
-# - 4.1 A layer (attention and an MLP) has B T = 8,192 tokens on the devices of tensor=8, D = 4,096,
-# bfloat16. How many bytes does a device send for it, forward and backward?
-# - 4.2 Attention has query, key and value weights [D, H N] and an output weight [H N, D]. Which of
-# column and row is the output weight?
-# - 4.3 How many values does each device hold of a norm's scale [D] on tensor=4, if D is 128?
-# - 4.4 Code: write `row`, without looking up. The stream comes in split by time and goes out so.
+# - 4.1 A layer (attention and an MLP) has B T = 8,192 tokens across the devices of tensor=8, with D
+# = 4,096 in bfloat16. How many bytes does a device send for it, forward and backward?
+# - 4.2 Attention has query, key and value weights [D, H N] and an output weight [H N, D]. Is the
+# output weight a column or a row?
+# - 4.3 On tensor=4 with D = 128, how many values of a norm's scale [D] does each device hold?
+# - 4.4 Code: write `row` without looking it up. The stream comes in split along the sequence and
+# goes out the same way.
 
 # %%
 check("4.1", ...)

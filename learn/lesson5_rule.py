@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 5. The alternating rule: how to split a function that nobody annotated
 # One idea: **dimensions that meet in a product can only be split together, and a split has a
-# price.** From that follows column, row, column, row, for any function.
+# price.** Column, row, column, row follows from that, for any function.
 
 # %%
 import sys
@@ -19,17 +19,17 @@ def zeros(**shapes):
 
 # %% [markdown]
 # ## Two matrices
-# In x @ up the dimension D of x meets dimension 0 of `up`: if one is split, the other must be, or
-# the product has nothing to multiply. Dimension 1 of `up` goes on into the hidden layer, through
-# relu, and meets dimension 0 of `down`. So there are two groups: D and F.
+# In x @ up, dimension D of x meets dimension 0 of `up`. If you split one, you must split the other,
+# or the product has nothing to multiply. Dimension 1 of `up` continues into the hidden layer,
+# through relu, and meets dimension 0 of `down`. So there are two groups: D and F.
 #
-# A group that is split makes devices send: wherever a product sums over it (it is *contracted*
-# there; elsewhere it stays *free*), the partial sums must be added. The price is for each number of
-# the weights that are split, since splitting more of them saves more:
+# If you split a group, devices must send. Wherever a product sums over the group (it's *contracted*
+# there; elsewhere it stays *free*), the devices have to add up partial sums. The price is per
+# element of the split weights, because splitting more elements saves more:
 #
 #     (bytes of the arrays that are summed + 256 KiB x reductions) / elements of the weights
 #
-# The 256 KiB stand for the time that one more collective takes to start.
+# The 256 KiB represents the startup cost of one more collective.
 #
 # **Predict** the price of F in the function below. x is [64, 64] float32 and data, so it needs no
 # gradient.
@@ -45,18 +45,19 @@ x = jax.ShapeDtypeStruct((64, 64), np.float32)
 print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=4))
 
 # %% [markdown]
-# By hand: F is summed over once forward, in y = h @ down, which is [64, 64] float32, 16,384 bytes.
-# Backward, the sum for x's gradient is not needed. So the price is (16,384 + 262,144) / 32,768
-# = 8.5.
+# By hand: the forward pass sums over F once, in y = h @ down, which is [64, 64] float32, 16,384
+# bytes. The backward pass doesn't need the sum for x's gradient. So the price is (16,384 + 262,144)
+# / 32,768 = 8.5.
 #
-# D is refused whatever its price: no weight makes D before one reads it. The table shows 28 for it,
-# where the head of zigzag/parallel/rule.py has 20, for the two matrices alone: a sum of h, and one
-# of its gradient. This function has a third reduction over D, since it ends in a sum over all of y.
+# The rule rejects D whatever its price: no weight produces D before a weight reads it. The table
+# shows 28 for D, while the top of zigzag/parallel/rule.py gives 20. That 20 covers only the two
+# matrices: a sum of h, and a sum of its gradient. This function has a third reduction over D,
+# because it ends in a sum over all of y.
 #
-# The rule takes the cheapest group first, and splits a weight along one dimension only. A group
-# that shares a weight with one already taken stays whole (unless it splits a quarter more numbers
-# at about the same price: then it takes the other's place), and so does one whose length the axis
-# does not divide. So `up` becomes a column and `down` a row: that is the alternation.
+# The rule takes the cheapest group first, and splits each weight along only one dimension. A group
+# stays whole if it shares a weight with a group already taken, unless it splits a quarter more
+# elements at about the same price; then it replaces that group. A group also stays whole if the
+# axis doesn't divide its length. So `up` becomes a column and `down` a row: that's the alternation.
 
 # %%
 of_F, of_D = rule.groups(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=4)
@@ -67,9 +68,9 @@ print(of_D.price, of_D.reductions, "reductions; without the last sum", just_y.pr
 
 # %% [markdown]
 # ## Attention
-# Queries, keys and values [D, H, N] and an output [H, N, D]. Heads H leave the first three as
-# columns and enter the last as a row. N meets N within a head, in the scores; a split there would
-# send the scores.
+# Attention has query, key and value weights [D, H, N] and an output weight [H, N, D]. The heads H
+# go out of the first three as columns and into the last as a row. N meets N within a head, in the
+# scores; splitting N would mean sending the scores.
 
 # %%
 def attention(w, x):
@@ -84,20 +85,21 @@ print(shard.infer_specs(attention, weights, x, mesh=mesh))
 
 # %% [markdown]
 # ## What breaks it
-# **Square weights.** Shapes say nothing: in [256, 256] which dimension is hidden? The rule never
-# looks at shapes. It follows the trace, so this is split as the first example was:
+# **Square weights.** Shapes don't tell you anything: which dimension of [256, 256] is the hidden
+# one? The rule never looks at shapes. It follows the trace, so it splits this function like the
+# first example:
 
 # %%
 x = jax.ShapeDtypeStruct((64, 256), np.float32)
 print(shard.infer_specs(two_matrices, zeros(up=(256, 256), down=(256, 256)), x, mesh=mesh))
 
 # %% [markdown]
-# **A residual connection.** x + y puts the result's D into the group of x's D: one group for the
-# whole stack of blocks, which stays whole. Without it, three matrices in a row could be split
-# column, row, column.
+# **A residual connection.** x + y puts the result's D into the group of x's D. That makes a single
+# group for the whole stack of blocks, and it stays whole. Without the residual connection, you
+# could split three consecutive matrices as column, row, column.
 #
-# **Tied tables.** A table that is looked up by rows and used again as the head is one weight with
-# two uses: its rows are split for both.
+# **Tied tables.** If a function looks up rows in a table and uses the table again as the head, it's
+# a single weight with two uses. The rule splits its rows for both.
 
 # %%
 def tied(w, ids):
@@ -110,20 +112,20 @@ weights = zeros(table=(1024, 64), up=(64, 256), down=(256, 64))
 print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 
 # %% [markdown]
-# In this lookup the table's rows are *indexed*: each device looks up the ids whose rows it has, and
-# zeros for the others; one reduction adds them up. The other dimension, an *entry*, is copied as it
-# is, so no weight makes this D, and it stays whole. There are more roles, for experts, reshapes, or
-# q, k and v in one weight: see the head of zigzag/parallel/trace.py.
+# In this lookup, the table's rows are *indexed*: each device looks up the ids whose rows it holds
+# and uses zeros for the rest; a single reduction sums the results. The lookup copies the second
+# dimension, an *entry*, unchanged. So no weight produces this D, and it stays whole. More roles
+# cover experts, reshapes, and q, k and v in one weight: see the top of zigzag/parallel/trace.py.
 #
 # ## When it pays
-# A group is worth its price if its weights are large beside the activations that are summed. Some
-# are not worth any price: groups that are four times narrower than what they read (the rank of an
-# adapter, a few labels) are refused before prices are compared.
+# A group is worth its price if its weights are large compared with the activations to sum. Some
+# groups aren't worth any price. The rule rejects groups four times narrower than their input (an
+# adapter's rank, a few labels) before it compares prices.
 #
 # ## Bugs
-# A split by hand, with overrides. The first names an axis that this mesh does not have, so it cuts
-# nothing; the third is kept ("u" is a pattern, which matches `up`). What cannot be meant is
-# refused:
+# You can also set a split by hand, with overrides. The first one below names an axis this mesh
+# doesn't have, so it splits nothing. The rule keeps the third ("u" is a pattern that matches `up`).
+# It rejects overrides that can't be intended:
 
 # %%
 x = jax.ShapeDtypeStruct((64, 64), np.float32)
@@ -139,9 +141,9 @@ for overrides in ([("up", P(None, "data"))], [("up", P("tensor", "tensor"))], [(
 # - 5.1 In `two_matrices` with 128 rows of x instead of 64, what is the price of F?
 # - 5.2 A function has two blocks, each with its own up and down. How many reductions over tensor
 # does the forward pass have?
-# - 5.3 With 6 heads and tensor=4, are attention's heads split?
-# - 5.4 Code: the price of F as a function, for x [rows, D] that may need a gradient. The check asks
-# the rule itself.
+# - 5.3 With 6 heads and tensor=4, does the rule split attention's heads?
+# - 5.4 Code: write the price of F as a function, for an x [rows, D] that may need a gradient. The
+# check compares it with the rule itself.
 
 # %%
 check("5.1", ...)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 6. Long rows: keys and values go around a ring
-# One idea: **softmax attention can be computed in parts.** Each device keeps its part of the time.
-# Its queries stay; keys and values go from device to device, and after one round every query has
-# seen every key.
+# One idea: **you can compute softmax attention in parts.** Each device keeps its part of the
+# sequence. Its queries stay; keys and values go from device to device, and after one round every
+# query has seen every key.
 
 # %%
 import sys
@@ -20,16 +20,17 @@ q, k, v = (rng.normal(size=(B, T, H, N)).astype(np.float32) for _ in range(3))
 
 # %% [markdown]
 # ## Who holds what
-# All arrays with a time are cut along it. A device has [B, T/4, H, N].
+# Every array with a sequence dimension is split along it. A device has [B, T/4, H, N].
 
 # %%
 show(lesson.place(np.zeros((2, 8)), P(None, "seq")))
 
 # %% [markdown]
 # ## Attention in parts
-# For one query, with scores s over some of the keys, keep two things: the average of those keys'
-# values, weighted by exp(s), and L = log(sum(exp(s))). Two such pairs join into that of all keys:
-# the weights are exp(L1) and exp(L2). No number grows, since only differences of L are used.
+# For one query with scores s over some of the keys, keep two things: the average of those keys'
+# values, weighted by exp(s), and L = log(sum(exp(s))). You can join two such pairs into the pair
+# for all their keys, with weights exp(L1) and exp(L2). Nothing overflows, because the code uses
+# only differences of L.
 
 # %%
 def part(q, k, v, mask):                        # -> values [B, T, H, N] and L [B, T, H]
@@ -49,11 +50,12 @@ print("in two parts, wrong by", abs(join(*halves)[0] - want).max())
 
 # %% [markdown]
 # ## The ring
-# In turn t a device has the keys of the device t places before it. `lax.ppermute` sends them on. In
-# some turns all keys are masked. Their scores are -1e30, not -infinity, so L is near -1e30 too, and
-# the part gets a weight of zero when it is joined to another. (-infinity would make it NaN.)
+# In turn t, a device has the keys of the device t places before it. `lax.ppermute` sends them on.
+# In some turns, the mask covers all keys. Their scores are -1e30, so L is near -1e30 too, and the
+# part gets a weight of zero when you join it to a different part. With scores of -infinity, the
+# result would be NaN.
 #
-# **Predict** the bytes that a device sends. K is the bytes of its own keys, and n = 4.
+# **Predict** how many bytes a device sends. K is the size of its own keys in bytes, and n = 4.
 
 # %%
 K = 4 * B * T * H * N / n
@@ -81,16 +83,17 @@ compare(guess, found := sum(sends(on_ring, q, k, v).values()))
 assert abs(found / (2 * (n - 1) * K) - 1) < 0.02
 
 # %% [markdown]
-# Keys and values, n-1 times: 2 (n-1) K.
+# A device sends keys and values n-1 times: 2 (n-1) K.
 #
 # ## The balance of a causal ring
-# The ring above computes all pairs of tokens, and masks nearly half. Skipping these would help
-# little while time is in order: in every turn but the first some device has full work, and the
-# others wait for it. So this repository cuts the time into 2 n parts, and gives device d the parts
-# d and 2 n - 1 - d: an early and a late one.
+# The ring above computes all pairs of tokens, and masks nearly half of them. Skipping those
+# wouldn't help much while the sequence is in order: in every turn but the first, some device has a
+# full load, and the rest wait for it. So this repository cuts the sequence into 2 n parts and gives
+# device d the parts d and 2 n - 1 - d: an early and a late one.
 #
-# **Predict**: each device has two parts, so a turn has up to four pairs (query part, key part) with
-# work; the slowest device decides. How many pairs is that in all four turns, for both orders?
+# **Predict**: each device has two parts, so in each turn it has work for up to four pairs (query
+# part, key part). The slowest device sets the pace. How many pairs does that add up to over all
+# four turns, for each order?
 
 # %%
 guess = {"in order": ..., "early and late": ...}
@@ -105,10 +108,10 @@ for name, parts in (("in order", [(2 * d, 2 * d + 1) for d in range(n)]),
 lesson.picture("ring")
 
 # %% [markdown]
-# Backward, the transpose of each send is a send the other way: the gradients of keys and values
-# come home, 2 (n-1) K more. So a layer sends 4 (n-1) K, because the keys of each turn are kept: n K
-# for keys, and as much for values, in each layer whose activations are kept. Sending them around
-# again, as `--remat full` does, makes it 6 (n-1) K.
+# In the backward pass, the transpose of each send is a send in the opposite direction: the
+# gradients of keys and values come home, for 2 (n-1) K more. So a layer sends 4 (n-1) K if it keeps
+# every turn's keys. That takes n K for keys, and as much for values, in each layer that keeps its
+# activations. `--remat full` sends them around again instead, for a total of 6 (n-1) K.
 
 # %%
 gradient = jax.grad(lambda q, k, v: (on_ring(q, k, v)**2).sum(), (0, 1, 2))
@@ -119,10 +122,10 @@ quote(shard.causal_ring)
 
 # %% [markdown]
 # ## When it pays
-# In each turn a device does 2 B (T/n)^2 H N operations (half of the pairs are skipped) and sends
-# 2 B (T/n) N numbers for each head of keys, often fewer than the H heads of queries. In bfloat16,
-# with eight query heads to a key head, that is 4 T/n operations for each byte: with T/n = 1,024,
-# 4,096, against 2,200 of a v5e. Long rows hide their ring.
+# In each turn, a device does 2 B (T/n)^2 H N operations (it skips half of the pairs). It sends 2 B
+# (T/n) N numbers per key head, and there are often fewer key heads than the H query heads. In
+# bfloat16, with eight query heads per key head, that's 4 T/n operations per byte. With T/n = 1,024,
+# that's 4,096, while a v5e needs 2,200. Long rows hide their ring.
 #
 # ## Bugs
 
@@ -134,16 +137,17 @@ for name, (right, wrong) in BUGS.items():
     lesson.report(name, lesson.planted(ring, right, wrong), TIME, TIME, want, q, k, v)
 
 # %% [markdown]
-# No type and no shape finds any of these, and the first two are right on one device. That is why in
-# `shard.attend` masks and scores are functions of a token's place in the whole row, its slot.
+# Neither types nor shapes catch any of these, and the first two are right on one device. That's
+# why, in `shard.attend`, masks and scores are functions of a token's place in the whole row, its
+# slot.
 #
 # ## Exercises
-# - 6.1 seq=8, rows of 32,768 tokens, one row on the devices of the ring, 8 key heads of width 128,
-# bfloat16. How many bytes of keys and values does a device send forward, in one layer?
-# - 6.2 L of two parts is 1 and 1. By what is each part's average multiplied?
-# - 6.3 On seq=4, which parts of eight does device 1 have: 1 and which other?
-# - 6.4 Code: the places of a device's tokens with an early and a late part. `size` is the number of
-# tokens on a device. The ring above should then be right on rows in that order.
+# - 6.1 With seq=8, a ring works on one row of 32,768 tokens, with 8 key heads of width 128 in
+# bfloat16. How many bytes of keys and values does a device send in one layer's forward pass?
+# - 6.2 Two parts have L = 1 and L = 1. What do you multiply each part's average by?
+# - 6.3 On seq=4, device 1 has two of the eight parts: part 1 and which one?
+# - 6.4 Code: return the places of a device's tokens if it has an early and a late part. `size` is
+# the number of tokens per device. The ring above should then be right for rows in that order.
 
 # %%
 check("6.1", ...)

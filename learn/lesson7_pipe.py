@@ -1,8 +1,9 @@
 # %% [markdown]
-# # 7. A pipeline: stages that work on different microbatches
-# One idea: **stage 0 starts microbatch 1 while stage 1 works on microbatch 0.** A device has some
-# of the layers: it is a stage. Rows are cut into microbatches. All devices run the same program, in
-# ticks; in each tick a stage works on one microbatch, and sends the result on.
+# # 7. A pipeline: stages working on different microbatches
+# One idea: **stage 0 starts microbatch 1 while stage 1 works on microbatch 0.** Each device has
+# some of the layers; that makes it a stage. The pipeline cuts rows into microbatches. All devices
+# run the same program in ticks. In each tick, a stage works on one microbatch and sends the result
+# on.
 
 # %%
 import sys
@@ -21,8 +22,8 @@ x = rng.normal(size=(ROWS, D)).astype(np.float32)
 
 # %% [markdown]
 # ## The timetable
-# M microbatches take M + S - 1 ticks. A stage is idle in S - 1 of them: the share
-# (S - 1) / (M + S - 1) of the time is lost.
+# M microbatches take M + S - 1 ticks. A stage is idle in S - 1 of them, so it loses (S - 1) / (M +
+# S - 1) of the time.
 
 # %%
 def timetable(M):
@@ -36,9 +37,9 @@ timetable(8)
 
 # %% [markdown]
 # ## The pipeline
-# A device has 2 of 8 layers. The loop carries one microbatch; `lax.ppermute` moves it to the next
-# stage after each tick. Stage 0 takes a new one instead, so what the last stage sends it is not
-# used. A stage without work computes what nobody reads.
+# Each device has 2 of the 8 layers. The loop carries one microbatch; `lax.ppermute` moves it to the
+# next stage after each tick. Stage 0 takes a new microbatch instead, and ignores what the last
+# stage sends it. A stage without work computes results that nobody reads.
 
 # %%
 def layers(w, x):
@@ -66,7 +67,7 @@ print("wrong by", abs(on_mesh(4)(w, x) - want).max())
 
 # %% [markdown]
 # **Predict.** How many bytes does a device send with 4 microbatches, and how many with 8? A row has
-# D float32 numbers. The all-reduce at the end adds 2 (n-1)/n of all rows.
+# D float32 numbers. The all-reduce at the end adds 2 (n-1)/n times the size of all rows.
 
 # %%
 guess = {4: ..., 8: ...}
@@ -77,12 +78,12 @@ for M in (4, 8):
     assert abs(found / (4 * D * (ROWS / M * (M + S - 1) + 2 * (S - 1) / S * ROWS)) - 1) < 0.02
 
 # %% [markdown]
-# Each of the M + S - 1 ticks sends one microbatch, of ROWS / M rows.
+# Each of the M + S - 1 ticks sends one microbatch of ROWS / M rows.
 #
 # ## The backward pass
-# Autodiff makes it: the ticks in reverse, each `ppermute` transposed into one the other way. So all
-# forward ticks come before all backward ticks, and a stage keeps what it needs of all M
-# microbatches. `jax.checkpoint` around a tick keeps only its input.
+# Autodiff creates it: it reverses the ticks and transposes each `ppermute` into one in the opposite
+# direction. So all forward ticks come before all backward ticks, and a stage keeps what it needs
+# from all M microbatches. With `jax.checkpoint` around a tick, it keeps only the tick's input.
 
 # %%
 def gradients(M):
@@ -94,13 +95,14 @@ quote(shard.gpipe)
 
 # %% [markdown]
 # ## 1F1B
-# Stage s starts with S - s forward passes, then alternates: one forward, one backward. Its first
-# microbatch meets S - 1 - s stages on the way to the loss, and as many on the way back; until it
-# returns, S - s microbatches wait, however many there are. That saves memory, not time: the idle
-# share is GPipe's. Autodiff cannot do this, since a backward pass begins before the last forward
-# pass has ended: the loss must be inside the loop, and the backward pass written out. In
-# zigzag/parallel/pipeline.py a tick has both: a stage runs one microbatch forward and one backward,
-# which it recomputes from its input. Exercise 7.4 is that timetable. The largest number that waits:
+# Stage s starts with S - s forward passes, then alternates between one forward and one backward.
+# Its first microbatch passes S - 1 - s stages on the way to the loss, and as many on the way back.
+# Until it returns, S - s microbatches wait, however many there are in total. That saves memory but
+# not time: 1F1B is idle as long as GPipe. Autodiff can't do this, because a backward pass starts
+# before the last forward pass ends. The loss must be inside the loop, and you have to write out the
+# backward pass. In zigzag/parallel/pipeline.py, a tick has both: a stage runs one microbatch
+# forward and one backward, which it recomputes from its input. Exercise 7.4 is that timetable. This
+# is the largest number of waiting microbatches per stage:
 
 # %%
 for M in (4, 8, 32):
@@ -108,21 +110,21 @@ for M in (4, 8, 32):
 
 # %% [markdown]
 # ## Interleaved
-# Give each stage two chunks of layers that are not neighbours: with 8 layers A to H on 4 stages,
-# stage 0 has A and E, stage 1 has B and F. A microbatch goes around twice, in ticks half as long,
-# so the idle time is half: (S - 1) / (2 M + S - 1) of the time, if S divides M. It sends twice as
-# often. The three, as this repository's loops run them, with a backward pass that takes twice as
-# long as a forward pass:
+# Give each stage two non-adjacent chunks of layers. With 8 layers A to H on 4 stages, stage 0 has A
+# and E, and stage 1 has B and F. A microbatch goes around twice, in ticks half as long, so the idle
+# time halves: (S - 1) / (2 M + S - 1) of the total, if S divides M. The price is twice as many
+# sends. The picture shows all three schedules as this repository's loops run them, with a backward
+# pass twice as long as a forward pass:
 
 # %%
 lesson.picture("timetables")
 
 # %% [markdown]
 # ## When it pays
-# In a tick, t tokens of a microbatch meet a stage's part of all N weights: 2 t N / S operations for
-# 2 t D bytes in bfloat16, N / (S D) for each byte. For N = 8e9, S = 4 and D = 4,096 that is
-# 490,000, some 220 times what a v5e needs. So a pipeline is for models that do not fit
-# otherwise, and for slow connections. Its price is the idle time, so it needs many microbatches.
+# In each tick, a microbatch's t tokens go through the stage's share of all N weights. That's 2 t N
+# / S operations for 2 t D bytes in bfloat16, or N / (S D) per byte. For N = 8e9, S = 4 and D =
+# 4,096, that's 490,000, about 220 times what a v5e needs. So use a pipeline for models that don't
+# fit otherwise, and for slow connections. The price is idle time, so it needs many microbatches.
 #
 # ## Bugs
 
@@ -137,16 +139,17 @@ for name, (right, wrong) in BUGS.items():
                   want, w, x)
 
 # %% [markdown]
-# The type finds the last: stages have different values. On one stage the others change nothing.
+# The type check catches the last one: stages have different values. With a single stage, the first
+# two change nothing.
 #
 # ## Exercises
-# - 7.1 With 8 stages and 8 microbatches, which share of the time is lost?
-# - 7.2 How many microbatches bring that below 10%?
-# - 7.3 With two chunks a stage, 8 layers A to H and 4 stages: which layers has stage 2?
-# - 7.4 Code: the timetable of 1F1B. In each tick a stage runs at most one microbatch forward, then
-# at most one backward, and sends both results on for the next tick. The last stage may turn a
-# microbatch around in the same tick. Return both ticks of microbatch m on stage s; be quick, since
-# inputs wait in memory.
+# - 7.1 With 8 stages and 8 microbatches, what share of the time is a stage idle?
+# - 7.2 How many microbatches does it take to bring that below 10%?
+# - 7.3 With two chunks per stage, 8 layers A to H and 4 stages, which layers does stage 2 have?
+# - 7.4 Code: the 1F1B timetable. In each tick, a stage runs at most one microbatch forward, then at
+# most one backward, and sends both results on for the next tick. The last stage may turn a
+# microbatch around in the same tick. Return both ticks of microbatch m on stage s. Make them as
+# early as you can, because inputs wait in memory.
 
 # %%
 check("7.1", ...)

@@ -1,8 +1,8 @@
 # %% [markdown]
-# # 8. Experts: tokens travel to the weights that they chose
+# # 8. Experts: tokens travel to the weights they chose
 # One idea: **instead of gathering weights, send the tokens.** Each device has some of the experts
-# and some of the rows. A router chooses experts for each token; an all-to-all takes the tokens to
-# them, and another one brings the results back.
+# and some of the rows. A router chooses experts for each token. One all-to-all takes the tokens to
+# their experts, and a second one brings the results back.
 
 # %%
 import sys
@@ -22,8 +22,8 @@ x = rng.normal(size=(TOKENS, D)).astype(np.float32)
 
 # %% [markdown]
 # ## The choice
-# For each token the router gives every expert a probability. The best two are visited; their
-# outputs are added up, weighted by their shares.
+# For each token, the router gives every expert a probability. The token visits the best two, and
+# the layer adds up their outputs, weighted by their shares.
 
 # %%
 def choose(x):
@@ -39,7 +39,8 @@ want = one_device(x)
 print("the first token visits", choose(x)[1][0], "with the shares", choose(x)[0][0])
 
 # %% [markdown]
-# Three tokens' ways. Devices have experts 0-1, 2-3, 4-5 and 6-7, and 16 tokens each:
+# The picture shows the routes of three tokens. The devices have experts 0-1, 2-3, 4-5 and 6-7, and
+# 16 tokens each:
 
 # %%
 print({f"token {token}": choose(x)[1][token].tolist() for token in (8, 24, 40)})
@@ -47,10 +48,10 @@ lesson.picture("visits")
 
 # %% [markdown]
 # ## There and back
-# How many tokens go to which device is known only as the program runs, but its shapes must be known
-# before. Some trainers give each expert room for a number of tokens, and drop those that come too
-# many. Here none is dropped: each device sends every other an array as large as all its tokens,
-# with zeros for those that chose no expert there.
+# You only learn how many tokens go to each device when the program runs, but the shapes must be
+# fixed beforehand. Some trainers give each expert room for a fixed number of tokens and drop the
+# excess. Here no token is dropped: each device sends every other device an array big enough for all
+# of its own tokens, with zeros for tokens that chose no expert there.
 
 # %%
 def experts(x, up, down):                       # x [16, D]; up [2, D, F], down [2, F, D]
@@ -72,8 +73,8 @@ on_mesh = jax.jit(jax.shard_map(experts, in_specs=(ROWS, ROWS, ROWS), out_specs=
 print("wrong by", abs(on_mesh(x, up, down) - want).max())
 
 # %% [markdown]
-# **Predict.** X is the bytes of a device's tokens. How many bytes do the two all-to-alls send? One
-# array of n stays at home. The choices and shares are small.
+# **Predict.** X is the size of a device's tokens in bytes. How many bytes do the two all-to-alls
+# send? One of the n arrays stays on its device. The choices and shares are small.
 
 # %%
 X = 4 * TOKENS // n * D
@@ -86,17 +87,19 @@ predicted = 2 * (n - 1) * X + (n - 1) * (TOKENS // n) * BEST * 8
 assert abs(sum(found.values()) / predicted - 1) < 0.02
 
 # %% [markdown]
-# Each sends n - 1 arrays: 2 (n-1) X forward, and as much backward. In this repository:
+# Each all-to-all sends n - 1 arrays. That's 2 (n-1) X forward, and as much backward. Here is the
+# code in this repository:
 
 # %%
 quote(shard.experts)
 
 # %% [markdown]
 # ## Balance
-# If all tokens choose the same experts, one device works and the others wait. So the loss has one
-# more term, E x sum(visits(e) x probability(e)). It is 1 if experts are equally busy, and larger if
-# the busy ones are also the likely ones. The visits have no gradient; the probabilities have. The
-# router also learns through the shares. `model.py` takes it of each row, so that it is a sum.
+# If all tokens choose the same experts, one device works and the rest wait. So the loss gets an
+# added term, E x sum(visits(e) x probability(e)). It's 1 if all experts are equally busy, and
+# larger if the busy experts are also the likely ones. The visits have no gradient, but the
+# probabilities do. The router also learns through the shares. `model.py` computes the term per row,
+# to keep the loss a sum over rows.
 
 # %%
 def balance(logits):
@@ -110,13 +113,14 @@ print("this router:", balance(x @ router), "  one that always chooses the same t
 
 # %% [markdown]
 # ## When it pays
-# A layer of E experts has E times the weights of one MLP, and needs as much arithmetic as `BEST` of
-# them. The loop above multiplies zeros, too; sorted tokens, as in `shard.experts`, avoid that.
-# fsdp would gather all E: 3 (n-1)/n W with W = E times an MLP's bytes, however few tokens there
-# are. Experts send 4 (n-1) X, however large the weights are. For 64 experts of 4,096 x 1,024 x 3
-# weights in bfloat16, 1.6 GB, fsdp=8 sends 4.2 GB a layer; expert=8 with 4,096 tokens of width
-# 4,096 on a device, X = 33.6 MB, sends 0.94 GB: 10 ms on a v5e beside 3 ms of arithmetic (forward
-# and backward, two visited), where fsdp takes 47 ms. Without zeros 0.94 GB would be a quarter.
+# A layer with E experts has E times the weights of one MLP, and needs as much arithmetic as `BEST`
+# MLPs. The loop above also multiplies zeros; sorting the tokens, as in `shard.experts`, avoids
+# that. fsdp would gather all E experts: 3 (n-1)/n W, with W = E times an MLP's bytes, however few
+# tokens there are. Experts send 4 (n-1) X, however large the weights are. For example, 64 experts
+# with 4,096 x 1,024 x 3 weights in bfloat16 take 1.6 GB, so fsdp=8 sends 4.2 GB per layer. With
+# 4,096 tokens of width 4,096 per device, X = 33.6 MB, so expert=8 sends 0.94 GB. On a v5e, that
+# takes 10 ms, compared with 47 ms for fsdp and 3 ms of arithmetic (forward and backward, two
+# experts per token). Without the zeros, the 0.94 GB would be a quarter of that.
 #
 # ## Bugs
 
@@ -130,16 +134,18 @@ for name, (right, wrong) in BUGS.items():
     lesson.report(name, lesson.planted(experts, right, wrong), ROWS, ROWS, want, x, up, down)
 
 # %% [markdown]
-# All have right shapes and types, and two are right on one device. A comparison finds all.
+# All three have the right shapes and types, and two are right on one device. A comparison catches
+# all of them.
 #
 # ## Exercises
-# - 8.1 expert=8, 2,048 tokens of width 4,096 on a device, bfloat16. How many bytes does a device
-# send in a layer, forward and backward?
-# - 8.2 With 16 experts and two visited, which share of the experts' weights does a token use?
+# - 8.1 With expert=8, each device has 2,048 tokens of width 4,096 in bfloat16. How many bytes does
+# a device send in one layer, forward and backward?
+# - 8.2 With 16 experts and two visits per token, what share of the experts' weights does a token
+# use?
 # - 8.3 What is the balance term if all tokens choose the same two of eight experts with probability
 # one half each?
-# - 8.4 Code: find the wrong line. The cell prints `experts` with one change. Give a part of the
-# line that is wrong, and what belongs there.
+# - 8.4 Code: find the wrong line. The cell prints `experts` with one change. Give a piece of the
+# wrong line, and what belongs there.
 
 # %%
 check("8.1", ...)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 9. Choosing a mesh: memory first, then bytes against arithmetic
-# One idea: **an axis is chosen by what it divides and what it sends.** Memory says what must be
-# split; the table of bytes says what that costs; the chip's rates say whether it hides behind the
-# arithmetic.
+# One idea: **choose an axis by what it divides and what it sends.** Memory determines what you must
+# split, the table of bytes gives the cost, and the chip's rates determine whether the arithmetic
+# hides it.
 
 # %%
 import math
@@ -19,10 +19,11 @@ lesson.begin(8)
 
 # %% [markdown]
 # ## What each axis divides, and what it sends
-# For one update, n devices on the axis, A parts of a batch, L layers, M microbatches that take
-# `ticks` ticks. The other letters are bytes: G of a device's gradients in float32, W of the layers'
-# weights after it has gathered them, X of the stream of one part before tensor cuts its time, K of
-# one layer's keys of one part. Lessons 2 to 8 have derived these lines.
+# The table covers one update, with n devices on the axis, A parts of a batch, L layers, and M
+# microbatches that take `ticks` ticks. The remaining letters are bytes per device: G for the
+# gradients in float32, W for the layers' weights after the gather, X for one part's stream before
+# tensor splits the sequence, and K for one layer's keys in one part. Lessons 2 to 8 derived these
+# lines.
 #
 #     axis     divides                                sends
 #     data     rows                                   2 (n-1)/n G
@@ -32,25 +33,26 @@ lesson.begin(8)
 #     expert   rows, experts                          4 (n-1) X L A
 #     pipe     layers                                 2 X/t (ticks/M + (n-1)/n) A, and idle time
 #
-# Here t is the size of tensor: stages pass the stream on as tensor has cut it. One thing is new:
-# each stage gets its part of the last X, for the loss, and sends its gradient back: (n-1)/n.
+# Here t is the size of tensor: stages pass on the stream as tensor has split it. The (n-1)/n is
+# new: each stage gets its part of the last X, for the loss, and sends the gradient back.
 #
-# The first line holds for every axis but tensor along which a weight is whole: seq sums all
-# gradients, expert those outside the experts, pipe those of the embedding and the head. With
-# activations recomputed (`--remat full`), whatever went into a layer's products goes once more:
-# tensor's two gathers (10 in place of 8), seq's keys and values (6 in place of 4) and the tokens on
-# the way to their experts (5 in place of 4). Reductions do not run again: what attention added is
-# kept, and after the MLP's the next layer's input is, which is kept anyway.
+# The first line holds for every axis except tensor along which a weight is whole: seq sums all
+# gradients, expert sums those outside the experts, and pipe sums those of the embedding and the
+# head. If the backward pass recomputes activations (`--remat full`), the step resends the inputs of
+# a layer's products: tensor's two gathers (10 instead of 8), seq's keys and values (6 instead of
+# 4), and the tokens on the way to their experts (5 instead of 4). Reductions don't run again. A
+# layer keeps attention's output, and the sum after the MLP is the next layer's input, which that
+# layer keeps anyway.
 #
-# What is sent costs time only if nothing is computed meanwhile. fsdp's gather of the next layer can
-# travel while this layer multiplies. tensor's feeds the very next product, and data's sum comes at
-# the end: both add to the time.
+# A send costs time only if no computation overlaps it. fsdp can gather the next layer while this
+# layer multiplies. tensor's gather feeds the very next matmul, and data's sum comes at the end, so
+# both add to the step time.
 #
 # ## Inside a chip
-# Before links there is memory. A product x [B, D] @ w [D, F] in bfloat16 takes 2 B D F operations
-# and moves 2 (B D + D F + B F) bytes. The chip does both at once, so the slower one decides: that
-# is its roofline. **Predict** which share of its rate a v5e reaches for 64 rows, D = 4,096 and F =
-# 14,336. It does 197 teraflop/s, and its memory moves 819 GB/s.
+# Memory can limit you before the links do. A product x [B, D] @ w [D, F] in bfloat16 takes 2 B D F
+# operations and moves 2 (B D + D F + B F) bytes. The chip does both at once, so the slower one
+# decides: that's its roofline. **Predict** what share of its peak rate a v5e reaches for 64 rows, D
+# = 4,096 and F = 14,336. It does 197 teraflop/s, and its memory moves 819 GB/s.
 
 # %%
 share = ...
@@ -74,13 +76,13 @@ for name in ("TPU v5 lite", "NVIDIA H100"):
     compare(share if name.startswith("TPU") else ..., rates[64], "of the rate with 64 rows")
 
 # %% [markdown]
-# The weights dominate the bytes, 2 D F, so there are B operations for each byte of them. Below the
-# *critical batch*, flops / bandwidth, a product waits for memory. A training step has thousands of
-# tokens on a chip and is far above it; lesson 10 is about a loop that is far below.
+# The weights dominate the bytes, with 2 D F, so there are B operations per byte. Below the
+# *critical batch*, flops / bandwidth, a matmul waits for memory. A training step has thousands of
+# tokens per chip and is far above it; lesson 10 is about a loop far below it.
 #
 # ## A model and a machine
-# 8 billion weights on 64 chips of TPU v5e with 16 GB each. First, memory: with Adam in float32, 16
-# bytes for each weight.
+# Take 8 billion weights on 64 TPU v5e chips with 16 GB each. First, memory: Adam in float32 needs
+# 16 bytes per weight.
 
 # %%
 chips, memory, flops, link = 64, 16e9, 197e12, 90e9
@@ -89,10 +91,10 @@ print(f"weights, gradients and optimizer: {16 * weights / 1e9:.0f} GB; on each o
       f"{16 * weights / chips / 1e9:.1f} GB")
 
 # %% [markdown]
-# So data parallelism alone is out (128 GB), and at least 16 chips (of powers of two) must share the
-# state: on 8 it would be 16 GB each. Try every mesh of data, fsdp and tensor, with 64 rows of 4,096
-# tokens, each chip's rows in one part, activations recomputed (8 operations for each weight and
-# token), bfloat16:
+# So data parallelism alone is out (128 GB). Counting in powers of two, at least 16 chips must share
+# the state: on 8 it would take 16 GB each. Try every mesh of data, fsdp and tensor. Use 64 rows of
+# 4,096 tokens, each chip's rows in a single part, recomputed activations (8 operations per weight
+# and token), and bfloat16:
 
 # %%
 def seconds(data, fsdp, tensor, time=4096):
@@ -117,9 +119,9 @@ for mesh in sorted((m for m in meshes if fits(*m)), key=lambda m: sum(seconds(*m
           f"{arithmetic:.2f} s, and {added:.2f} s of sending")
 
 # %% [markdown]
-# fsdp alone hides its sending here. Its 3 W do not depend on the tokens: with shorter rows they no
-# longer hide, and tensor, whose bytes shrink with the tokens, takes over. The picture has the roof
-# of links, and how far each axis is from it.
+# Here fsdp alone hides its sends. Its 3 W don't depend on the tokens, so with shorter rows
+# computing no longer hides them. tensor takes over, because its bytes shrink with the tokens. The
+# picture shows the roofline for links, and how far each axis is from it.
 
 # %%
 for time in (4096, 1024, 256):
@@ -130,20 +132,21 @@ for time in (4096, 1024, 256):
 lesson.picture("roofline")
 
 # %% [markdown]
-# With fewer rows than chips, tensor or seq take the rest. The rate counts 6 operations for each
-# weight and token: what is recomputed is no progress.
+# With fewer rows than chips, tensor or seq takes the rest. The rate counts 6 operations per weight
+# and token, because recomputation isn't progress.
 #
-# ## The same by the program
-# `--mesh auto` does this with all six axes, more cautiously: it adds the times of arithmetic and
-# sending, and compiles up to three meshes until one fits. `--topology` compiles for chips that are
-# not here (README has a line to try).
+# ## The same from the program
+# `--mesh auto` does this for all six axes, more cautiously: it adds the times for arithmetic and
+# sending, and compiles up to three meshes until one fits. `--topology` compiles for chips you don't
+# have (the README has a command to try).
 #
-# Here, on simulated devices, a deep and narrow model in float32: the table as a function, and what
-# the program sends. With pipe, L is of a stage, whose idle ticks send too, and a head sends for its
-# part of the time. The embedding and the head are gathered once, and send 4 (n-1)/n X over tensor.
+# The next cell uses simulated devices and a deep, narrow model in float32. It compares the table,
+# written as a function, with what the program sends. With pipe, L counts one stage's layers. Idle
+# ticks send too, and each stage's head sends for its part of the sequence. The step gathers the
+# embedding and the head once, and they send 4 (n-1)/n X over tensor.
 #
 # **Predict**: data=8 sends 2 (n-1)/n G. In units of G, the float32 bytes of all gradients, what
-# does fsdp=8 send, if nearly all weights are in layers and there is one part?
+# does fsdp=8 send if nearly all weights are in layers and there's a single part?
 
 # %%
 guess = {"data=8": ..., "fsdp=8": ...}
@@ -192,20 +195,23 @@ for flags in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "data=2,seq=4 --rema
 
 # %% [markdown]
 # ## Rules of thumb
-# 1. Rows first: data and fsdp, as far as the batch has rows.
-# 2. fsdp where the state does not fit, which is nearly always; data as well where links are slow,
-#    since it sends once. zigzag runs on one TPU slice: `make_mesh` refuses several.
-# 3. tensor in a fast machine, if tokens are few or a layer does not fit; as far as heads divide.
-# 4. seq for rows so long that one does not fit; expert for experts, before fsdp gathers them all.
-# 5. pipe last: between machines, with many microbatches.
+# 1. Start with rows: data and fsdp, as long as the batch has enough rows.
+# 2. Use fsdp if the state doesn't fit, which is nearly always. Add data if links are slow, because
+#    it sends only once. zigzag runs on a single TPU slice: `make_mesh` rejects several.
+# 3. Use tensor inside a fast machine, if there are few tokens or a layer doesn't fit, as long as it
+#    divides the heads.
+# 4. Use seq if even one row is too long to fit. Use expert for experts, before fsdp gathers them
+#    all.
+# 5. Use pipe last: between machines, with many microbatches.
 #
 # ## When it pays
-# Every figure above is an estimate by two rates. Before a long run, compile for the real machine,
-# and then measure (`--bench`).
+# Every figure above is an estimate from two rates. Before a long run, compile for the real machine,
+# then measure (`--bench`).
 #
 # ## Bugs
-# Meshes that cannot be: 3 does not divide eight devices, four stages do not divide six layers,
-# sixteen devices are more than eight, and a name is misspelt. train.py says so before it compiles.
+# These meshes are invalid: 3 doesn't divide eight devices, four stages don't divide six layers,
+# sixteen devices are more than eight, and a name is misspelled. train.py tells you before it
+# compiles.
 
 # %%
 def program_on(mesh):
@@ -217,13 +223,14 @@ for mesh in ("tensor=3", "pipe=4,data=2", "fsdp=8,tensor=2", "tensr=2"):
 
 # %% [markdown]
 # ## Exercises
-# - 9.1 How many chips of 16 GB does the state of a 70-billion model need, with Adam in float32 and
-# nothing else in memory?
-# - 9.2 fsdp=64, layers of 8e9 weights in bfloat16, 90 GB/s. How many seconds of sending has an
-# update with one part?
+# - 9.1 How many 16 GB chips does the state of a 70-billion-weight model need, with Adam in float32
+# and nothing else in memory?
+# - 9.2 With fsdp=64, the layers have 8e9 weights in bfloat16, and links carry 90 GB/s. How many
+# seconds does an update with a single part spend sending?
 # - 9.3 Which axis sends bytes that do not depend on the number of tokens, in every part of a batch?
-# - 9.4 Code: the number of rows from which a product x [B, D] @ w [D, F], with weights in 8 bits
-# and the rest in bfloat16, no longer waits for memory. `flops` and `bandwidth` are the chip's.
+# - 9.4 Code: return the smallest number of rows for which a product x [B, D] @ w [D, F], with 8-bit
+# weights and the rest in bfloat16, no longer waits for memory. `flops` and `bandwidth` are the
+# chip's.
 
 # %%
 check("9.1", ...)

@@ -1,10 +1,11 @@
-"""What the rule sees in a function: its groups of dimensions, their prices, and which are split.
+"""How the rule sees a function: its groups of dimensions, their prices, and which ones it splits.
 
     python -m learn.prices mine.py:loss --shards 4
     python -m learn.prices --shards 4 [flags of train.py]
 
-The first is for a custom function loss(params, *args). mine.py also has example(), which returns
-(params, *args) as arrays or jax.ShapeDtypeStructs. The second is for the network of these flags.
+The first command reads a custom function loss(params, *args). In mine.py, also define example(),
+which returns (params, *args) as arrays or jax.ShapeDtypeStructs. The second command uses the
+network that the flags select.
 """
 
 import runpy
@@ -20,8 +21,8 @@ from zigzag.parallel.rule import Group, groups
 
 
 def table(fn: Callable, params: Any, *args: Any, shards: int) -> str:
-    """The groups of fn(params, *args) as a text: those that are split, then those that could be,
-    then those that are refused."""
+    """The groups of fn(params, *args) as text: those the rule splits, then those it could split,
+    then those it rejects."""
     return "\n\n".join(_text(group) for group in groups(fn, params, *args, shards=shards))
 
 
@@ -35,7 +36,7 @@ def _text(group: Group) -> str:
 
 
 def of_file(where: str) -> tuple[Callable, tuple]:
-    """(the function FILE.py:NAME, what example() of the file returns)."""
+    """(the function FILE.py:NAME, the result of the file's example())."""
     file, _, name = where.partition(":")
     try:
         found = runpy.run_path(file)

@@ -1,4 +1,4 @@
-"""The solutions of the lessons.
+"""Solutions to the lessons.
 
     GUESSES     {lesson: {the dots of a prediction: what belongs there}}
     ANSWERS     {exercise: (answer, hint, reason, the answer in other words ...)}

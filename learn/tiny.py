@@ -6,21 +6,21 @@
     a decoder learns to count: 4.743 -> 0.065
     on one device it has the same losses, up to 0.0000
 
-It is FSDP: `layer` gathers its weights, and no device ever has two layers whole. It imports nothing
-of ours. `gather`, `columns` and `row` are the short forms of three functions of shard.py, `decoder`
-is that of model.loss, and `make_step` that of train.make_step. On the mesh
-data=2,fsdp=2,tensor=2 a device has
+This is FSDP: `layer` gathers its weights, and no device ever has two whole layers. The file imports
+nothing from zigzag. `gather`, `columns` and `row` are short versions of three functions in
+shard.py. `decoder` is a short version of model.loss, and `make_step` of train.make_step. On the
+mesh data=2,fsdp=2,tensor=2, a device has
 
-    a batch     [B/4, T/2]      of the rows a quarter, by data and fsdp; of the time half, by tensor
-    w_up        [D/2, F/2]      of D half, by fsdp, and whole in its layer; of F half, by tensor
-    w_down      [F/2, D/2]      likewise
+    a batch     [B/4, T/2]      data and fsdp leave a quarter of the rows, tensor half the sequence
+    w_up        [D/2, F/2]      fsdp leaves half of D (a layer gathers it), tensor half of F
+    w_down      [F/2, D/2]      the same
     a norm      [D]             all of it
 
-and between two blocks the stream x [B/4, T/2, D]. tensor must divide T, H and F here. What the long
-forms add: other axes, losses and optimizers, a split vocabulary, sums in float32, checkpoints. A
-test compares: with the same weights, batches and optimizer, train.py's losses are these.
+and between two blocks the stream x [B/4, T/2, D]. Here tensor must divide T, H and F. The full
+versions add more axes, losses and optimizers, a split vocabulary, sums in float32, and checkpoints.
+A test checks that train.py gets the same losses with the same weights, batches and optimizer.
 
-B batch, T time, D model, H heads, N per head, F feed-forward, V vocabulary, L layers.
+B batch, T sequence length, D model, H heads, N per head, F feed-forward, V vocabulary, L layers.
 """
 
 import jax
@@ -31,35 +31,35 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-ROWS = ("data", "fsdp")             # devices along these axes have other rows of the batch
-BATCH = P(ROWS, "tensor")           # an array [B, T, ...] of the batch: rows and time are cut
+ROWS = ("data", "fsdp")             # devices along these axes have different rows
+BATCH = P(ROWS, "tensor")           # a batch array [B, T, ...]: splits rows and sequence
 
 
 # -------------------------------------------------------------------------------------------
 # Collectives
 
 def gather(w, spec):
-    """A weight, whole over fsdp. Autodiff makes the transpose, a reduce-scatter: each device gets
-    its own part of the gradients' sum."""
+    """A weight, whole over fsdp. Autodiff creates the transpose, a reduce-scatter: each device gets
+    its own part of the summed gradients."""
     return lax.all_gather(w, "fsdp", axis=list(spec).index("fsdp"),
                           tiled=True) if "fsdp" in spec else w
 
 
 def columns(x, *weights):
-    """Into a block: x [B, T/n, D] -> for each weight [D, F/n] a product [B, T, F/n]."""
+    """Into a block: x [B, T/n, D] -> a product [B, T, F/n] for each weight [D, F/n]."""
     x = lax.all_gather(x, "tensor", axis=1, tiled=True)
     return [jnp.tensordot(x, w, 1) for w in weights]
 
 
 def row(h, w):
-    """Out of a block: h [B, T, F/n] times w [F/n, D]. Each device has a partial sum of all of the
-    result; together they are added up, and each keeps its time: [B, T/n, D]."""
+    """Out of a block: h [B, T, F/n] times w [F/n, D]. Each device has a partial sum of the whole
+    result. The devices add them up, and each keeps its part of the sequence: [B, T/n, D]."""
     return lax.psum_scatter(jnp.tensordot(h, w, h.ndim - 2), "tensor", scatter_dimension=1,
                             tiled=True)
 
 
 # -------------------------------------------------------------------------------------------
-# Two losses, as each device computes them: the sum over its tokens, and their number
+# Two losses, as each device computes them: the sum over its tokens, and the token count
 
 def two_matrices(params, batch):
     """The squared error of a network with one hidden layer."""
@@ -74,7 +74,7 @@ TWO_MATRICES = {"w_up": P("fsdp", "tensor"), "w_down": P("tensor", "fsdp")}
 def decoder(params, batch):
     """The cross-entropy of the next token."""
     x = params["embed"][batch["tokens"]] * params["embed"].shape[1]**0.5
-    # A checkpoint keeps x alone: the backward pass gathers a layer's weights again.
+    # A checkpoint keeps only x: the backward pass gathers a layer's weights again.
     x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
     logits = norm(x, params["norm"]) @ params["head"]                           # [B, T/n, V]
     chosen = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
@@ -85,14 +85,14 @@ def decoder(params, batch):
 LAYER = {"attn_norm": P(), "wq": P("fsdp", "tensor"), "wk": P("fsdp", "tensor"),
          "wv": P("fsdp", "tensor"), "wo": P("tensor", None, "fsdp"), "mlp_norm": P(),
          "w_gate": P("fsdp", "tensor"), "w_up": P("fsdp", "tensor"), "w_down": P("tensor", "fsdp")}
-# All layers of a weight are one array [L, ...].
+# A weight stacks all its layers in one array [L, ...].
 DECODER = {"embed": P(None, "fsdp"), "norm": P(), "head": P("fsdp"),
            "layers": {name: P(None, *spec) for name, spec in LAYER.items()}}
 
 
 def layer(x, w):
-    """x [B, T/n, D] after attention and an MLP. Here the layer's weights become whole over fsdp.
-    Inside a block a device has all of the time, and some of the heads and columns."""
+    """x [B, T/n, D] after attention and an MLP. This makes the layer's weights whole over fsdp.
+    Inside a block, a device has the whole sequence, and some of the heads and columns."""
     w = jax.tree.map(gather, w, LAYER)
     q, k, v = columns(norm(x, w["attn_norm"]), w["wq"], w["wk"], w["wv"])       # [B, T, H/n, N]
     heads = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
@@ -106,7 +106,7 @@ def norm(x, scale):
 
 
 def rotary(x):
-    """Each pair (x[i], x[i + N/2]) of a head, turned by its token's position times a rate."""
+    """Rotates each pair (x[i], x[i + N/2]) of a head by its token's position times a rate."""
     rates = 10000.0 ** -jnp.linspace(0, 1, x.shape[-1] // 2, endpoint=False)
     angle = jnp.arange(x.shape[1])[:, None, None] * rates                       # [T, 1, N/2]
     a, b = jnp.split(x, 2, -1)
@@ -118,40 +118,40 @@ def rotary(x):
 # The step
 
 def mark(w):
-    """The weight, of a type that varies over data and fsdp: its values are the same on all of their
-    devices, but its gradients will differ, because each device has other rows."""
+    """The weight, with a type that varies over data and fsdp. Its values are the same on all these
+    devices, but its gradients will differ, because each device has different rows."""
     missing = tuple(axis for axis in ROWS if axis not in jax.typeof(w).mat.varying)
     return lax.pcast(w, missing, to="varying") if missing else w
 
 
 def gather_the_rest(params, specs):
-    """The weights outside of layers, whole over fsdp; those of layers as they are."""
+    """The weights outside layers, whole over fsdp; the layers' weights unchanged."""
     return {name: w if name == "layers" else jax.tree.map(gather, w, specs[name])
             for name, w in params.items()}
 
 
 def make_step(loss, specs, optimizer, mesh, accumulate=1):
-    """step(params, opt, batch) -> params, opt, the mean loss; the batch is cut into `accumulate`
-    parts, so that only one part's activations are in memory."""
+    """step(params, opt, batch) -> params, opt, the mean loss. It cuts the batch into `accumulate`
+    parts, so only one part's activations are in memory."""
     def on_device(params, batch):
-        # Marked here, outside value_and_grad. Inside, jax would mark them where they meet the
-        # batch, and the transpose of a mark is a psum: gradients would be sent in every part.
-        # Over tensor this is what jax does, with norms for example, whose gradients need it.
+        # Mark the weights here, outside value_and_grad. Inside, jax would mark them where they meet
+        # the batch. A mark's transpose is a psum, so every part would send the gradients. Over
+        # tensor, jax does exactly that, for example for norms, whose gradients need it.
         params = jax.tree.map(mark, params)
         whole, scatter = jax.vjp(lambda params: gather_the_rest(params, specs), params)
 
         def add_part(total, part):
             (value, count), grads = jax.value_and_grad(loss, has_aux=True)(whole, part)
-            grads, = scatter(grads)                 # (those of layers come scattered already)
+            grads, = scatter(grads)                 # (the layers' gradients are scattered already)
             return jax.tree.map(jnp.add, total, (grads, value, count)), None
 
         parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), batch)
-        # The first totals, made from arrays that vary over the same axes as what is added.
+        # The initial totals, made from arrays that vary over the same axes as the parts' results.
         zero = 0 * jnp.sum(batch["weights"])
         total = jax.tree.map(lambda w: 0 * w, params), zero, zero
         (grads, value, count), _ = lax.scan(add_part, total, parts)
 
-        # Once for all parts: sum over the devices that no gather's transpose has summed over.
+        # Once for all parts: sum over the devices that no gather's transpose has summed over yet.
         grads = jax.tree.map(
             lambda g, spec: lax.psum(g, "data" if "fsdp" in spec else ROWS), grads, specs)
         return grads, *lax.psum((value, count), (*ROWS, "tensor"))
@@ -162,7 +162,7 @@ def make_step(loss, specs, optimizer, mesh, accumulate=1):
     def step(params, opt, batch):
         grads, value, count = gradients(params, batch)
         grads = jax.tree.map(lambda g: g / count, grads)
-        # Outside of shard_map: number by number, so each device updates the parts that it has.
+        # Outside shard_map. This is elementwise, so each device updates only the parts it holds.
         updates, opt = optimizer.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt, value / count
 
@@ -170,7 +170,7 @@ def make_step(loss, specs, optimizer, mesh, accumulate=1):
 
 
 def train(loss, params, specs, batches, optimizer, mesh, accumulate=1):
-    """The loss of each batch, while `params` learn from them."""
+    """Train `params` on the batches and return each batch's loss."""
     params, batches = jax.device_put(
         (params, batches), (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs),
                             NamedSharding(mesh, BATCH)))
@@ -185,7 +185,7 @@ def train(loss, params, specs, batches, optimizer, mesh, accumulate=1):
 # -------------------------------------------------------------------------------------------
 
 def normal(rng, *shape):
-    """A weight [in, ...]: products with it are as large as what they multiply."""
+    """A weight [in, ...] whose products are as large as their inputs."""
     return rng.normal(size=shape).astype(np.float32) * shape[0]**-0.5
 
 

@@ -1,16 +1,16 @@
-"""What a device holds and sends at each line of a block, from the trace of the real training step.
+"""What a device holds and sends at each line of a block, taken from a trace of the real step.
 
     python -m learn.walk --mesh data=2,tensor=2
     python -m learn.walk published/transformer.py:block --model transformer --mesh tensor=4
     python -m learn.walk model.py:norm --mesh fsdp=2,seq=2,tensor=2 --experts 4
 
-prints the lines of model.py's block (or of the functions given), and of the functions in the same
-file that it calls, if they send anything. Under each line are
+This prints the lines of model.py's block (or of the functions you name). It also prints functions
+in the same file that the block calls, if they send anything. Under each line it prints
 
-    the arrays that it makes: their shape on one device, and the mesh axes over which they vary
-    what it sends in the forward pass, and what autodiff sends for it in the backward pass
+    the arrays the line makes: their shape per device, and the mesh axes over which they vary
+    what the line sends in the forward pass, and what autodiff sends for it in the backward pass
 
-All other flags are those of train.py. Nothing is computed: the step is traced, not compiled.
+The remaining flags are train.py's. It only traces the step; it doesn't compile or compute anything.
 """
 
 import ast
@@ -31,7 +31,7 @@ from zigzag.parallel import hlo
 from zigzag.parallel.jaxprs import equations_below
 from zigzag.parallel.network import network_of
 
-# {the name that jax gives a collective: ours}
+# {jax's name for a collective: ours}
 COLLECTIVES = {
     "all_gather": "all-gather", "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter", "psum_invariant": "all-reduce", "pmax": "all-reduce",
@@ -40,14 +40,14 @@ COLLECTIVES = {
 
 class Sent(NamedTuple):
     """A collective."""
-    places: list[tuple[str, str, int]]      # where it is: (file, function, line), innermost first
-    loops: list[tuple[list, int]]           # (places, turns) of the loops that it is in
+    places: list[tuple[str, str, int]]      # (file, function, line), innermost first
+    loops: list[tuple[list, int]]           # (places, iterations) of the loops around it
     is_backward: bool
     text: str
-    bytes: int              # that a device sends, each time it runs
+    bytes: int              # per device, each time it runs
 
     def times(self, file: str, function: str, lines: range = range(sys.maxsize)) -> int:
-        """How often it runs in a call of this function, because of these lines."""
+        """How many times it runs per call of this function, because of these lines."""
         def is_in(places):
             return any(place[:2] == (file, function) and place[2] in lines for place in places)
 
@@ -55,28 +55,28 @@ class Sent(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A statement of a function, what it makes on a device, and what it sends."""
+    """A statement in a function, the arrays it makes on a device, and what it sends."""
     code: list[str]
     arrays: list[tuple[str, Any]]
-    sent: dict[str, int]    # how many times each
+    sent: dict[str, int]    # {text: how many times}
 
 
 class Traced(NamedTuple):
-    """What a trace of a step has found."""
+    """The results of tracing a step."""
     sent: list[Sent]
     made: dict[tuple[str, str, int], dict]      # {(file, function, line): {name: array made there}}
-    config: Any                                 # with its sizes
+    config: Any                                 # with its sizes filled in
 
 
 def trace(config: Any, watched: set[str]) -> Traced:
-    """What the step of a configuration sends, and makes in functions of the files `watched`."""
+    """What a config's step sends, and what it makes in functions in the `watched` files."""
     config, _ = programs.choose_mesh(config)
     program = programs.program_of(config)
     made: dict[tuple[str, str, int], dict] = {}
     entered = set()
 
     def enter(frame, event, _):
-        """Called by Python at each call; returns what it calls at each line in it."""
+        """Python calls this at each call; it returns the function to call at each line."""
         code = frame.f_code
         if code.co_filename not in watched or code in entered:
             return None
@@ -95,7 +95,7 @@ def trace(config: Any, watched: set[str]) -> Traced:
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        with jax.set_mesh(program.mesh):        # (a lesson has one of its own)
+        with jax.set_mesh(program.mesh):        # (a lesson sets a different one)
             traced = program.step.trace(program.state, program.batch)
     finally:
         sys.settrace(before)
@@ -122,7 +122,7 @@ def _arrays(x):
 
 
 def _text_and_bytes(eqn, sizes):
-    """A collective in words (its name, axes and shapes), and the bytes that a device sends."""
+    """A collective as text (its name, axes and shapes), and the bytes a device sends."""
     kind = COLLECTIVES[eqn.primitive.name]
     axes = eqn.params.get("axes") or eqn.params["axis_name"]
     axes = (axes,) if isinstance(axes, str) else axes
@@ -142,8 +142,8 @@ def _shape(x):
 # -------------------------------------------------------------------------------------------
 
 def statements(file: str, function: str) -> list[tuple[int, int]]:
-    """The first and last line of each statement of a function, from its decorators on. (Of one with
-    a body, such as an if, the lines before the body.)"""
+    """The first and last line of each statement in a function, starting from its decorators. For
+    a statement with a body, such as an if, only the lines before the body."""
     if not Path(file).is_file():
         raise shard.ConfigError(f"{Path(file).name}: no such file; expected FILE.py:FUNCTION")
     found = [node for node in ast.walk(ast.parse(Path(file).read_text()))
@@ -157,7 +157,7 @@ def statements(file: str, function: str) -> list[tuple[int, int]]:
 
 
 def lines_of(file: str, function: str, sent: list[Sent], made: dict) -> list[Line]:
-    """The statements of a function, from what `trace` found."""
+    """The statements of a function, built from the trace."""
     code, found = Path(file).read_text().splitlines(), []
     if not any((where, name) == (file, function) for where, name, _ in made):
         raise shard.ConfigError(f"{Path(file).name}:{function} is not called in this step")
@@ -175,7 +175,7 @@ def lines_of(file: str, function: str, sent: list[Sent], made: dict) -> list[Lin
 
 
 def annotated(file: str, function: str, sent: list[Sent], made: dict) -> str:
-    """The lines of a function, each with what it makes and sends."""
+    """A function's lines, each with the arrays it makes and the bytes it sends."""
     out = [f"\n{Path(file).name}:{function}\n"]
     for line in lines_of(file, function, sent, made):
         out += line.code
@@ -188,7 +188,7 @@ def annotated(file: str, function: str, sent: list[Sent], made: dict) -> str:
 
 
 def callees(file: str, function: str, sent: list[Sent]) -> list[str]:
-    """The functions of the same file that this one calls, and that send in the forward pass."""
+    """Functions in the same file that this one calls and that send in the forward pass."""
     found = []
     for one in sent:
         names = [name for where, name, _ in one.places if where == file]
@@ -211,19 +211,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def block_of(config: Any) -> tuple[str, str]:
-    """The file and the name of a network's block."""
+    """A network's block: its file and its name."""
     return inspect.getsourcefile(network_of(config.network).loss), "block"
 
 
 def walk(config: Any, chosen: Sequence[tuple[str, str]]) -> Traced:
-    """A trace of the functions `chosen`, each (file, function), which must be there."""
+    """A trace of the `chosen` functions, each (file, function), which must exist."""
     for where in chosen:
         statements(*where)
     return trace(config, {file for file, _ in chosen})
 
 
 def text(found: Traced, chosen: Sequence[tuple[str, str]]) -> str:
-    """What `main` prints for these functions."""
+    """The text `main` prints for these functions."""
     sent, made, c = found
     heading = (f"{c.batch} rows of {c.network.seq_len} tokens, {c.accumulate} parts; "
                f"{c.network.dtype}; --mesh {c.mesh}")
