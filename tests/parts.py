@@ -42,7 +42,7 @@ of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted
 
 # The maximum number of lines of Python in each folder.
 BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 600, "tools": 960, "tasks": 1_010,
-           "recipes": 1_530, "learn": 3_000}
+           "recipes": 1_530, "learn": 3_040}
 
 
 def is_there(part: str, root: Path = ROOT) -> bool:
