@@ -261,7 +261,7 @@ def test_each_evaluation_has_the_mean_of_the_losses_since_the_one_before():
 def test_a_command_prints_its_host_and_its_losses(tmp_path, text):
     """Correct parts that the command does not use."""
     done = succeeds(*SMALL, "--steps", 4, "--eval_every", 2, "--mesh", "data=2", "--data", text,
-                    "--out", tmp_path / "run")
+                    "--out", tmp_path / "run", "--verbose")
     assert re.search(r"^devices  process 0 on \S+: 2 x cpu$", done.stdout, re.M)
     assert done.stdout.splitlines()[-2].startswith(
         f"done     4 steps, saved in {tmp_path / 'run'}, held-out loss ")

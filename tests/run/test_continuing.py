@@ -66,8 +66,8 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     that silently jumps."""
     was = record_of(run)
     go("--out", run, "--steps", 6)
-    lines, now = capsys.readouterr().out.splitlines(), record_of(run)
-    assert lines[0] == f"continuing {run} at step 4 of 6"
+    (data, *lines), now = capsys.readouterr().out.splitlines(), record_of(run)
+    assert data.startswith("data ") and lines[0] == f"continuing {run} at step 4 of 6"
     rows = {row["step"]: row for row in rows_of(run) if "loss" in row}
     assert list(rows) == [1, 2, 3, 4, 5, 6]
     held = f"{rows[4]['lr']:.1e}"
@@ -77,7 +77,7 @@ def test_a_run_continues_by_its_folder_alone(run, capsys):
     differs = {name for name in was if was[name] != now[name]}
     assert differs == {"steps", "out", "decay_steps", "rates"} and was.keys() == now.keys()
     go("--out", run, "--steps", 9, "--change", "decay")
-    lines = capsys.readouterr().out.splitlines()
+    _, *lines = capsys.readouterr().out.splitlines()        # (after the data)
     rates = [f"{row['lr']:.1e}" for row in rows_of(run) if "lr" in row]
     assert f"was {rates[5]} at step 6 and will be {rates[6]} at step 7" in lines[1]
     assert float(rates[6]) > float(rates[5])
@@ -225,7 +225,7 @@ def test_several_processes_change_the_data_of_a_run(tmp_path, text):
     succeeds(*WORDS, "--mesh", "data=2", "--data", text, "--out", out)
     results = all_succeed(hosts(2, "--out", out, "--steps", 6, "--data", more, "--change", "data"))
     assert record_of(out)["changes"][0]["step"] == 4
-    assert results[0][1].startswith("continuing ") and "continuing" not in results[1][1]
+    assert "\ncontinuing " in results[0][1] and "continuing" not in results[1][1]
     with refuses("data .*, and .* was given"):
         continued("--out", out, "--data", text)
 

@@ -181,17 +181,24 @@ def _find_difference(plan, make_batch, compute):
     given = [(make_batch(at, cut * each), jax.random.key(config.seed + at)) for at in range(3)]
     is_narrow = plan.dtype != "float32" or computes_in_16_bits(
         plan.loss, _as_computed(plan), given[0][0])
-    # Use two programs. In a single program, a pipeline's collectives and the gathers for one device
-    # had no order: some devices began with the former, others with the latter, and all hung.
+    # Three programs. Both sides get weights that are really rounded to their dtype. And if one
+    # program had a pipeline's collectives and the gathers for one device, these would have no
+    # order: some devices would begin with the former, others with the latter, and all would hang.
     compiled = functools.partial(jax.jit, compiler_options=plan.compiler_options)
-    on_mesh = compiled(functools.partial(_at_new_weights, plan, compute)).lower(*given[0]).compile()
+    batch, key = given[0]
+    new_weights = compiled(functools.partial(_new_weights, plan), out_shardings=shardings(
+        plan.stored, plan.mesh)).lower(key).compile()
+    on_mesh = compiled(functools.partial(_at_weights, compute)).lower(
+        new_weights.out_info, batch).compile()
     beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
                       out_shardings=jax.NamedSharding(plan.mesh, P())).lower(
-        *on_mesh.out_info, *given[0]).compile()
+        on_mesh.out_info, new_weights.out_info, batch, key).compile()
     process_allgather("compiled")               # every process compiles before any device waits
     apart = []                                  # for each batch, whether anything differs
-    for args in given:
-        found = jax.device_get(beside(*jax.block_until_ready(on_mesh(*args)), *args))
+    for batch, key in given:
+        params = new_weights(key)
+        found = jax.block_until_ready(on_mesh(params, batch))
+        found = jax.device_get(beside(found, params, batch, key))
         gradients = [value.size for name, value in found.items() if _is_gradient(name)]
         if gradients and not np.any(gradients) or not np.isfinite(
                 [found["the sum"].size, found["the count"].size, *gradients]).all():
@@ -261,12 +268,15 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
     return sums, gradient
 
 
-def _at_new_weights(plan, compute, batch, key):
-    """Make new weights, moved at random; return ({name: value} from compute, these weights)."""
-    params = jax.lax.with_sharding_constraint(plan.init(key), shardings(plan.stored, plan.mesh))
-    params = cast(_moved(params, jax.random.fold_in(key, 1), MOVED), plan.dtype)
+def _new_weights(plan, key):
+    """New weights, moved at random."""
+    return cast(_moved(plan.init(key), jax.random.fold_in(key, 1), MOVED), plan.dtype)
+
+
+def _at_weights(compute, params, batch):
+    """{name: value} from compute(params, batch)."""
     with jax.default_matmul_precision("highest"):
-        return _named(*compute(params, batch)), params
+        return _named(*compute(params, batch))
 
 
 def _beside_one_device(plan, is_narrow, found, params, batch, key):
