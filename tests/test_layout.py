@@ -227,20 +227,6 @@ def test_lines_fit_on_a_page():
     assert not long, "\n".join(long)
 
 
-# Words of translated prose: a sentence that begins with "Of", home-made words for "custom loss" and
-# for "equal".
-TRANSLATED = re.compile(r"\bOf (a|an|the|each|all|those|these|its|what|which|some|any|course)\b"
-                        r"|\b[Ss]omebody else's\b|\b[Aa]like\b")
-
-
-def test_the_prose_reads_as_english():
-    """Sentences that begin with "Of each ...", from which a reader learns the subject last; a
-    custom loss called by a home-made name, which nobody can search for."""
-    wrong = [f"{at}: {line.strip()}" for at, line in lines_of("*.md", "docs/**/*.md")
-             if "test_layout.py:" not in at and TRANSLATED.search(line)]
-    assert not wrong, "\n".join(wrong)
-
-
 # The collectives that the head of each section of shard.py is about.
 SECTIONS = {"data": {"psum", "reduce_scatter"}, "fsdp": {"all_gather", "gather"},
             "tensor": {"all_gather", "psum_scatter", "psum"},

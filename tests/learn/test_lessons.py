@@ -163,21 +163,21 @@ MLP = 4096 * 1024 * 3                   # weights of an expert
 X, EXPERTS = 4096**2 * 2, 64 * MLP * 2  # bytes of a stream, and of all experts
 STAGE = 8e9 / (4 * 4096)                # operations for each byte that a stage sends
 FIGURES = {
-    "1": {"multiplies 197 tera": FLOPS / 1e12, "about 2,200,": BYTE},
+    "1": {"chip does 197 tera": FLOPS / 1e12, "about 2,200,": BYTE},
     "2": {"does 2,200": BYTE, "about 2,900 tokens": 8 / 6 * BYTE},
-    "3": {"with 2,200": BYTE, "from 2,200": BYTE, "backward from 1,470": BYTE / 1.5},
+    "3": {"does 2,200": BYTE, "from 2,200": BYTE, "on (1,470 backward)": BYTE / 1.5},
     "4": {"does 2,200": BYTE, "about 80%": 100 * BYTE / (8192 / 3),
-          "tensor=2 27%": 100 * BYTE / 8192},
+          "tensor=2 adds 27%": 100 * BYTE / 8192},
     "5": {"16,384 bytes": 64 * 64 * 4, "= 8.5": (64 * 64 * 4 + 256 * 1024) / 32768,
           "table shows 28": (2 * 64 * 256 * 4 + 3 * 256 * 1024) / 32768,
-          "has 20": (2 * 64 * 256 * 4 + 2 * 256 * 1024) / 32768},
-    "6": {"4,096, against": 2 * 1024**2 * 8 / (2 * 2 * 1024), "against 2,200": BYTE},
-    "7": {"490,000": STAGE, "some 220 times": STAGE / BYTE},
+          "gives 20.": (2 * 64 * 256 * 4 + 2 * 256 * 1024) / 32768},
+    "6": {"4,096, while": 2 * 1024**2 * 8 / (2 * 2 * 1024), "needs 2,200": BYTE},
+    "7": {"490,000": STAGE, "about 220 times": STAGE / BYTE},
     "8": {"1.6 GB": EXPERTS / 1e9, "fsdp=8 sends 4.2": 3 * 7 / 8 * EXPERTS / 1e9,
           "X = 33.6 MB": X / 1e6, "sends 0.94 GB": 4 * 7 * X / 1e9, "10 ms": 1e3 * 4 * 7 * X / LINK,
-          "beside 3 ms": 1e3 * 6 * 2 * MLP * 4096 / FLOPS,
-          "takes 47 ms": 1e3 * 3 * 7 / 8 * EXPERTS / LINK},
-    "9": {"(128 GB)": 16 * 8, "would be 16 GB": 16 * 8 / 8, "does 197 tera": FLOPS / 1e12,
+          "and 3 ms": 1e3 * 6 * 2 * MLP * 4096 / FLOPS,
+          "with 47 ms": 1e3 * 3 * 7 / 8 * EXPERTS / LINK},
+    "9": {"(128 GB)": 16 * 8, "would take 16 GB": 16 * 8 / 8, "does 197 tera": FLOPS / 1e12,
           "memory moves 819 GB/s": CHIPS["TPU v5 lite"].bandwidth / 1e9}}
 
 
