@@ -60,11 +60,11 @@ def steps_in(minutes: float, config: Any, mesh: Any, task: Task) -> int:
     """Return how many steps of a new run fit in this time. Measure the speed on a few steps and
     discard their results. Compiling, evaluations and saves don't count."""
     say = BenchReporter(WARM + FEW)
-    is_first, say.is_quiet = not say.is_quiet, True
+    say.is_quiet = True
     train_some(config, mesh, task, say)
     step = hosts.process_allgather(statistics.median(say.took[WARM:]))[0]
     steps = max(1, round(60 * minutes / step))
-    if is_first:
+    if jax.process_index() == 0:
         print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {steps:,} steps")
     hosts.watchdog.arm("beginning")
     return steps

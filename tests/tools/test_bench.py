@@ -29,7 +29,7 @@ def test_minutes_become_steps_and_a_run_keeps_them(text, tmp_path, capsys, monke
 
 
 @pytest.mark.full
-def test_the_speed_is_measured(text, tmp_path, capsys):
+def test_the_speed_is_measured(text, tmp_path):
     """Steps from a time that includes the compilation; a measured run that leaves files."""
     train.main([*SMALL, "--data", str(text), "--out", str(tmp_path / "run"), "--minutes", "0.02"])
     assert len(rows_of(tmp_path / "run")) >= 4 and not (tmp_path / "out").exists()

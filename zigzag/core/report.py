@@ -111,7 +111,8 @@ class Reporter:
             if wanted == "none" and not is_complete:
                 why = "there is no formula for it"
             is_small = c.bytes < least
-            small += [c] * is_small
+            if is_small:
+                small.append(c)
             self.line(f"sends    {human_bytes(c.bytes):>7} per device per update in {c.count} "
                       f"{c.kind} over {c.axis} ({why})",
                       is_shown=self.verbose or not is_small)

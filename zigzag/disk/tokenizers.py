@@ -136,7 +136,7 @@ class Pieces(Tokenizer):
                 found.append((self.special[part], at, at + len(part)))
             elif part:
                 for piece in self.model.encode(part, out_type="immutable_proto").pieces:
-                    # Of a character's bytes, sentencepiece gives only the last one its place.
+                    # sentencepiece gives a place only to the last byte of a character.
                     is_inner = piece.begin == piece.end and self.model.is_byte(piece.id)
                     found.append((piece.id, at + piece.begin, at + piece.end + is_inner))
             at += len(part)
