@@ -6,10 +6,13 @@ import math
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
+import numpy as np
+
 import data
 import sample
 from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Sources, opened_sources
+from zigzag.disk.encoding import what_was_skipped
 from zigzag.disk.mixture import mixed, spread
 from zigzag.disk.packing import parts_of, question_in
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_record
@@ -34,7 +37,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
             raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
                               f"tokenizer of {config.init_from or config.out}; give the text "
                               f"itself")
-        config = checks.check_corpus(config, sources)
+        config = check_corpus(config, sources)
         rows = training_rows(config, sources)
         config = schedules.with_steps(config, len(rows))
         record = {"fingerprint": sources.fingerprint, "tokenizer": sources.tokenizer.kind,
@@ -42,6 +45,34 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
         yield Learned(config, lambda: task_of(config, sources, rows), record,
                       sources.described(config.network.seq_len),
                       sources.prompt_flags if config.data else '--prompt "def main("')
+
+
+def check_corpus(config: Any, sources: Any) -> Any:
+    """Set the config's vocabulary from the corpora. Reject corpora without enough to learn."""
+    config = checks.check_vocabulary(config, sources.tokenizer.vocab_size)
+    length = config.network.seq_len
+    if any(corpus and corpus.record.get("form") == "preference"
+           for corpus in (*sources.corpora, sources.held_out)):
+        raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
+                          "train.py learns yet; expected texts, messages, or prompts and "
+                          "completions (python -m recipes.dpo learns from preferences)")
+    for name, corpus in zip(sources.names, sources.corpora):
+        what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
+        count, weights = len(corpus.train), corpus.weights["train"]
+        if corpus.is_learned_in_part:
+            documents = corpus.documents("train")
+            if documents.unlearned(length) == len(documents):
+                begins = int(np.argmax(documents.weights > 0))
+                raise ConfigError(f"--seq_len {length}: no answer of {corpus.folder} comes "
+                                  f"within so many tokens, so there is nothing to learn; the first "
+                                  f"one comes after {begins:,} tokens")
+        elif count <= length:
+            skipped = "".join(f"; {text}" for text in what_was_skipped(corpus.record) if text)
+            raise ConfigError(f"--seq_len {length}: {what} has only {count} tokens to "
+                              f"train on; give more data or a --seq_len below {count}{skipped}")
+        elif weights is not None and weights.min() == weights.max() == 0:
+            raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
+    return config
 
 
 def pack_of(config: Any, sources: Sources) -> str:

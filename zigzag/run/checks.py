@@ -5,13 +5,11 @@
     check_batch       a batch that doesn't divide over the mesh
     check_time        batch arrays that may or may not have a sequence
     check_overrides   --override
-    check_corpus      data that is too short, or has ids outside the vocabulary
 """
 
 import re
 from typing import Any, Mapping, Sequence
 
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core import hosts
@@ -32,7 +30,6 @@ from zigzag.core.mesh import (
     unknown_time,
 )
 from zigzag.core.options import changes, check_values
-from zigzag.disk.encoding import what_was_skipped
 from zigzag.disk.mixture import rounded
 from zigzag.parallel.rule import apply_overrides, parse_overrides
 from zigzag.run import schedules
@@ -163,31 +160,3 @@ def check_vocabulary(config: Any, ids: int) -> Any:
     if config.network.vocab_size and config.network.vocab_size < ids:
         raise ConfigError(f"--vocab_size {config.network.vocab_size}: the data has {ids} ids")
     return change(config, vocab_size=config.network.vocab_size or ids)
-
-
-def check_corpus(config: Any, sources: Any) -> Any:
-    """Set the config's vocabulary from the corpora. Reject corpora without enough to learn."""
-    config = check_vocabulary(config, sources.tokenizer.vocab_size)
-    length = config.network.seq_len
-    if any(corpus and corpus.record.get("form") == "preference"
-           for corpus in (*sources.corpora, sources.held_out)):
-        raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
-                          "train.py learns yet; expected texts, messages, or prompts and "
-                          "completions (python -m recipes.dpo learns from preferences)")
-    for name, corpus in zip(sources.names, sources.corpora):
-        what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
-        count, weights = len(corpus.train), corpus.weights["train"]
-        if corpus.is_learned_in_part:
-            documents = corpus.documents("train")
-            if documents.unlearned(length) == len(documents):
-                begins = int(np.argmax(documents.weights > 0))
-                raise ConfigError(f"--seq_len {length}: no answer of {corpus.folder} comes "
-                                  f"within so many tokens, so there is nothing to learn; the first "
-                                  f"one comes after {begins:,} tokens")
-        elif count <= length:
-            skipped = "".join(f"; {text}" for text in what_was_skipped(corpus.record) if text)
-            raise ConfigError(f"--seq_len {length}: {what} has only {count} tokens to "
-                              f"train on; give more data or a --seq_len below {count}{skipped}")
-        elif weights is not None and weights.min() == weights.max() == 0:
-            raise ConfigError(f"{what}: all weights are 0, so there is nothing to learn")
-    return config
