@@ -12,7 +12,7 @@ batch into (sum, count). The step sums both over batch parts and devices, then d
 """
 
 if __name__ == "__main__":
-    from zigzag.core.parts import begin
+    from zigzag.core.flags import begin
 
     begin()
 

@@ -3,6 +3,7 @@
     beams  scores  choices  chat    sample.py --beams, --score, --choices, --chat
     bench  generation_speed         --bench of train.py, and of sample.py
     plots  trackers                 train.py --plot, --log
+    synonyms                        what to use instead of other codebases' flags
     adds                            the flags that these files add
 
 recipes/lm_eval.py needs tools/scores.py; --beams in tasks/pairs.py needs tools/beams.py. The folder

@@ -9,7 +9,7 @@ from zigzag.core.parts import Command, Unused
 
 
 def _check_save(picture):
-    if picture:         # with --plot, zigzag/core/parts.py runs the command without this check
+    if picture:         # with --plot, zigzag/core/flags.py runs the command without this check
         raise ConfigError(f"--save {picture}: names the picture of --plot RUN, which was not given")
 
 

@@ -15,10 +15,10 @@ import sys
 import textwrap
 from typing import Any, Callable, Sequence
 
+from zigzag.core import start
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
-from zigzag.core.options import PARTS, Groups, Values, comments, has_part, options
-from zigzag.core.start import has_begun
-from zigzag.core.synonyms import meaning
+from zigzag.core.options import PARTS, Groups, Values, comments, options
+from zigzag.core.parts import added, commands, has_part, part
 
 # The words of a command line; None: this process's command line.
 Argv = Sequence[str] | None
@@ -94,7 +94,8 @@ def parse_flags(cls: Any, argv: Argv, positional: str = "",
             name = name.replace("-", "_")
             if name not in types:
                 near = did_you_mean(name, types, "--{}".format) or "; --help lists the options"
-                known = meaning(name.lower(), {*types, positional})
+                known = has_part("tools") and part("tools.synonyms", "").meaning(
+                    name.lower(), {*types, positional})
                 raise ConfigError(f"--{name} is not an option{f'; {known}' if known else near}"
                                   + _of_parts_that_are_gone())
             values = [value] if equals else []
@@ -215,7 +216,7 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
     a single line, a bug prints its traceback. Escape characters that the output can't encode."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    has_begun()
+    start.has_begun()
     try:
         _run_to_the_end(main)
     except (Exception, KeyboardInterrupt) as e:
@@ -242,3 +243,21 @@ def _run_to_the_end(main):
             sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
+
+
+def begin() -> None:
+    """Start train.py before it imports jax: if a part's command doesn't need jax (--plot), run it
+    and exit; otherwise call start.begin."""
+    words = [word.partition("=")[0] for word in sys.argv[1:]]
+    for flag, command in commands().items():
+        if command.beside and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):
+            run_main(lambda: _run_alone(flag, command))
+            sys.exit(0)
+    start.begin()
+
+
+def _run_alone(flag, command):
+    given, _ = parse_flags(tuple(added("OfTraining")), None)
+    if other := given.keys() - {flag, *command.beside}:
+        raise ConfigError(f"--{min(other)}: no effect with --{flag}; leave it out")
+    part(command.module, f"--{flag}").run(**given)

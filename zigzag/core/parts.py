@@ -16,14 +16,11 @@ part's adds.py declares what it adds to the command lines:
 
 import collections
 import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from zigzag.core import start
 from zigzag.core.errors import ConfigError
-from zigzag.core.flags import parse_flags, run_main
 from zigzag.core.options import PARTS, ROOT
 from zigzag.core.options import has_part as has_part
 
@@ -63,21 +60,3 @@ def added(name: str) -> list[Any]:
 def commands() -> dict[str, Command]:
     """Return {flag: Command} for all of this copy's parts."""
     return {**collections.ChainMap(*added("COMMANDS"))}
-
-
-def begin() -> None:
-    """Start train.py before it imports jax: if a part's command doesn't need jax (--plot), run it
-    and exit; otherwise call start.begin."""
-    words = [word.partition("=")[0] for word in sys.argv[1:]]
-    for flag, command in commands().items():
-        if command.beside and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):
-            run_main(lambda: _run_alone(flag, command))
-            sys.exit(0)
-    start.begin()
-
-
-def _run_alone(flag, command):
-    given, _ = parse_flags(tuple(added("OfTraining")), None)
-    if other := given.keys() - {flag, *command.beside}:
-        raise ConfigError(f"--{min(other)}: no effect with --{flag}; leave it out")
-    part(command.module, f"--{flag}").run(**given)
