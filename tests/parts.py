@@ -33,7 +33,7 @@ PARTS = {
 # {file of a part: the parts that it needs in addition to those of its part}
 FILES = {"recipes/caption.py": {"published", "tasks"}, "recipes/seq2seq.py": {"published", "tasks"},
          "recipes/classify.py": {"published"}, "recipes/uva3d.py": {"published"},
-         "recipes/lm_eval.py": {"tools"}, "recipes/ddpg.py": {"tasks"},
+         "recipes/lm_eval.py": {"tools"}, "recipes/dpo.py": {"tools"}, "recipes/ddpg.py": {"tasks"},
          "recipes/ppo.py": {"tasks"}, "recipes/distill.py": {"tasks"}}
 
 # For tests of the whole repository.
@@ -41,7 +41,7 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 600, "tools": 1_080, "tasks": 1_010,
+BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 600, "tools": 1_420, "tasks": 1_010,
            "recipes": 1_530, "learn": 3_040}
 
 

@@ -2,10 +2,12 @@
 
     beams  scores  choices  chat    sample.py --beams, --score, --choices, --chat
     bench  generation_speed         --bench of train.py, and of sample.py
+    chats                           conversations, completions and preferences as --data
     plots  trackers                 train.py --plot, --log
     synonyms                        what to use instead of other codebases' flags
     adds                            the flags that these files add
 
-recipes/lm_eval.py needs tools/scores.py; --beams in tasks/pairs.py needs tools/beams.py. The folder
-imports zigzag/ and the five files. If you delete it, these flags are gone.
+recipes/lm_eval.py needs tools/scores.py, recipes/dpo.py needs tools/chats.py, and --beams in
+tasks/pairs.py needs tools/beams.py. The folder imports zigzag/ and the five files. If you delete
+it, these flags are gone, and --data takes no conversations.
 """

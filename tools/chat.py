@@ -1,13 +1,13 @@
-"""Conversations with a model, using its chat template (zigzag/disk/chats.py)."""
+"""Conversations with a model, using its chat template (chats.py)."""
 
 import contextlib
 import importlib
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
+from tools import chats
 from zigzag.commands.sampling import Model, write_answers
-from zigzag.core.errors import note
-from zigzag.disk.chats import Template
+from zigzag.core.errors import ConfigError, note
 from zigzag.generate.prompts import Prompt, make_prompts
 from zigzag.generate.rows import context_of
 
@@ -18,7 +18,7 @@ def chat_prompt(folder: str | Path, messages: Sequence[dict[str, Any]], template
     "content": "Hello"}]. With `add_generation_prompt`, the text ends where the answer begins. The
     text spells out special tokens, so encode it with a tokenizer's `with_places`. `more` is passed
     to the template (for example, tools)."""
-    return Template(folder, template).render(messages, add_generation_prompt, **more)
+    return chats.Template(folder, template).render(messages, add_generation_prompt, **more)
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -49,6 +49,18 @@ def fitting_ids(tokenizer: Any, messages: list[dict[str, Any]], context: int,
 # -------------------------------------------------------------------------------------------
 # The command
 
+def has_template(model: Model) -> bool:
+    """Return whether the model is a decoder with a chat template."""
+    return not model.has_source and chats.has_template(model.tokenizer.folder)
+
+
+def check_template(model: Model) -> None:
+    """Reject --chat and --system for a model without a chat template."""
+    if not has_template(model):
+        raise ConfigError("--chat and --system need a chat template, which this model does not "
+                          "have")
+
+
 def system(model: Model) -> list[dict[str, str]]:
     """Return the messages that begin a conversation: --system, if given."""
     return [{"role": "system", "content": model.flags.system}] if model.flags.system else []
@@ -71,7 +83,7 @@ def converse(model: Model) -> None:
     the model continues each line."""
     with contextlib.suppress(ImportError):      # not every Python has readline
         importlib.import_module("readline")     # makes input lines editable
-    greeting = "Talk to the model" if model.has_template else "Each line is continued"
+    greeting = "Talk to the model" if has_template(model) else "Each line is continued"
     print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
     said, tokens = system(model), model.flags.tokens
     while True:
@@ -81,7 +93,7 @@ def converse(model: Model) -> None:
             return print()
         if not line.strip():
             continue
-        if model.has_template:
+        if has_template(model):
             said.append(user(line))
             prompt = message(model, said)
         else:

@@ -27,18 +27,14 @@ from tests.common import (
     refused,
     token_shards,
 )
-from tests.disk.test_chats import MARKED, PLAIN
-from tests.helpers import ROOT, TINY, learn, needed, run_of
+from tests.helpers import ROOT, TINY, learn, run_of
 from zigzag.commands import text as text_task
-from zigzag.core.errors import ConfigError
 from zigzag.disk.corpus import Corpus, opened_sources
 from zigzag.disk.mixture import numbers_at
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options
 from zigzag.disk.token_files import TokenFiles
-from zigzag.disk.tokenizers import Bytes, tokenizer_at
-
-chat = needed("tools.chat")
+from zigzag.disk.tokenizers import Bytes
 
 WEIGHTED = Options(weight_field="w")
 
@@ -179,35 +175,6 @@ def test_a_field_that_no_line_has_is_refused(tmp_path, capsys):
             capsys, "--batch", 8, "--data", tmp_path / name, "--weight_field", "w", "--out",
             tmp_path / "o")
     assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize("template", [MARKED, PLAIN])
-def test_weights_of_conversations_are_those_of_their_answers(tmp_path, folder, template):
-    """A question that is learned because its line has a weight; the weight of another answer."""
-    peer("jinja2")
-    (folder / "chat_template.jinja").write_text(template)
-    turn = [chat.user("1 and 2?"), {"role": "assistant", "content": "3"},
-            chat.user("Thanks"), {"role": "assistant", "content": "Bye"}]
-
-    def made(name, **row):
-        return documents_of(prepared(
-            json_lines(tmp_path / f"{name}.jsonl", *[row] * 20), tmp_path / name,
-            tokenizer=tokenizer_at(folder), options=WEIGHTED if name != "0" else Options()))
-
-    (_, plain), *_ = made("0", messages=turn)
-    first = plain.index(1) + plain[plain.index(1):].index(0)        # where the first answer ends
-    assert [w for _, w in made("1", messages=turn, w=0.5)] == [[x / 2 for x in plain]] * 20
-    own = [*turn[:1], {**turn[1], "w": 0.25}, turn[2], {**turn[3], "w": None}]
-    for name, more in ("2", {}), ("3", {"w": 2}):
-        want = [x * (0.25 if i < first else 1) * more.get("w", 1) for i, x in enumerate(plain)]
-        assert made(name, messages=own, **more)[0][1] == want, name
-    for wrong, says in (
-            ({"w": [1, 2]}, r"line 1: 'w' is \[1, 2\]; expected a number of 0 or more$"),
-            ({"messages": [turn[0], {**turn[1], "w": -1}]}, "line 1: 'w' is -1")):
-        with pytest.raises(ConfigError, match=says):
-            made("wrong", **{"messages": turn, **wrong})
-    pairs = made("4", prompt="1 and 2 are", completion=" 3", w=0.5)
-    assert {*pairs[0][1]} == {0, 0.5} and pairs[0][1][-1] == 0.5
 
 
 WEIGHTS = np.random.default_rng(1).random(5000).astype(np.float16)

@@ -17,7 +17,6 @@ from zigzag.core.errors import ConfigError, note, printable
 from zigzag.core.flags import check_shards, parse_flags
 from zigzag.core.mesh import keep_compiled, mesh_of_flags, mesh_sizes, simulate_devices
 from zigzag.core.parts import added, has_part, part
-from zigzag.disk.chats import has_template
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.answers import Answer
 from zigzag.generate.prompts import (
@@ -60,11 +59,6 @@ class Model(NamedTuple):
         has_encoder = self.has_source and not self.network.source_ids(self.c)
         return special_ids(self.c, self.tokenizer)[1:2] if has_encoder else self.tokenizer.ends
 
-    @property
-    def has_template(self) -> bool:
-        folder = self.tokenizer.folder      # a byte tokenizer has none
-        return bool(folder) and not self.has_source and has_template(folder)
-
     def sources(self, prompts: Sequence[Prompt]) -> list[Any] | None:
         return [prompt.source for prompt in prompts] if self.has_source else None
 
@@ -106,9 +100,8 @@ def run(argv: Sequence[str] | None) -> None:
         _join_processes(flags, has_input)
     keep_compiled(least=0)
     model = Model(flags, *load_model(flags))
-    if (chat or system) and not model.has_template:
-        raise ConfigError("--chat and --system need a chat template, which this model does not "
-                          "have")
+    if chat or system:
+        part("tools.chat", "--chat").check_template(model)
     if model.has_source and command:
         raise ConfigError(f"--{command}: expected a decoder; this model has an encoder"
                           + " (sample.score takes its sources)" * (command != "bench"))

@@ -5,7 +5,6 @@
     encoding        documents to tokens on all cores; output writes the files
     corpus          the folder of tokens that --data opens, or several of them
     token_files     tokens written by other programs
-    chats           conversations in a model's chat template, and which tokens are targets
     packing         rows of whole documents
     mixture         several sources mixed by weight; the order of examples
     lines           lines of JSON, and other helpers shared by the readers

@@ -37,11 +37,11 @@ from zigzag.core.files import (
     taken_back,
     write_json,
 )
+from zigzag.core.parts import part
 from zigzag.disk.encoding import (
     about_learned,
     encode_files,
     sampled_lines,
-    template_of,
     what_was_skipped,
 )
 from zigzag.disk.output import FORMAT, MARKS, SPLITS, Output, mapped, saved_state
@@ -80,24 +80,24 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     check_others(out, "--out", "data.py", OF_ENCODING)
     files, skipped = find(paths, flag, out) if paths else (library_sources(), {})
     options = examined(files, options, flag)
-    if options.form == "messages":
+    if options.form != "text":
         with naming(files[0].path):
-            template_of(tokenizer.folder if tokenizer else None)
+            part("tools.chats", options.form).check_template(options.form, tokenizer)
     settings = _settings(files, options, vocab_size, tokenizer)
-    with _unfinished(out) as part:
-        if saved_state(part).get("settings") != settings:
-            (part / "progress.json").unlink(missing_ok=True)
+    with _unfinished(out) as unfinished:
+        if saved_state(unfinished).get("settings") != settings:
+            (unfinished / "progress.json").unlink(missing_ok=True)
         if vocab_size:
-            path = part / Pieces.file
-            tokenizer = Pieces(path) if saved_state(part) else train_pieces(
+            path = unfinished / Pieces.file
+            tokenizer = Pieces(path) if saved_state(unfinished) else train_pieces(
                 sampled_lines(files, options), path, vocab_size)
         elif tokenizer and tokenizer.path:
-            copy_files(tokenizer, part)
-            tokenizer = KINDS[tokenizer.kind](part / tokenizer.file)
+            copy_files(tokenizer, unfinished)
+            tokenizer = KINDS[tokenizer.kind](unfinished / tokenizer.file)
         tokenizer = tokenizer or Bytes()
         # The marks file holds weights, or which tokens are answers. Unweighted text has none.
         marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"
-        with Output(part, tokenizer, settings, marks) as output:
+        with Output(unfinished, tokenizer, settings, marks) as output:
             encode_files(files, tokenizer, options, output, cores)
             if not output.count("docs"):
                 why = "; ".join(message for _, message in output.state["troubles"].values())
@@ -113,7 +113,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
                 record[split]["weights"] = sha256(out / f"{split}.weights")
         copy_files(tokenizer, out)
         write_json(out / "data.json", record)
-    shutil.rmtree(part)
+    shutil.rmtree(unfinished)
     (out / "stdin").unlink(missing_ok=True)
     return Corpus(out)
 

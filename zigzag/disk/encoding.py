@@ -11,7 +11,6 @@ many pieces are on disk, and an interrupted encoding resumes from there.
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import gc
 import itertools
 import os
@@ -26,20 +25,12 @@ from typing import Iterable, Iterator
 import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, one_line
-from zigzag.disk.chats import (
-    Marked,
-    Template,
-    encode_chat,
-    encode_completion,
-    encode_preference,
-    has_template,
-    split_preference,
-)
+from zigzag.core.parts import part
 from zigzag.disk.lines import Record
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted, pieces, read
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
-from zigzag.disk.weights import WrongWeight, as_weights
+from zigzag.disk.weights import Marked, WrongWeight, as_weights
 
 # Below this many bytes of text, a second process doesn't pay off.
 FEW = 2**23
@@ -87,37 +78,14 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
 def encode_document(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
     """Return a list of pairs (ids, their weights as targets) for a text or a line of JSON: a single
     pair or, for a preference, the chosen pair and the rejected pair."""
-    record = document.content
-    if options.form == "text":
-        ids = tokenizer.encode(record)
-        weights = as_weights(document.weight, len(ids))
-        if document.begins:     # a text's separator gets the weight of its first token
-            ids = np.append(tokenizer.separator, ids)
-            weights = np.append(weights[:1], weights) if weights.ndim else weights
-        return [(ids, np.broadcast_to(weights, len(ids)))]
-    if options.form == "completion":
-        found = [encode_completion(record, tokenizer)]
-    elif options.form == "messages":
-        found = [encode_chat(record, template_of(tokenizer.folder), tokenizer,
-                             weight_field=options.weight_field)]
-    elif isinstance(record["chosen"], str):
-        prompt, chosen, rejected = split_preference(record)
-        found = [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
-                 for text in (chosen, rejected)]
-    else:
-        found = encode_preference(record, template_of(tokenizer.folder), tokenizer)
-    weight = as_weights(document.weight)
-    return [(ids, learned * weight) for ids, learned in found]
-
-
-@functools.cache
-def template_of(folder: Path | None) -> Template:
-    """Read the chat template in a tokenizer's folder. The ConfigError explains how to name one."""
-    if not has_template(folder):
-        none = f" (no chat_template in {folder})" if folder else ""
-        raise ConfigError(f"conversations need the chat template of a published model: data.py "
-                          f"--tokenizer DIR, or train.py --model DIR{none}")
-    return Template(folder)
+    if options.form != "text":
+        return part("tools.chats", options.form).encode_record(document, tokenizer, options)
+    ids = tokenizer.encode(document.content)
+    weights = as_weights(document.weight, len(ids))
+    if document.begins:     # a text's separator gets the weight of its first token
+        ids = np.append(tokenizer.separator, ids)
+        weights = np.append(weights[:1], weights) if weights.ndim else weights
+    return [(ids, np.broadcast_to(weights, len(ids)))]
 
 
 def serve() -> None:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, Iterator, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.disk.chats import check_record, form_of
-from zigzag.disk.lines import existing, lacks, parsed, texts_in
+from zigzag.core.parts import part
+from zigzag.disk.lines import Record, existing, lacks, parsed, texts_in
 from zigzag.disk.weights import weight_in
 
 PIECE = 2**20           # approximate characters in a piece, which ends at a line's end
@@ -48,7 +48,7 @@ class Options:
     """How to read files."""
     field: str = "text"         # in lines of JSON and in .parquet
     strict: bool = False        # stop at the first problem
-    form: str = "text"          # the form of lines of JSON, as chats.form_of names it
+    form: str = "text"          # the form of lines of JSON, as form_of names it
     weight_field: str = ""      # in lines of JSON and in .parquet
 
 
@@ -354,12 +354,19 @@ def _document(file, number, row, options):
         if options.form == "text":
             content, = texts_in(record, (options.field,))
         else:
-            check_record(record, options.form)
+            part("tools.chats", options.form).check_record(record, options.form)
     except ConfigError as e:
         return Trouble(f"{'rows' if is_row else 'lines'} without {options.form}", f"{where}: {e}")
     name = content if options.form == "text" else row.strip()
     return Document(True, content, f"{file.name}:{number}" if is_row else name, where,
                     weight_in(record, options.weight_field))
+
+
+def form_of(record: Record, field: str) -> str:
+    """Return a JSON line's form: text, messages, completion or preference, or '' if none."""
+    forms = {"text": {field}, "messages": {"messages"}, "completion": {"prompt", "completion"},
+             "preference": {"chosen", "rejected"}}
+    return next((form for form, fields in forms.items() if fields <= record.keys()), "")
 
 
 def examined(files: Sequence[File], options: Options, flag: str) -> Options:

@@ -15,6 +15,8 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.disk.lines import Record, numbers_below
 
+Marked = tuple[np.ndarray, np.ndarray]      # ids, and for each whether it is learned, or its weight
+
 
 class WrongWeight(ConfigError):
     """A weight that isn't a number >= 0, or a list without exactly one number per token."""
@@ -46,15 +48,3 @@ def weight_in(record: Record, field: str) -> Any:
     is_inside = isinstance(messages, list) and any(
         field in message for message in messages if isinstance(message, dict))
     return record.get(field, 1 if is_inside else None) if field else None
-
-
-def weights_of_answers(messages: list[Record], field: str, count: int) -> list[Any]:
-    """Return the weight of each of the `count` answers among these messages: the message's value in
-    this field, or 1 if the message lacks it."""
-    found = [message.get(field) for message in messages if message["role"] == "assistant"]
-    if not field or not any(x is not None for x in found):
-        return [1] * count
-    if len(found) != count:
-        raise WrongWeight(f"is of {len(found)} answers, of which the chat template marks {count}; "
-                          f"give the whole line one weight")
-    return [as_weights(x) for x in found]

@@ -11,14 +11,13 @@ import pytest
 import data
 import sample
 from tests.common import data_py, documents_of, full, go, json_lines, peer, prepared, refused
-from tests.helpers import TINY, learn, needed, run_of
+from tests.helpers import TINY, learn, run_of
+from tools import chat, chats
 from zigzag.commands import text as text_task
 from zigzag.core.errors import ConfigError
-from zigzag.disk import chats
 from zigzag.disk.corpus import Corpus, Sources
+from zigzag.disk.reading import Options
 from zigzag.disk.tokenizers import tokenizer_at
-
-chat = needed("tools.chat")
 
 # With and without marks around what the assistant wrote.
 MARKED = """{% for m in messages %}<{{ m.role }}>
@@ -257,6 +256,36 @@ def test_what_a_preference_has_in_common_is_not_learned(folder, template):
                                    in (("chosen", "Because."), ("rejected", "No."))}}
     (ids, marks), _ = chats.encode_preference(record, chats.Template(folder), tokenizer)
     assert tokenizer.spelled(ids[marks].tolist()) == "Because.</s>"
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_weights_of_conversations_are_those_of_their_answers(tmp_path, folder, template):
+    """A question that is learned because its line has a weight; the weight of another answer."""
+    peer("jinja2")
+    (folder / "chat_template.jinja").write_text(template)
+    turn = [chat.user("1 and 2?"), {"role": "assistant", "content": "3"},
+            chat.user("Thanks"), {"role": "assistant", "content": "Bye"}]
+
+    def made(name, **row):
+        options = Options(weight_field="w" if name != "0" else "")
+        return documents_of(prepared(
+            json_lines(tmp_path / f"{name}.jsonl", *[row] * 20), tmp_path / name,
+            tokenizer=tokenizer_at(folder), options=options))
+
+    (_, plain), *_ = made("0", messages=turn)
+    first = plain.index(1) + plain[plain.index(1):].index(0)        # where the first answer ends
+    assert [w for _, w in made("1", messages=turn, w=0.5)] == [[x / 2 for x in plain]] * 20
+    own = [*turn[:1], {**turn[1], "w": 0.25}, turn[2], {**turn[3], "w": None}]
+    for name, more in ("2", {}), ("3", {"w": 2}):
+        want = [x * (0.25 if i < first else 1) * more.get("w", 1) for i, x in enumerate(plain)]
+        assert made(name, messages=own, **more)[0][1] == want, name
+    for wrong, says in (
+            ({"w": [1, 2]}, r"line 1: 'w' is \[1, 2\]; expected a number of 0 or more$"),
+            ({"messages": [turn[0], {**turn[1], "w": -1}]}, "line 1: 'w' is -1")):
+        with pytest.raises(ConfigError, match=says):
+            made("wrong", **{"messages": turn, **wrong})
+    pairs = made("4", prompt="1 and 2 are", completion=" 3", w=0.5)
+    assert {*pairs[0][1]} == {0, 0.5} and pairs[0][1][-1] == 0.5
 
 
 def test_every_byte_of_an_answer_is_learned(pieces):

@@ -28,11 +28,11 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
 from zigzag.disk.lines import Record, is_text, texts_in
+from zigzag.disk.reading import Document, Options
 from zigzag.disk.tokenizers import Tokenizer, read_record
-from zigzag.disk.weights import weights_of_answers
+from zigzag.disk.weights import Marked, WrongWeight, as_weights
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
-Marked = tuple[np.ndarray, np.ndarray]      # ids, and for each whether it is learned, or its weight
 # Private-use characters that mark the learned text during rendering.
 BEGIN, END = "\ue0f0", "\ue0f1"
 
@@ -112,6 +112,25 @@ class Template:
                           "only one of two answers has is not known")
 
 
+def encode_record(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
+    """Return pairs (ids, their weights as targets) for a line of JSON that isn't a text: a single
+    pair or, for a preference, the chosen pair and the rejected pair."""
+    record = document.content
+    if options.form == "completion":
+        found = [encode_completion(record, tokenizer)]
+    elif options.form == "messages":
+        found = [encode_chat(record, template_of(tokenizer.folder), tokenizer,
+                             weight_field=options.weight_field)]
+    elif isinstance(record["chosen"], str):
+        prompt, chosen, rejected = split_preference(record)
+        found = [encode_completion({"prompt": prompt, "completion": text}, tokenizer)
+                 for text in (chosen, rejected)]
+    else:
+        found = encode_preference(record, template_of(tokenizer.folder), tokenizer)
+    weight = as_weights(document.weight)
+    return [(ids, learned * weight) for ids, learned in found]
+
+
 def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first: int = 0,
                 weight_field: str = "") -> Marked:
     """Return a conversation's ids, and which of them are learned: the answers from message number
@@ -119,10 +138,22 @@ def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first:
     text, spans = template.learned(record["messages"], first, tools=_tools_of(record) or None)
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), np.float32 if weight_field else bool)
-    weights = weights_of_answers(record["messages"][first:], weight_field, len(spans))
+    weights = _weights_of(record["messages"][first:], weight_field, len(spans))
     for (begin, end), weight in zip(spans, weights):
         learned[(begins < end) & (ends > begin)] = weight
     return ids, learned
+
+
+def _weights_of(messages: list[Record], field: str, count: int) -> list[Any]:
+    """Return the weight of each of the `count` answers among these messages: the message's value in
+    this field, or 1 if the message lacks it."""
+    found = [message.get(field) for message in messages if message["role"] == "assistant"]
+    if not field or not any(x is not None for x in found):
+        return [1] * count
+    if len(found) != count:
+        raise WrongWeight(f"is of {len(found)} answers, of which the chat template marks {count}; "
+                          f"give the whole line one weight")
+    return [as_weights(x) for x in found]
 
 
 def _tools_of(record):
@@ -185,16 +216,6 @@ def split_preference(record: Record) -> tuple[str, str, str]:
     return prompt, chosen, rejected
 
 
-# -------------------------------------------------------------------------------------------
-# Lines of JSON
-
-def form_of(record: Record, field: str) -> str:
-    """Return a JSON line's form: text, messages, completion or preference, or '' if none."""
-    forms = {"text": {field}, "messages": {"messages"}, "completion": {"prompt", "completion"},
-             "preference": {"chosen", "rejected"}}
-    return next((form for form, fields in forms.items() if fields <= record.keys()), "")
-
-
 def check_record(record: Record, form: str) -> None:
     """Reject a line that isn't of this form: messages, completion or preference."""
     prompt, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
@@ -242,6 +263,22 @@ def _check_messages(messages, answers=True):
 def has_template(folder: Path | None) -> bool:
     """Return whether a tokenizer's folder has a chat template. For bytes, the folder is None."""
     return folder is not None and bool(_templates_of(folder))
+
+
+@functools.cache
+def template_of(folder: Path | None) -> Template:
+    """Read the chat template in a tokenizer's folder. The ConfigError explains how to name one."""
+    if not has_template(folder):
+        none = f" (no chat_template in {folder})" if folder else ""
+        raise ConfigError(f"conversations need the chat template of a published model: data.py "
+                          f"--tokenizer DIR, or train.py --model DIR{none}")
+    return Template(folder)
+
+
+def check_template(form: str, tokenizer: Tokenizer | None) -> None:
+    """Reject conversations without a chat template, before encoding any."""
+    if form == "messages":
+        template_of(tokenizer.folder if tokenizer else None)
 
 
 def _templates_of(folder):
