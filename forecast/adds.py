@@ -1,4 +1,4 @@
-"""The flags and the command that forecast/ adds."""
+"""The flags that forecast/ adds, and its commands."""
 
 import dataclasses
 
@@ -9,11 +9,30 @@ from zigzag.core.parts import Command, Unused
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
+    # training
+    minutes: float = flag(0.0, recorded=False)  # train for this long instead of --steps, based on
+                                    # the speed of a few trial steps
+
     # measuring
+    bench: bool = flag(False, recorded=False)
+                                    # measure the training speed here; keeps nothing on disk
     topology: str = flag("", recorded=False)
                                     # compile for absent hardware (v5e:4x4, h100:1x2x8) and report;
                                     # --mesh auto chooses the fastest mesh, there or here
 
 
-COMMANDS = {"topology": Command("forecast.dry_run", Unused(
-    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes")))}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfSampling:
+    """Flags of sample.py."""
+    # what to do
+    bench: bool = False         # measure how fast the model generates here
+
+
+COMMANDS = {
+    "bench": Command("forecast.bench", Unused(("saving", "evaluation"),
+                                              ("check", "profile", "topology", "minutes"))),
+    "topology": Command("forecast.dry_run", Unused(
+        ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes")))}
+SAMPLING = {"bench": "forecast.generation_speed"}
+NOT_USED = {"bench": Unused(("which ids",), ("prompt", "prompts", "chat", "logprobs", "score",
+                                             "choices", "source", "system", "json", "batch"))}

@@ -24,8 +24,8 @@ class Part(NamedTuple):
 PARTS = {
     "published": Part("models that others made: networks, folders in and out, presets",
                       pages=("published.md", "networks.md")),
-    "forecast": Part("`--topology`, `--mesh auto`, expected bytes"),
-    "tools": Part("chat, choices, scores, beams, `--bench`, plots, loggers"),
+    "forecast": Part("`--topology`, `--mesh auto`, `--bench`, expected bytes"),
+    "tools": Part("chat, chats as `--data`, choices, scores, beams, plots, loggers"),
     "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, steps of your own"),
     "recipes": Part("algorithms and recorded runs"),
     "learn": Part("lessons, `learn.explain`, `learn.walk`", frozenset({"forecast"}))}
@@ -41,7 +41,7 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 600, "tools": 1_420, "tasks": 1_010,
+BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 790, "tools": 1_220, "tasks": 1_010,
            "recipes": 1_530, "learn": 3_040}
 
 

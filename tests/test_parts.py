@@ -60,7 +60,7 @@ def test_what_remains_trains_samples_and_passes_its_tests(bare, text):
 ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model", "smollm2"],
                       ["model.py", "--export", "to"], ["shard.py", "--model", "gpt2"]),
         "forecast": (["train.py", "--mesh", "auto"],)}
-FLAGS = {"published": ("edited",), "forecast": ("topology",), "tools": ("bench", "plot", "log"),
+FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": ("plot", "log"),
          "tasks": ("metric", "beams")}
 
 

@@ -16,15 +16,10 @@ def _check_save(picture):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
-    # training
-    minutes: float = flag(0.0, recorded=False)  # train for this long instead of --steps, based on
-                                    # the speed of a few trial steps
     # saving
     log: tuple[str, ...] = ()       # also log to tensorboard, wandb, trackio; none: stop logging
 
     # measuring
-    bench: bool = flag(False, recorded=False)
-                                    # measure the training speed here; keeps nothing on disk
     plot: tuple[str, ...] = flag((), recorded=False)
                                     # plot loss, rate and speed of these runs as text, then exit
 
@@ -33,10 +28,7 @@ class OfTraining:
                                     # with --plot: write a picture instead (.png, .pdf, .svg)
 
 
-COMMANDS = {
-    "bench": Command("tools.bench", Unused(("saving", "evaluation"),
-                                           ("check", "profile", "topology", "minutes"))),
-    "plot": Command("tools.plots", beside=("save",))}
+COMMANDS = {"plot": Command("tools.plots", beside=("save",))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +43,6 @@ class OfSampling:
                                                 # separately
     choices: str = ""           # answer each question in this .jsonl file by the log-probabilities
                                 # of its choices, and print the accuracy
-    bench: bool = False         # measure how fast the model generates here
     # which ids
     beams: int = 0              # print this many continuations from beam search (no temperature)
     length_penalty: float = flag(1.0, least=-math.inf)
@@ -60,10 +51,8 @@ class OfSampling:
 
 # Flags of sample.py about prompts, which the commands below don't use.
 OF_PROMPTS = ("prompt", "prompts", "chat", "logprobs")
-SAMPLING = {"bench": "tools.generation_speed", "score": "tools.scores", "choices": "tools.choices"}
-NOT_USED = {"bench": Unused(("which ids",), (*OF_PROMPTS, "score", "choices", "source", "system",
-                                             "json", "batch")),
-            "score": Unused(("which ids",), (*OF_PROMPTS, "choices")),
+SAMPLING = {"score": "tools.scores", "choices": "tools.choices"}
+NOT_USED = {"score": Unused(("which ids",), (*OF_PROMPTS, "choices")),
             "choices": Unused(("which ids",), OF_PROMPTS),
             "beams": Unused((), ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                                  "seed", "logprobs")),

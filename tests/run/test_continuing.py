@@ -9,7 +9,7 @@ import pytest
 
 import data
 import train
-from forecast import dry_run
+from forecast import bench, dry_run
 from tests.common import (
     SMALL,
     all_succeed,
@@ -22,7 +22,6 @@ from tests.common import (
     succeeds,
 )
 from tests.helpers import StopAt, learn, make, rows_of
-from tools import bench
 from zigzag.core.flags import change
 from zigzag.disk.checkpoint import FORMAT
 from zigzag.disk.corpus import opened_sources

@@ -42,7 +42,7 @@ def main(argv: Argv = None) -> None:
                 given["mesh"] = config.mesh
             if not newest_step(config.out):     # otherwise the run has its steps already
                 with opened(config, is_quiet=True) as (small, task, _):
-                    given["steps"] = part("tools.bench", "--minutes").steps_in(
+                    given["steps"] = part("forecast.bench", "--minutes").steps_in(
                         minutes, small, mesh, task)
             config = programs.on_machine(continued(given))[0]
         with opened(config) as (config, task, say):

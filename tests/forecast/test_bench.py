@@ -3,9 +3,9 @@
 import pytest
 
 import train
+from forecast import bench
 from tests.common import refused
 from tests.helpers import rows_of
-from tools import bench
 
 SMALL = ("--layers", "1", "--d_model", "32", "--heads", "2", "--seq_len", "32")
 
