@@ -21,18 +21,8 @@ class OfTraining:
                                     # --mesh auto chooses the fastest mesh, there or here
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfSampling:
-    """Flags of sample.py."""
-    # what to do
-    bench: bool = False         # measure how fast the model generates here
-
-
 COMMANDS = {
     "bench": Command("forecast.bench", Unused(("saving", "evaluation"),
                                               ("check", "profile", "topology", "minutes"))),
     "topology": Command("forecast.dry_run", Unused(
         ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes")))}
-SAMPLING = {"bench": "forecast.generation_speed"}
-NOT_USED = {"bench": Unused(("which ids",), ("prompt", "prompts", "chat", "logprobs", "score",
-                                             "choices", "source", "system", "json", "batch"))}

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 import train
+from forecast.estimate import USUAL_COUNT
 from zigzag.commands import programs
 from zigzag.commands.training import opener
 from zigzag.core import hosts
-from zigzag.core.chips import USUAL_COUNT, memory_in_use, mfu
+from zigzag.core.chips import memory_in_use, mfu
 from zigzag.core.errors import human_bytes
 from zigzag.core.mesh import platform
 from zigzag.core.report import Reporter

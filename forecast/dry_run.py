@@ -8,10 +8,11 @@ from typing import Any
 import jax
 
 from forecast import estimate
+from forecast.estimate import USUAL_COUNT, peak_memory
 from forecast.traffic import expected_traffic, is_complete
 from zigzag.commands import programs
 from zigzag.commands.programs import program_of, ready_to_run, resolved
-from zigzag.core.chips import CHIPS, USUAL_COUNT, chip_of, peak_memory
+from zigzag.core.chips import CHIPS, chip_of
 from zigzag.core.errors import ConfigError, human_bytes, one_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import abstract_mesh, all_meshes, make_mesh

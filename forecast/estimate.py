@@ -3,6 +3,7 @@
     cost_model     an estimate from formulas, which takes microseconds per mesh
     work_of        the collectives and FLOPs of a compiled program
     bytes_moved    the bytes it moves to and from memory
+    peak_memory    the most memory it takes
 """
 
 import contextlib
@@ -23,6 +24,9 @@ from zigzag.parallel.pipeline import can_skip, passes
 from zigzag.parallel.products import LOGITS
 from zigzag.parallel.remat import remat_of
 from zigzag.run.plan import Program
+
+# The usual way to count an update's FLOPs.
+USUAL_COUNT = "6 per weight per token, and attention to every key"
 
 # -------------------------------------------------------------------------------------------
 # The estimate
@@ -105,6 +109,18 @@ def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Coll
         return expected, flops_of_update(config) / mesh.size, (
             f"the compiler cannot print this program ({one_line(e)}): its arithmetic and what it "
             f"sends are the expected ones")
+
+
+def peak_memory(compiled: jax.stages.Compiled) -> int:
+    """Return a compiled program's peak memory per device, in bytes."""
+    m = compiled.memory_analysis()
+    at_most = (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
+               - m.alias_size_in_bytes)
+    # XLA's peak is useless in two cases: with --remat offload it includes host memory, and on a CPU
+    # it omits temporaries.
+    if m.host_temp_size_in_bytes or m.peak_memory_in_bytes < m.temp_size_in_bytes:
+        return at_most
+    return m.peak_memory_in_bytes or at_most
 
 
 def bytes_moved(step: jax.stages.Compiled) -> int:

@@ -112,7 +112,7 @@ def memory(run: Run) -> str:
     names = {"params": "trained weights", "frozen": "frozen weights", "opt": "optimizer"}
     exact = [(names.get(name, name), held(x))
              for name, x in {**program.state, "batch": program.batch}.items()]
-    peak = chips.peak_memory(run.compiled)
+    peak = estimate.peak_memory(run.compiled)
     found = [("state and batch", stats.argument_size_in_bytes),
              ("temporary arrays", stats.temp_size_in_bytes), ("peak", peak)]
     fits = "it fits" if peak < run.chip.memory else "it does not fit"

@@ -1,6 +1,7 @@
 """Tools around a run: what else you can do with a model besides training and plain sampling.
 
     beams  scores  choices  chat    sample.py --beams, --score, --choices, --chat
+    generation_speed                sample.py --bench
     chats                           conversations, completions and preferences as --data
     plots  trackers                 train.py --plot, --log
     synonyms                        what to use instead of other codebases' flags

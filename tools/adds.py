@@ -43,6 +43,7 @@ class OfSampling:
                                                 # separately
     choices: str = ""           # answer each question in this .jsonl file by the log-probabilities
                                 # of its choices, and print the accuracy
+    bench: bool = False         # measure how fast the model generates here
     # which ids
     beams: int = 0              # print this many continuations from beam search (no temperature)
     length_penalty: float = flag(1.0, least=-math.inf)
@@ -51,8 +52,10 @@ class OfSampling:
 
 # Flags of sample.py about prompts, which the commands below don't use.
 OF_PROMPTS = ("prompt", "prompts", "chat", "logprobs")
-SAMPLING = {"score": "tools.scores", "choices": "tools.choices"}
-NOT_USED = {"score": Unused(("which ids",), (*OF_PROMPTS, "choices")),
+SAMPLING = {"bench": "tools.generation_speed", "score": "tools.scores", "choices": "tools.choices"}
+NOT_USED = {"bench": Unused(("which ids",), (*OF_PROMPTS, "score", "choices", "source", "system",
+                                             "json", "batch")),
+            "score": Unused(("which ids",), (*OF_PROMPTS, "choices")),
             "choices": Unused(("which ids",), OF_PROMPTS),
             "beams": Unused((), ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                                  "seed", "logprobs")),

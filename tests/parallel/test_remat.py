@@ -3,10 +3,10 @@
 import pytest
 
 import train
+from forecast.estimate import peak_memory
 from tests.common import assert_same_on, full, peer, refused, slow, temporaries
 from tests.forecast.test_traffic import ONE_F_ONE_B
 from tests.helpers import make
-from zigzag.core import chips
 from zigzag.parallel.remat import remat_of
 
 EXPERTS = dict(experts=4, shared_experts=1)
@@ -75,7 +75,7 @@ def test_a_value_that_is_none_of_them(capsys):
 def test_inputs_of_layers_are_kept_in_the_hosts_memory():
     """--remat offload that keeps them on the device all the same."""
     peer("libtpu")
-    peaks = [chips.peak_memory(train.compile_step(train.parse([
+    peaks = [peak_memory(train.compile_step(train.parse([
         "--topology", "v5e:2x2", "--mesh", "fsdp=4", "--remat", remat, "--layers", "64",
         "--d_model", "256", "--heads", "4", "--seq_len", "1024", "--batch", "16",
         "--vocab_size", "512", "--out", ""]))) for remat in ("full", "offload")]

@@ -8,7 +8,7 @@ puzzles you.
     options     declares an option: default, help, values, whether it may change
     files       whole-file writes, JSON, hashes
     edited      tracks which files have passed the tests, and which were edited since
-    chips       published numbers for accelerators; the chips of --topology
+    chips       published numbers for accelerators, and the memory in use
     hosts       multiple processes: joining them, exchanging values, the watchdog
     report      prints a run's progress
     compiler    XLA options for our programs, by platform

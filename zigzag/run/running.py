@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import jax
 
-from zigzag.core import chips, hosts
+from zigzag.core import hosts
 from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
 from zigzag.core.options import Values
 from zigzag.core.parts import has_part, part
@@ -162,6 +162,7 @@ def devices_of(config: Any) -> Sequence[Any]:
     """Join this run's processes, and return the devices of --topology, or all of the run's."""
     hosts.init_distributed(config)
     topology = getattr(config, "topology", "")      # an option of forecast/
-    devices = chips.topology_devices(topology) if topology else jax.devices()
+    devices = part("forecast.hardware", f"--topology {topology}").topology_devices(
+        topology) if topology else jax.devices()
     hosts.end_at_sigterm()
     return devices
