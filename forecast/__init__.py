@@ -1,6 +1,7 @@
 """Forecasts: how fast a run will be and what it needs, here or on hardware that you don't have.
 
     estimate    a cost model from formulas, and the work of a compiled program
+    arithmetic  the FLOPs of a compiled program, parsed from its text
     traffic     the bytes that each axis should send, to compare with a compiled program
     hardware    the devices of --topology
     dry_run     --mesh auto finds the fastest mesh; --topology reports on a compiled program

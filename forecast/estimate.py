@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, Sequence
 import jax
 import jax.numpy as jnp
 
+from forecast.arithmetic import arithmetic
 from zigzag.core.chips import Chip
 from zigzag.core.errors import one_line
 from zigzag.core.mesh import by_path
 from zigzag.parallel import low_rank
 from zigzag.parallel.attention import SCORES
-from zigzag.parallel.hlo import Collective, arithmetic, collectives
+from zigzag.parallel.hlo import Collective, collectives
 from zigzag.parallel.network import flops_of_update
 from zigzag.parallel.pipeline import can_skip, passes
 from zigzag.parallel.products import LOGITS

@@ -43,7 +43,7 @@ from zigzag.parallel.saved import load_run
 from zigzag.parallel.table import count as count_of
 from zigzag.run.plan import compiled
 
-published = needed("published")
+published, arithmetic = needed("published"), needed("forecast.arithmetic")
 
 RANK = 4
 EXPERTS = dict(experts=4, shared_experts=1, kv_heads=2)
@@ -189,7 +189,7 @@ def test_only_adapters_are_trained():
     sent = {(c.kind, c.axis): c.bytes for c in hlo.collectives(step)}
     assert sent.keys() == {("all-reduce", "data")}      # of float32, over 2 devices
     assert sent["all-reduce", "data"] == pytest.approx(4 * count, abs=200)
-    done, usually = (hlo.arithmetic(s) for s in (step, whole))
+    done, usually = (arithmetic.arithmetic(s) for s in (step, whole))
     assert done == pytest.approx(net.flops(config, 8 * 32) / 2, rel=0.01)
     assert done < 0.8 * usually
     frozen = sum(x.size for x in jax.tree.leaves(low_rank.split(program.plan.params)[1]))
@@ -203,7 +203,7 @@ def test_a_pipeline_makes_no_gradient_of_what_is_frozen(schedule):
     """1F1B, which computes its own gradients, carrying those of frozen weights from tick to
     tick."""
     config = adapted(**WIDE, batch=16, microbatches=2, schedule=schedule)
-    done, usually = (hlo.arithmetic(compiled(program_of(c, "pipe=2")))
+    done, usually = (arithmetic.arithmetic(compiled(program_of(c, "pipe=2")))
                      for c in (config, plain(config)))
     assert done < 0.85 * usually        # (1F1B goes forward twice)
 

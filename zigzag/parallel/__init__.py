@@ -11,7 +11,7 @@ the rule splits each weight, and what a weight table determines.
     experts         sorting tokens by expert, and grouped matmuls
     pipeline        the schedules besides gpipe (interleaved, 1f1b), and all timetables
     storage         weights stored differently from how a loss uses them
-    hlo             the collectives and FLOPs of a compiled program, parsed from its text
+    hlo             the collectives of a compiled program, parsed from its text
 
     rule            the policy: how to split each weight
     trace           the facts about a loss that the rule decides on; jaxprs helps to read a jaxpr

@@ -95,7 +95,7 @@ def _loop(size, blocks, make, put, start, *rows):
             return make(group, *[jnp.where(own, lax.dynamic_slice_in_dim(a, first, size), 0)
                                  for a in rows])
 
-        with jax.named_scope("ragged"):         # hlo.arithmetic looks for this name
+        with jax.named_scope("ragged"):         # hlo.executed looks for this name
             made = lax.cond(count > 0, work, lambda: zeros_of(work))
         return put(out, group, first, made), None
 
