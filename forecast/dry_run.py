@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 
@@ -13,9 +13,9 @@ from forecast.traffic import expected_traffic, is_complete
 from zigzag.commands import programs
 from zigzag.commands.programs import program_of, ready_to_run, resolved
 from zigzag.core.chips import CHIPS, chip_of
-from zigzag.core.errors import ConfigError, human_bytes, one_line
+from zigzag.core.errors import ConfigError, divisors, human_bytes, one_line
 from zigzag.core.flags import change
-from zigzag.core.mesh import abstract_mesh, all_meshes, make_mesh
+from zigzag.core.mesh import AXES, abstract_mesh, make_mesh
 from zigzag.core.report import Reporter
 from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.run.checks import check_network
@@ -80,6 +80,14 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
     raise ConfigError(f"--mesh auto: among {len(costs)} meshes of {len(devices)} devices, none of "
                       f"the {COMPILED} best has room for this; --remat full, more --accumulate or "
                       f"more devices would make room")
+
+
+def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
+    """Return the axis sizes of every mesh with `count` devices."""
+    first, *others = axes
+    if not others:
+        return [{first: count}]
+    return [{first: n, **rest} for n in divisors(count) for rest in all_meshes(count // n, others)]
 
 
 def run(config: Any) -> None:

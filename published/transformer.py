@@ -45,7 +45,7 @@ from published.record import listed
 from published.tables import batch_shapes, encoder_config, table
 from zigzag.core.errors import ConfigError, check_length
 from zigzag.core.flags import change, is_derived
-from zigzag.core.mesh import axis_size, cast, check_ids, time_parts
+from zigzag.core.mesh import axis_size, cast, check_ids, mark_varying, time_parts
 from zigzag.generate import cache as kv_cache
 from zigzag.parallel import attention, low_rank, remat
 from zigzag.parallel.network import (
@@ -165,7 +165,7 @@ def _heads(w, qkv, c, i, batch, cache=None):
     q, k, v = qkv
     if c.qk_norm_wide:
         scale = w["k_norm"] if cache is not None else shard.repeat_kv(w["k_norm"], c.heads)
-        q, k = attention.norm_all_heads(q, k, (w["q_norm"], scale), c.heads, c.norm_eps)
+        q, k = norm_all_heads(q, k, (w["q_norm"], scale), c.heads, c.norm_eps)
     elif c.qk_norm:
         q, k = norm(w, "q_norm", q, c, "rms"), norm(w, "k_norm", k, c, "rms")
     if c.positions == "rotary":
@@ -179,6 +179,21 @@ def _heads(w, qkv, c, i, batch, cache=None):
     return attend(
         q, k, v, **changes, causal=c.causal, heads=c.heads, positions=batch["positions"],
         documents=batch.get("document"), slots=batch["slots"], kernel=c.kernel), None
+
+
+def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, eps: float
+                   ) -> list[Array]:
+    """Apply RMSNorm to queries [B, T, H, N] and keys [B, T, K, N], each over all of a token's heads
+    together; the scales are [1, H, N] and [1, K, N]. If the device holds only some of the `heads`
+    query heads, one reduction computes both means, and another computes their gradients. The device
+    may hold all key heads or only some. Repeating each equally often doesn't change the mean."""
+    means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32)), (2, 3), keepdims=True)
+                       for x in (q, k)])                                    # [2, B, T, 1, 1]
+    if q.shape[2] < heads:
+        means = mark_varying(lax.pmean(means, "tensor"), also={"tensor"})
+
+    return [(x * lax.rsqrt(mean + eps)).astype(x.dtype) * scale
+            for x, scale, mean in zip((q, k), scales, means)]
 
 
 def _scaled(q, c):

@@ -54,15 +54,12 @@ def has_template(model: Model) -> bool:
     return not model.has_source and chats.has_template(model.tokenizer.folder)
 
 
-def check_template(model: Model) -> None:
-    """Reject --chat and --system for a model without a chat template."""
-    if not has_template(model):
+def system(model: Model) -> list[dict[str, str]]:
+    """Return the messages that begin a conversation: --system, if given. --chat and --system need
+    a chat template."""
+    if (model.flags.chat or model.flags.system) and not has_template(model):
         raise ConfigError("--chat and --system need a chat template, which this model does not "
                           "have")
-
-
-def system(model: Model) -> list[dict[str, str]]:
-    """Return the messages that begin a conversation: --system, if given."""
     return [{"role": "system", "content": model.flags.system}] if model.flags.system else []
 
 
@@ -83,9 +80,9 @@ def converse(model: Model) -> None:
     the model continues each line."""
     with contextlib.suppress(ImportError):      # not every Python has readline
         importlib.import_module("readline")     # makes input lines editable
+    said, tokens = system(model), model.flags.tokens
     greeting = "Talk to the model" if has_template(model) else "Each line is continued"
     print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
-    said, tokens = system(model), model.flags.tokens
     while True:
         try:
             line = input("> ")

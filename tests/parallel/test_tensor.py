@@ -11,9 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import shard
 from tests.common import assert_same_on, full, in_float64, net, slow
-from tests.helpers import batch_of, make, mesh_of
+from tests.helpers import batch_of, make, mesh_of, needed
 from zigzag.core.mesh import by_path, shardings, spec_axes, varying
-from zigzag.parallel import attention, products
+from zigzag.parallel import products
+
+transformer = needed("published.transformer")
 
 # -------------------------------------------------------------------------------------------
 # The whole step
@@ -80,7 +82,7 @@ def test_a_norm_of_all_heads(mesh, heads, kv_heads, changes):
 def test_a_norm_of_all_heads_is_one_reduction_and_one_back():
     """Separate reductions for the means of queries and of keys, or for their gradients."""
     def total(q, k, scales):
-        return sum(jnp.sum(jnp.sin(a)) for a in attention.norm_all_heads(q, k, scales, 4, 1e-6))
+        return sum(jnp.sum(jnp.sin(a)) for a in transformer.norm_all_heads(q, k, scales, 4, 1e-6))
 
     B, T, H, K, N, mesh = 2, 8, 4, 2, 6, mesh_of("tensor=2")
     heads, scales = P(None, None, "tensor"), P(None, "tensor")

@@ -100,8 +100,6 @@ def run(argv: Sequence[str] | None) -> None:
         _join_processes(flags, has_input)
     keep_compiled(least=0)
     model = Model(flags, *load_model(flags))
-    if chat or system:
-        part("tools.chat", "--chat").check_template(model)
     if model.has_source and command:
         raise ConfigError(f"--{command}: expected a decoder; this model has an encoder"
                           + " (sample.score takes its sources)" * (command != "bench"))

@@ -124,14 +124,6 @@ def _wrong_size(sizes, needed, devices):
     return f"mesh {text} is {number} and there are {count} ({platform}): {advice}"
 
 
-def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
-    """Return the axis sizes of every mesh with `count` devices."""
-    first, *others = axes
-    if not others:
-        return [{first: count}]
-    return [{first: n, **rest} for n in divisors(count) for rest in all_meshes(count // n, others)]
-
-
 def abstract_mesh(sizes: dict[str, int]) -> Any:
     """Make a mesh with these axis sizes and no devices."""
     # Use Auto, because shard_map can't leave an Explicit axis to the compiler.

@@ -144,21 +144,6 @@ def both(query: Token, key: Token) -> tuple[Token, Token]:
     return Token(*[a[:, :, None] for a in query]), Token(*[a[:, None, :] for a in key])
 
 
-def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, eps: float
-                   ) -> list[Array]:
-    """Apply RMSNorm to queries [B, T, H, N] and keys [B, T, K, N], each over all of a token's heads
-    together; the scales are [1, H, N] and [1, K, N]. If the device holds only some of the `heads`
-    query heads, one reduction computes both means, and another computes their gradients. The device
-    may hold all key heads or only some. Repeating each equally often doesn't change the mean."""
-    means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32)), (2, 3), keepdims=True)
-                       for x in (q, k)])                                    # [2, B, T, 1, 1]
-    if q.shape[2] < heads:
-        means = mark_varying(lax.pmean(means, "tensor"), also={"tensor"})
-
-    return [(x * lax.rsqrt(mean + eps)).astype(x.dtype) * scale
-            for x, scale, mean in zip((q, k), scales, means)]
-
-
 # -------------------------------------------------------------------------------------------
 # The report at the start of a run: which attention the loss contains, and what computes it
 
