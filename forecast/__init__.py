@@ -3,7 +3,6 @@
     estimate    a cost model from formulas, and the work of a compiled program
     arithmetic  the FLOPs of a compiled program, parsed from its text
     traffic     the bytes that each axis should send, to compare with a compiled program
-    hardware    the devices of --topology
     dry_run     --mesh auto finds the fastest mesh; --topology reports on a compiled program
     bench       train.py --bench and --minutes: a few steps, measured here
     adds        the flags and the commands that forecast/ adds

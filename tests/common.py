@@ -38,7 +38,7 @@ from zigzag.commands import command_line, training
 from zigzag.commands import continued as continuing_run
 from zigzag.core import flags
 from zigzag.core import mesh as mesh_tools
-from zigzag.core.compiler import compiler_options
+from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import shardings
 from zigzag.core.parts import part

@@ -27,10 +27,10 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, one_line, optional_package
-from zigzag.disk.lines import Record, is_text, texts_in
+from zigzag.disk.lines import Marked, Record, is_text, texts_in
 from zigzag.disk.reading import Document, Options
 from zigzag.disk.tokenizers import Tokenizer, read_record
-from zigzag.disk.weights import Marked, WrongWeight, as_weights
+from zigzag.disk.weights import WrongWeight, as_weights
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 # Private-use characters that mark the learned text during rendering.
@@ -113,8 +113,7 @@ class Template:
 
 
 def encode_record(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
-    """Return pairs (ids, their weights as targets) for a line of JSON that isn't a text: a single
-    pair or, for a preference, the chosen pair and the rejected pair."""
+    """Return a line's pairs (ids, their weights as targets): one, or two for a preference."""
     record = document.content
     if options.form == "completion":
         found = [encode_completion(record, tokenizer)]
@@ -258,8 +257,6 @@ def _check_messages(messages, answers=True):
         raise ConfigError("no answer of the assistant")
 
 
-# -------------------------------------------------------------------------------------------
-
 def has_template(folder: Path | None) -> bool:
     """Return whether a tokenizer's folder has a chat template. For bytes, the folder is None."""
     return folder is not None and bool(_templates_of(folder))
@@ -273,12 +270,6 @@ def template_of(folder: Path | None) -> Template:
         raise ConfigError(f"conversations need the chat template of a published model: data.py "
                           f"--tokenizer DIR, or train.py --model DIR{none}")
     return Template(folder)
-
-
-def check_template(form: str, tokenizer: Tokenizer | None) -> None:
-    """Reject conversations without a chat template, before encoding any."""
-    if form == "messages":
-        template_of(tokenizer.folder if tokenizer else None)
 
 
 def _templates_of(folder):

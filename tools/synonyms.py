@@ -16,8 +16,7 @@ WORDS = {
     "layers": "n_layer n_layers num_layers num_hidden_layers nlayer nlayers depth",
     "heads": "n_head n_heads num_heads num_attention_heads nhead nheads",
     "kv_heads": "n_kv_head n_kv_heads num_kv_heads num_key_value_heads n_query_groups",
-    "d_model": "n_embd n_embed embedding_dim emb_dim hidden_size hidden_dim dim width "
-               "model_dim",
+    "d_model": "n_embd n_embed embedding_dim emb_dim hidden_size hidden_dim dim width model_dim",
     "d_ff": "ffn_dim ffn_hidden_size ff_dim mlp_dim intermediate_size d_mlp",
     "head_dim": "head_size d_head",
     "experts": "n_experts num_experts num_local_experts moe",
@@ -43,8 +42,7 @@ WORDS = {
     "optimizer": "optim opt",
     "steps": "max_iters iters iterations n_iters num_iterations train_iters max_steps num_steps "
              "n_steps total_steps train_steps num_train_steps training_steps updates",
-    "eval_every": "eval_interval eval_steps eval_freq val_every val_interval "
-                  "val_check_interval",
+    "eval_every": "eval_interval eval_steps eval_freq val_every val_interval val_check_interval",
     "eval_tokens": "eval_iters eval_batches val_iters",
     "save_every": "save_interval save_steps save_freq ckpt_every checkpoint_every "
                   "checkpoint_interval ckpt_interval",

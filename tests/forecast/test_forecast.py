@@ -13,7 +13,6 @@ import pytest
 import shard
 from forecast import dry_run
 from forecast.estimate import cost_model, peak_memory
-from forecast.hardware import topology_devices
 from forecast.traffic import expected_traffic
 from tests.common import SMALL, command, full, net, peer, refused, slow, started
 from tests.helpers import make, program_of
@@ -70,9 +69,9 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
     """A traceback of an import, which does not say what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install libtpu"):
-        topology_devices("v5e:4x4")
+        dry_run.topology_devices("v5e:4x4")
     with pytest.raises(ConfigError, match="pip install jax-cuda12-plugin=="):
-        topology_devices("h100:1x2x8")
+        dry_run.topology_devices("h100:1x2x8")
 
 
 def test_hardware_that_is_not_known_is_one_line(capsys):
@@ -100,7 +99,7 @@ def test_a_dry_run_says_what_it_does_and_ends_at_sigterm():
 def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
     """--mesh fsdp=32,tensor=2 refused on 4x4x4 chips, as by jax.make_mesh."""
     peer("libtpu")
-    mesh = make_mesh(topology_devices("v4:4x4x4"), **sizes)
+    mesh = make_mesh(dry_run.topology_devices("v4:4x4x4"), **sizes)
     assert {a: n for a, n in mesh.shape.items() if n > 1} == sizes
     assert len(set(mesh.devices.flat)) == 64
 
@@ -109,7 +108,7 @@ def test_bias_and_activation_and_dropout_and_sum_are_fused():
     """Activations that are written to memory and read again for the bias, GELU, dropout or the sum
     with the stream: there may be at most one such array for each of the two products."""
     peer("libtpu")
-    mesh = make_mesh(devices=topology_devices("v5e:2x2")[:1])
+    mesh = make_mesh(devices=dry_run.topology_devices("v5e:2x2")[:1])
 
     def block(w, b, out, out_bias, x, seeds):
         h, = shard.columns(x, (w, b))

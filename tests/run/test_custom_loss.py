@@ -821,7 +821,7 @@ def test_a_comparison_of_nothing_does_not_pass(monkeypatch):
 
 
 def test_many_rows_of_three_numbers():
-    """Wrong sums by jaxlib 0.10.2's kernels for a CPU (see core/compiler.py), in the loss or in
+    """Wrong sums by jaxlib 0.10.2's kernels for a CPU (see core/chips.py), in the loss or in
     what is predicted."""
     x, w = (np.random.default_rng(s).normal(size=(s, 3)).astype(np.float32) for s in (40001, 3))
 

@@ -16,10 +16,10 @@ from tests.helpers import ROOT, mesh_of, needed, rows_in
 from tests.parts import of_the_whole
 from tests.readme import FLAGS, FLAGS_PAGE, block
 from zigzag.core import mesh, start
-from zigzag.core.compiler import compiler_options
+from zigzag.core.chips import compiler_options
 from zigzag.core.flags import flag_rows
 
-transformer, hardware = needed("published.transformer"), needed("forecast.hardware")
+transformer, dry_run = needed("published.transformer"), needed("forecast.dry_run")
 
 
 def test_importing_takes_no_device():
@@ -88,7 +88,7 @@ def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     peer("libtpu")
     exchange, gather = "xla_tpu_enable_async_all_to_all", (
         "xla_tpu_prefer_async_allgather_to_allreduce")
-    few, many, other = (mesh.make_mesh(hardware.topology_devices(name)) for name in (
+    few, many, other = (mesh.make_mesh(dry_run.topology_devices(name)) for name in (
         "v5e:4x4", "v5e:4x8", "v6e:4x4"))
     assert compiler_options(few) == {exchange: True, gather: True}
     # (libtpu cannot compile the first for more chips; for other kinds neither was measured.)

@@ -8,10 +8,9 @@ puzzles you.
     options     declares an option: default, help, values, whether it may change
     files       whole-file writes, JSON, hashes
     edited      tracks which files have passed the tests, and which were edited since
-    chips       published numbers for accelerators, and the memory in use
     hosts       multiple processes: joining them, exchanging values, the watchdog
     report      prints a run's progress
-    compiler    XLA options for our programs, by platform
+    chips       accelerators' published numbers, the memory in use, XLA options by platform
     mesh        the device mesh, specs, and the types that track which axes a value varies over
 
 Imports: none of our other code. Imported by: everything.

@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zigzag.core.compiler import compiler_options
+from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.core.files import (
     anyway,

@@ -82,7 +82,9 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     options = examined(files, options, flag)
     if options.form != "text":
         with naming(files[0].path):
-            part("tools.chats", options.form).check_template(options.form, tokenizer)
+            chats = part("tools.chats", options.form)
+            if options.form == "messages":
+                chats.template_of(tokenizer.folder if tokenizer else None)
     settings = _settings(files, options, vocab_size, tokenizer)
     with _unfinished(out) as unfinished:
         if saved_state(unfinished).get("settings") != settings:

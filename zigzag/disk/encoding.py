@@ -26,11 +26,11 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, RunError, one_line
 from zigzag.core.parts import part
-from zigzag.disk.lines import Record
+from zigzag.disk.lines import Marked, Record
 from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
 from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted, pieces, read
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
-from zigzag.disk.weights import Marked, WrongWeight, as_weights
+from zigzag.disk.weights import WrongWeight, as_weights
 
 # Below this many bytes of text, a second process doesn't pay off.
 FEW = 2**23
@@ -76,8 +76,7 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
 
 
 def encode_document(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
-    """Return a list of pairs (ids, their weights as targets) for a text or a line of JSON: a single
-    pair or, for a preference, the chosen pair and the rejected pair."""
+    """Return a document's pairs (ids, their weights as targets): one, or two for a preference."""
     if options.form != "text":
         return part("tools.chats", options.form).encode_record(document, tokenizer, options)
     ids = tokenizer.encode(document.content)

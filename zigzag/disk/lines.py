@@ -10,6 +10,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError, did_you_mean, naming, one_line
 
 Record = dict[str, Any]         # a JSON object
+Marked = tuple[np.ndarray, np.ndarray]      # ids, and for each whether it is learned, or its weight
 
 
 def existing(path: str | Path, name: str = "") -> Path:

@@ -15,8 +15,6 @@ import numpy as np
 from zigzag.core.errors import ConfigError
 from zigzag.disk.lines import Record, numbers_below
 
-Marked = tuple[np.ndarray, np.ndarray]      # ids, and for each whether it is learned, or its weight
-
 
 class WrongWeight(ConfigError):
     """A weight that isn't a number >= 0, or a list without exactly one number per token."""

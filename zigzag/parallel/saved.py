@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.compiler import compiler_options
+from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast, make_mesh, mesh_of
 from zigzag.core.parts import part

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.compiler import compiler_options
+from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.flags import change
 from zigzag.core.mesh import (

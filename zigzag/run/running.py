@@ -162,7 +162,7 @@ def devices_of(config: Any) -> Sequence[Any]:
     """Join this run's processes, and return the devices of --topology, or all of the run's."""
     hosts.init_distributed(config)
     topology = getattr(config, "topology", "")      # an option of forecast/
-    devices = part("forecast.hardware", f"--topology {topology}").topology_devices(
+    devices = part("forecast.dry_run", f"--topology {topology}").topology_devices(
         topology) if topology else jax.devices()
     hosts.end_at_sigterm()
     return devices
