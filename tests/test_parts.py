@@ -111,18 +111,27 @@ def test_the_rest_passes_without_a_part(part, tmp_path):
     assert f"{files} left out: {part}/ is not here" in said or not count, said[-2000:]
 
 
-def loaded(folder, name):
-    """The lines of ours that importing a file loads."""
+def loaded(folder, code):
+    """The lines of ours that this code loads."""
     said, _ = run(folder, "-c", (
-        f"import sys, os, {name}\n"
+        f"import os, runpy, sys\n{code}\n"
         "files = [m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)]\n"
         "own = [f for f in files if f.startswith(os.getcwd())]\n"
         "print(sum(open(f).read().count('\\n') for f in own))"))
     return int(said.split()[-1])
 
 
-def test_a_plain_run_loads_what_it_uses(bare):
-    """A part that is imported by every run."""
-    assert loaded(bare, "train") <= 14_100
-    assert loaded(ROOT, "train") <= 14_400
-    assert loaded(ROOT, "sample") <= 10_000
+def test_a_plain_run_loads_what_it_uses(bare, text, tmp_path):
+    """A part that is imported by every run; text, or a conversation, that importing train reads."""
+    assert loaded(bare, "import train") <= 12_500
+    assert loaded(ROOT, "import train") <= 12_800
+    assert loaded(ROOT, "import sample") <= 9_750
+
+    def of_command(folder, file, *words):
+        return loaded(folder, f"sys.argv[1:] = {[*map(str, words)]}\n"
+                              f"runpy.run_path({file!r}, run_name='__main__')")
+
+    out = tmp_path / "out"
+    words = "--shards", 4, "--steps", 1, "--data", text, "--out", out, *SMALL
+    assert of_command(ROOT, "train.py", *words) <= 16_400
+    assert of_command(ROOT, "sample.py", "--run", out, "--prompt", "ba", "--tokens", 4) <= 10_500
