@@ -116,7 +116,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [one for one in stop if isinstance(one, str)]
     if texts and tokenizer is None:
-        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+        raise ConfigError(f"stop {texts[0]!r}: generate needs the tokenizer to find text")
     answers = [Answer(tokenizer.decode if texts else None, prompt, texts) for prompt in prompts]
     for new in stream(params, prompts, config, tokens, sampling, logprobs=True,
                       stop=[one for one in stop if one not in texts],
@@ -213,4 +213,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, "fewer --tokens, a smaller --batch or a larger --mesh need less")
+    run_main(main, "try fewer --tokens, a smaller --batch or a larger --mesh")

@@ -41,8 +41,8 @@ def fitting_ids(tokenizer: Any, messages: list[dict[str, Any]], context: int,
         ids = chat_ids(tokenizer, messages)
         if len(ids) <= context * 3 // 4 or len(messages) <= first + 1:
             return ids
-        say(f"the context of this model is {context:,} tokens: the oldest question and its answer "
-            f"are forgotten")
+        say(f"this model's context is {context:,} tokens: it forgets the oldest question and "
+            f"answer")
         del messages[first:first + 2]
 
 
@@ -71,7 +71,7 @@ def converse(model: Model) -> None:
     the model continues each line."""
     with contextlib.suppress(ImportError):      # not every Python has readline
         importlib.import_module("readline")     # makes input lines editable
-    greeting = "Talk to the model" if model.has_template else "Each line is continued"
+    greeting = "Talk to the model" if model.has_template else "The model continues each line"
     print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
     said, tokens = system(model), model.flags.tokens
     while True:

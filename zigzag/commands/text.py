@@ -31,7 +31,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
             fingerprint, "data" in config.change, config.network.vocab_size,
             config.weight_field) as sources:
         if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
-            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
+            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not from the "
                               f"tokenizer of {config.init_from or config.out}; give the text "
                               f"itself")
         config = checks.check_corpus(config, sources)
@@ -47,8 +47,8 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 def pack_of(config: Any, sources: Sources) -> str:
     """Return how to make rows: --pack if given, otherwise the choice that fits the data."""
     if config.pack == "stream" and sources.is_learned_in_part:
-        raise ConfigError("--pack stream: only the answers in these data are learned, which needs "
-                          "--pack documents")
+        raise ConfigError("--pack stream: these data train on answers only, which needs --pack "
+                          "documents")
     return config.pack or ("documents" if sources.is_learned_in_part else "stream")
 
 
@@ -75,9 +75,9 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
         weight += part.weights.sum(dtype=float)
         size += float(lengths[part.targets] @ part.weights)
     if config.eval_every and not weight and any(map(len, held_out.values())):
-        raise ConfigError("all held-out weights are 0 (of conversations: within --seq_len), so "
-                          "there is nothing to evaluate; give --held_out other data, a longer "
-                          "--seq_len, or --eval_every 0")
+        raise ConfigError("all held-out weights within --seq_len are 0, so there is nothing to "
+                          "evaluate; give different --held_out data, a longer --seq_len, or "
+                          "--eval_every 0")
 
     def write(params, batch):
         more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)

@@ -95,7 +95,8 @@ def rounded(weights: Sequence[float]) -> np.ndarray:
     shares = np.floor(exact).astype(np.int64)
     shares[np.argsort(shares - exact, kind="stable")[:ROUND - shares.sum()]] += 1
     if (shares == 0).any():
-        raise ConfigError(f"--weights {' '.join(map(str, weights))}: a share below a thousandth")
+        raise ConfigError(f"--weights {' '.join(map(str, weights))}: each share must be at least "
+                          f"0.001")
     return shares
 
 

@@ -55,6 +55,6 @@ def weights_of_answers(messages: list[Record], field: str, count: int) -> list[A
     if not field or not any(x is not None for x in found):
         return [1] * count
     if len(found) != count:
-        raise WrongWeight(f"is of {len(found)} answers, of which the chat template marks {count}; "
-                          f"give the whole line one weight")
+        raise WrongWeight(f"weighs {len(found)} answers, but the chat template marks {count}; give "
+                          f"the whole line one weight")
     return [as_weights(x) for x in found]

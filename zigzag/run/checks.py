@@ -62,7 +62,7 @@ def check_config(c: Any) -> None:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
     if c.edited and (not c.init_from or c.init_from != c.model):
-        raise ConfigError("--edited is for the weights of a published model: give --model FOLDER")
+        raise ConfigError("--edited needs a published model: give --model FOLDER")
     for name in ("sum_dtype", "overlap"):
         if c.step == "jit" and (value := getattr(c.network, name)):
             raise ConfigError(f"--{name} {value}: with --step jit the compiler chooses; give "
@@ -73,12 +73,12 @@ def check_config(c: Any) -> None:
                           f"every process sees, {folder} for example")
     schedule, chunks = c.network.schedule, c.network.chunks
     if (chunks > 1) != (schedule == "interleaved"):
-        raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved has at least 2 "
-                          f"--chunks, and no other schedule has more than 1")
+        raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved needs at least 2 "
+                          f"--chunks, and every other schedule needs 1")
     for best in c.best:
         if not re.fullmatch(r"(smallest|largest):\S+", best):
-            raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, with the "
-                              f"name of a number in an evaluation, smallest:eval_loss for example")
+            raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, where NAME "
+                              f"is a number in an evaluation, smallest:eval_loss for example")
     parse_overrides(c.override)
     if c.mesh != "auto":
         mesh_sizes(c.mesh, c.shards)
@@ -99,8 +99,8 @@ def check_rows(config: Any, network: Any) -> None:
     """Refuse to split a batch into parts if the network's loss compares rows."""
     if network.couples_rows and config.accumulate > 1:
         raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
-                          f"every row of a batch with all others, so a batch cannot be cut; give a "
-                          f"smaller --batch, or more devices of data or fsdp")
+                          f"every row of a batch with all others, so it needs the whole batch; "
+                          f"give a smaller --batch, or more devices of data or fsdp")
 
 
 def check_batch(c: Any, mesh: Any) -> None:
@@ -141,7 +141,7 @@ def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
             raise unknown_time(name, T, axis, mesh.shape[axis])
         if said.get(name) and not is_long:
             raise ConfigError(f"timed={{{name!r}: True}}: collate makes it with rows of "
-                              f"{list(x.shape[1:])}, beside {T} tokens")
+                              f"{list(x.shape[1:])}, but a row has {T} tokens")
 
 
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
@@ -152,7 +152,7 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
         for entry in spec:
             if len(entry_axes(entry)) > 1:
                 raise ConfigError(f"override {pattern!r}: {'+'.join(entry)} on one dimension; give "
-                                  f"one axis a dimension")
+                                  f"each dimension one axis")
     shapes = {path: leaf.shape for path, leaf in by_path(params).items()}
     apply_overrides(shapes, overrides, dict(mesh.shape))
     return overrides
@@ -171,9 +171,9 @@ def check_corpus(config: Any, sources: Any) -> Any:
     length = config.network.seq_len
     if any(corpus and corpus.record.get("form") == "preference"
            for corpus in (*sources.corpora, sources.held_out)):
-        raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
-                          "train.py learns yet; expected texts, messages, or prompts and "
-                          "completions (python -m recipes.dpo learns from preferences)")
+        raise ConfigError("the data have preferences (chosen, rejected), which only python -m "
+                          "recipes.dpo trains on; expected texts, messages, or prompts and "
+                          "completions")
     for name, corpus in zip(sources.names, sources.corpora):
         what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
         count, weights = len(corpus.train), corpus.weights["train"]
@@ -181,9 +181,9 @@ def check_corpus(config: Any, sources: Any) -> Any:
             documents = corpus.documents("train")
             if documents.unlearned(length) == len(documents):
                 begins = int(np.argmax(documents.weights > 0))
-                raise ConfigError(f"--seq_len {length}: no answer of {corpus.folder} comes "
-                                  f"within so many tokens, so there is nothing to learn; the first "
-                                  f"one comes after {begins:,} tokens")
+                raise ConfigError(f"--seq_len {length}: no answer in {corpus.folder} starts within "
+                                  f"this length, so there is nothing to learn; the first one "
+                                  f"starts after {begins:,} tokens")
         elif count <= length:
             skipped = "".join(f"; {text}" for text in what_was_skipped(corpus.record) if text)
             raise ConfigError(f"--seq_len {length}: {what} has only {count} tokens to "
