@@ -29,7 +29,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
                "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
                "quick_gelu": "quick_gelu"}
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 # Keys in any config.json that can't change what a model computes: its origin, text generation,

@@ -201,7 +201,7 @@ class Arrays:
                 raise ConfigError(f"{path}: {lacks(name, lengths)}")
             found = self.arrays[name]
             if found.shape[1:] != row or is_whole and found.dtype.kind not in "iu":
-                expected = "whole numbers" if is_whole else "numbers"
+                expected = "integers" if is_whole else "numbers"
                 raise ConfigError(f"{path}: {name} has rows of {found.dtype}"
                                   f"{list(found.shape[1:])}; expected {expected} of {list(row)}")
             if is_whole and limits.get(name):

@@ -46,7 +46,7 @@ class More(Few):
 
 
 @pytest.mark.parametrize("words, says", [
-    (["--layer", 3], "--layers"), (["--layers", "three"], "whole number"),
+    (["--layer", 3], "--layers"), (["--layers", "three"], "an integer"),
     (["--lr", "nan"], "finite"), (["--lr", "-1"], "at least 0"), (["--shards", 3], "8"),
     (["--layers"], "needs a value"), (["layers=3"], "alone"), (["--heads", 5], "divide"),
     (["--batch", 3, "--mesh", "data=2,tensor=4"], "--batch 4"),

@@ -387,7 +387,7 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
         with pytest.raises(ConfigError, match=text):
             first(**changes)
 
-    says("tokens has rows of float64.4.; expected whole numbers of .4.", tokens=tokens * 1.0)
+    says("tokens has rows of float64.4.; expected integers of .4.", tokens=tokens * 1.0)
     says("labels has rows of bool", labels=labels > 0)
     says("tokens has rows of int64.5.; .* of .4.", tokens=np.ones((8, 5), int))
     says("token_types has rows of int64.1.", token_types=tokens[:, :1])

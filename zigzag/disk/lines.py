@@ -44,7 +44,7 @@ def parsed(raw: str | bytes) -> Record:
 
 
 def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts in these fields of a record. Raise ConfigError if any isn't a text."""
+    """Return the texts in these fields of a record. Raise ConfigError if any isn't text."""
     for field in fields:
         if field not in record:
             raise ConfigError(lacks(field, record))

@@ -69,7 +69,7 @@ class Known(NamedTuple):
     window: int = 0                     # see only the last `window` keys, including its own; 0: all
     local: Array | None = None          # a bool: whether this layer uses the window; None: it does
     softcap: float = 0.0                # a score s becomes softcap * tanh(s / softcap); 0: no cap
-    documents: Array | None = None      # [B, T]: see only one's own document; None: one per row
+    documents: Array | None = None      # [B, T]: a token sees only its own; None: one per row
 
 
 class Asked(NamedTuple):
