@@ -286,7 +286,7 @@ def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     corpus = corpus_of(tmp_path / "out", CHATS, folder)
     shown = Sources([corpus], [""]).described(60)
     record = corpus.record["train"]
-    assert f"of {record['documents']} conversations, " in shown and "longer than 60" in shown
+    assert f"{record['documents']} conversations, " in shown and "of them longer than 60" in shown
     assert "[[" in shown and "</s>]]" in shown and "tokens are answers" in shown
     go("--data", tmp_path / "out", "--layers", 1, "--d_model", 32, "--heads", 4, "--seq_len", 64,
        "--batch", 4, "--steps", 2, "--out", tmp_path / "run")

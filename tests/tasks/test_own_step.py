@@ -406,7 +406,7 @@ def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
         assert [row["lr"] for row in rows if "lr" in row] == [rate] * 2
     learn(make(steps=1), optimizer=optax.sgd(0.1), say=report.Reporter(1))
     said = capsys.readouterr().out
-    assert "the optimizer of fit, with its own rate" in said
+    assert "custom optimizer, with its own rate" in said
     assert re.search("^step 1/1 .* grad", said, re.M) and not re.search("adamw|  lr ", said)
 
 

@@ -330,8 +330,8 @@ def _answers(corpus, length):
     for ids, is_answer in zip(np.split(documents.tokens[:end], edges), learned[[0, *edges]]):
         part = corpus.tokenizer.spelled(ids.tolist())
         text += f"[[{part}]]" if is_answer else part
-    of = f"of {len(documents):,} conversations, {cut:,} are longer than {length:,} tokens "
-    return [*([f"{of}(--seq_len), and cut there"] if cut else []),
+    of = f"{len(documents):,} conversations, {cut:,} of them longer than {length:,} tokens "
+    return [*([f"{of}(--seq_len) and cut there"] if cut else []),
             *("| " + part for part in printable(text).strip().split("\n"))]
 
 

@@ -186,7 +186,7 @@ def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
     kernel = kernel_for(own, n > 1, mesh, manual)
     how = f"by the {kernel} kernel" + ", within documents" * call.known.documents if kernel else ""
     if n == 1:
-        return how or "by its formula, in blocks of queries"
+        return how or "by the plain formula, in blocks of queries"
     return "around a ring: " + (
         "each device has an early and a late part of the queries, and skips keys that none of them "
         "sees" if call.causal else "each device's queries meet all keys in turn") + (

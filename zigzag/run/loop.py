@@ -303,9 +303,9 @@ def describe_training(plan: Any) -> str:
     c, is_own = plan.config, isinstance(plan.schedule, Factor)
     rate = f"lr up to {c.lr:.3g} after {c.warmup:,} steps of warmup"
     if plan.schedule:
-        rate = "with its own rate" if is_own else "the learning rate of fit's schedule"
+        rate = "with its own rate" if is_own else "the rate of fit's schedule"
     return (f"training {c.steps:,} steps of {c.batch:,} examples, "
-            f"{'the optimizer of fit' if is_own else c.optimizer}, {rate}")
+            f"{'custom optimizer' if is_own else c.optimizer}, {rate}")
 
 
 def describe_attention(plan: Any) -> str:
