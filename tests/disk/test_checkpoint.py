@@ -198,7 +198,7 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
     learn(make(steps=1, out=str(tmp_path / "o")), **task)
     before = sorted(tmp_path.rglob("*"))
     assert "a different task" in refused(capsys, "--out", tmp_path / "o")
-    assert "a custom task" in refused(capsys, "--run", tmp_path / "o", main=sample.main)
+    assert "a different task" in refused(capsys, "--run", tmp_path / "o", main=sample.main)
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -116,7 +116,7 @@ def needed_tokenizer(run: str) -> Tokenizer:
     """Return a run's tokenizer. Reject a run without one."""
     if tokenizer := tokenizer_of_run(run):
         return tokenizer
-    raise ConfigError(f"--run {run}: a run of a custom task, or without a tokenizer "
+    raise ConfigError(f"--run {run}: a run of a different task, or without a tokenizer "
                       f"(fit(tokenizer=...) saves one; sample.load and sample.generate work with "
                       f"ids)")
 
