@@ -40,4 +40,4 @@ def pytest_sessionfinish(session):
             renewed = False
             print(f"\n{tested.NAME} cannot be written ({e.strerror})")
         if renewed:
-            print(f"\nall of test_all.py has passed: {tested.NAME} is renewed, commit it too")
+            print(f"\nall of test_all.py passed: {tested.NAME} is up to date, commit it too")

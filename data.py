@@ -120,13 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError("no PATH given: python data.py PATH ... --out DIR, with text files or "
                           "folders of them")
     if flags.tokenizer and flags.vocab_size != Flags.vocab_size:
-        raise ConfigError(f"--vocab_size {flags.vocab_size}: --tokenizer {flags.tokenizer} has "
-                          f"its own; give one of them")
+        raise ConfigError(f"--vocab_size {flags.vocab_size}: --tokenizer {flags.tokenizer} has its "
+                          f"own; give only one")
     tokenizer = tokenizer_at(flags.tokenizer) if flags.tokenizer else None
     vocab_size = 0 if tokenizer else flags.vocab_size
     if vocab_size and vocab_size < 300:
-        raise ConfigError(f"--vocab_size {vocab_size}: at least 300 (256 bytes and some pieces), "
-                          f"or 0 for bytes alone")
+        raise ConfigError(f"--vocab_size {vocab_size}: expected at least 300 (256 bytes plus "
+                          f"subwords), or 0 for bytes only")
     options = Options(flags.field, flags.strict, weight_field=flags.weight_field)
     corpus = prepare(paths, flags.out, vocab_size, tokenizer, "", options, flags.cores)
     print(summary(corpus.record), corpus, sep="\n")

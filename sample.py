@@ -116,7 +116,7 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [one for one in stop if isinstance(one, str)]
     if texts and tokenizer is None:
-        raise ConfigError(f"stop {texts[0]!r}: to find a text, generate needs the tokenizer")
+        raise ConfigError(f"stop {texts[0]!r}: generate needs the tokenizer to find text")
     answers = [Answer(tokenizer.decode if texts else None, prompt, texts) for prompt in prompts]
     for new in stream(params, prompts, config, tokens, sampling, logprobs=True,
                       stop=[one for one in stop if one not in texts],
@@ -175,16 +175,16 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
                 tokens: int = 128, eos: int | Sequence[int] | None = None, source: Any = None,
                 length_penalty: float = 1.0, early_stop: bool | str = False
                 ) -> list[list[tuple[list[int], float]]]:
-    """Return each prompt's best continuations, best first: pairs (ids, score). A score is a sum of
-    log-probabilities, divided by length ** length_penalty. tools/beams.py explains when it ends."""
+    """Return each prompt's best continuations, best first, as pairs (ids, score). The score is the
+    sum of log-probabilities / length ** length_penalty. tools/beams.py says when a search ends."""
     return part("tools.beams", "sample.beam_search").best_beams(
         engine_of(config), params, prompts, beams, tokens, eos, source, length_penalty, early_stop)
 
 
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
-    """Return, for each row, the sum of its ids' log-probabilities and how many ids that covers: all
-    but the first, or the first given[row]. With likeliest, add how many of them are the argmax."""
+    """For each row, return the sum of its ids' log-probabilities and the number of ids in the sum.
+    It skips the first id, or the first given[row]. With likeliest, also count the argmax ids."""
     found = part("tools.scores", "sample.score").logprobs_of(
         engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
@@ -213,4 +213,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, "fewer --tokens, a smaller --batch or a larger --mesh need less")
+    run_main(main, "try fewer --tokens, a smaller --batch or a larger --mesh")

@@ -418,8 +418,8 @@ def my_time_slice(tree: Any, x: Array) -> Any:
     the stream x."""
     def own_slice(a):
         if a.shape[1] != x.shape[1] * axis_size("tensor"):
-            raise ValueError(f"an array with time {a.shape[1]} beside a stream with time "
-                             f"{x.shape[1]} on each of {axis_size('tensor')} devices of tensor")
+            raise ValueError(f"an array of sequence length {a.shape[1]} next to a stream of length "
+                             f"{x.shape[1]} on each of {axis_size('tensor')} tensor devices")
         return own_part(a, 1)
 
     return jax.tree.map(own_slice, tree) if is_split(x) else tree
@@ -546,7 +546,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     needs_all_time("attend")
     tokens = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != tokens:
-        raise ValueError(f"{q.shape[1]} queries and query_info of {tokens} tokens")
+        raise ValueError(f"{q.shape[1]} queries, but query_info has {tokens} tokens")
     queries, keys = (q, query_info), (k, v, key_info)
 
     def attend_to(queries, keys, own=False):
@@ -588,8 +588,8 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     supports all of this except `mask` and `scores`; with those, we compute the plain formula."""
     needs_all_time("self_attend")
     if window and not causal:
-        raise ValueError(f"a window of the last {window} keys, and causal=False")
-    given = {"a mask": mask, "other scores": scores, "documents": documents,
+        raise ValueError(f"a window of the last {window} keys needs causal=True")
+    given = {"a mask": mask, "custom scores": scores, "documents": documents,
              "a window": window or None, "a softcap": softcap or None}
     beyond = [what for what, x in given.items() if x is not None]
     slots = slots_of(q) if slots is None else slots
@@ -744,7 +744,7 @@ def share_time(x: Array) -> Array:
     if is_split(x) and x.shape[1] % stages:
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     if x.shape[1] % stages:
-        raise ConfigError(f"mesh axis pipe={stages}: the {x.shape[1]} tokens of a device do not "
+        raise ConfigError(f"mesh axis pipe={stages}: the {x.shape[1]} tokens on each device do not "
                           f"divide by {stages}")
     return psum_scatter(x, "pipe", 1)
 

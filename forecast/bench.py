@@ -125,8 +125,8 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
              + ("n/a" if share is None else f"{share:.1%}"))
     # Compare neighbors: the machine's other load varies more than this from second to second.
     costs = statistics.median(new / old for new, old in zip(took, reused)) - 1
-    say.line(f"loader   a batch in {loader * 1e3:.1f} ms, while devices work, which adds "
-             f"{costs:.1%} to the time of a step with one batch that is used again")
+    say.line(f"loader   a batch in {loader * 1e3:.1f} ms while devices work, which adds "
+             f"{costs:.1%} to a step that reuses one batch")
     say.line(f"memory   {human_bytes(peak)} at most")
     say.line(json.dumps({
         "tokens_per_second": round(tokens / step, 1), "step_seconds": step,

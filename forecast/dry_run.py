@@ -62,7 +62,7 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
     costs.sort(key=lambda x: (max(1.0, x[1].memory / (ROOM * chip.memory)),
                               x[1].arithmetic + x[1].links))
     say(f"mesh     auto: {len(costs)} meshes of {len(devices)} devices, by the cost model" + (
-        "" if known else " and the rates of a v5e, these devices' not being known"))
+        "" if known else " and a v5e's rates, because these devices' are unknown"))
     if len(devices) == 1 and devices[0].platform == "cpu":
         say("         (XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates eight devices "
             "here)")
@@ -82,8 +82,8 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
         if peak < chip.memory:
             return dataclasses.replace(config, mesh=placed.mesh, shards=0), ready
     raise ConfigError(f"--mesh auto: among {len(costs)} meshes of {len(devices)} devices, none of "
-                      f"the {COMPILED} best has room for this; --remat full, more --accumulate or "
-                      f"more devices would make room")
+                      f"the {COMPILED} best fits; try --remat full, a larger --accumulate or more "
+                      f"devices")
 
 
 def all_meshes(count: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:

@@ -108,8 +108,8 @@ def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Coll
             return (collectives(step), arithmetic(step, c.experts_per_token / devices / room), "")
     except jax.errors.JaxRuntimeError as e:
         return expected, flops_of_update(config) / mesh.size, (
-            f"the compiler cannot print this program ({one_line(e)}): its arithmetic and what it "
-            f"sends are the expected ones")
+            f"the compiler cannot print this program ({one_line(e)}), so its arithmetic and bytes "
+            f"sent are the expected ones")
 
 
 def peak_memory(compiled: jax.stages.Compiled) -> int:

@@ -65,7 +65,7 @@ def compiled(config: Any) -> Run:
     device = program.mesh.devices.flat[0]
     chip = chips.chip_of(device)
     about = (f"{device.device_kind}, as published" if chip else
-             f"those of a {USUAL_CHIP}, as this device's ({device.device_kind}) are not known")
+             f"those of a {USUAL_CHIP}, because this device's ({device.device_kind}) are unknown")
     expected = expected_traffic(program.plan)
     sent, flops, note = estimate.work_of(program, step, expected)
     return Run(program, step, chip or chips.CHIPS[USUAL_CHIP], about, sent, expected, flops, note)
@@ -133,7 +133,7 @@ def timeline(run: Run) -> str:
             f"{_seconds(sum(x for _, x in sends))}, by "
             f"these rates ({html.escape(run.about_chip)}). An update takes the longer of the two "
             f"if they overlap, about their sum if not, more if memory is slow.</p>" + _table(
-                "The time of an update in which a device computes, and sends",
+                "How long a device computes and sends in one update",
                 ["what", "time, at the chip's rates"], rows))
     stages = run.program.mesh.shape["pipe"]
     if stages > 1:
@@ -156,7 +156,7 @@ def traffic(run: Run) -> str:
                      f"{one.bytes / match.bytes:.3f}" if match and match.bytes else ""])
     found = ["not known"] * 2 if run.note else ["0"] * 2
     rows += [[axis, kind, *found, f"{one.bytes:,}", ""] for (kind, axis), one in wanted.items()]
-    note = f"<p>Not read off the program: {html.escape(run.note)}.</p>" if run.note else ""
+    note = f"<p>Not read from the program: {html.escape(run.note)}.</p>" if run.note else ""
     return note + _table("What a device sends in one update", ["over", "collective", "times",
                   "bytes, compiled", "bytes, by formulas", "ratio"], rows)
 
@@ -224,13 +224,13 @@ def main(argv: list[str] | None = None) -> None:
     if "--run" in argv:
         at = argv.index("--run")
         if at + 1 == len(argv):
-            raise shard.ConfigError("--run: expected the folder of a run after it")
+            raise shard.ConfigError("--run: expected a run folder after it")
         run = argv[at + 1]
         del argv[at:at + 2]
     given = command_line.read_flags(argv)
     if given.get("data"):
-        raise shard.ConfigError("--data: the page is about the step, and reads no data; its "
-                                "vocabulary can be given by --vocab_size")
+        raise shard.ConfigError("--data: the page shows the step and reads no data; give its "
+                                "vocabulary as --vocab_size")
     config = continued.of_run(run, given) if run else command_line.config_of_flags(given)
     text = page(compiled(config), run)
     try:

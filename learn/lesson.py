@@ -212,7 +212,7 @@ def check(exercise: str, answer: Any = ...) -> bool:
     second the reason."""
     right, hint, why, *also = ANSWERS[exercise]
     if answer is ...:
-        print(f"{exercise}: put your answer in place of the dots")
+        print(f"{exercise}: replace the dots with your answer")
         return False
     good = (not answer.error if isinstance(answer, Tried) else
             any(_same(answer, one) for one in (right, *also)))

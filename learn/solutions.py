@@ -35,7 +35,7 @@ ANSWERS = {
     "1.3": (4, "Which two indices does each sum add up?",
             "The two devices of data have the same index along tensor, so their sum is twice that "
             "index: 0, 2, 4 or 6."),
-    "1.4": ("code", "Devices along which axis have other rows of the same columns?",
+    "1.4": ("code", "Along which axis do devices have different rows of the same columns?",
             "The rows are cut over data, so the sum is over data; columns stay cut over tensor."),
     "2.1": (2 * 7 / 8 * 4 * 10e6, "Gradients are float32. In how many of the parts are they sent?",
             "2 (n-1)/n G with n = 8 and G of 4 bytes a weight; the parts send nothing."),
@@ -50,22 +50,24 @@ ANSWERS = {
             "16 bytes for each weight (weight, gradient, two of Adam), cut in 8."),
     "3.2": (2 * 3 * 7 / 8 * 2e9, "Three collectives for each part. How large is W in bfloat16?",
             "3 (n-1)/n W for each of the two parts, W = 2e9."),
-    "3.3": ("reduce-scatter", "Backward, each device has a gradient for every part. Who needs it?",
-            "Forward, each device gets all parts; backward, each part gets the sum of what all "
-            "devices found for it.", "psum_scatter", "a reduce-scatter"),
+    "3.3": ("reduce-scatter", "In the backward pass, each device has a gradient for every part. "
+                              "Who needs it?",
+            "Forward, each device gets all parts. Backward, each part gets the sum of all devices' "
+            "gradients for it.", "psum_scatter", "a reduce-scatter"),
     "3.4": ("code", "Add up over devices, and keep a part of dimension 0.",
             "A reduce-scatter along the dimension that was gathered, here 0."),
-    "4.1": (8 * 7 / 8 * 2 * 8192 * 4096, "Two blocks, each with two collectives, there and back.",
+    "4.1": (8 * 7 / 8 * 2 * 8192 * 4096, "Two blocks, each with two collectives forward and two "
+                                         "backward.",
             "8 (n-1)/n X with X = 2 x 8,192 x 4,096."),
     "4.2": ("row", "Which dimension do the first weights share with the output weight?",
             "Heads are the hidden dimension: they leave the first weights as columns, and enter "
             "the output weight.", "rows", "a row", "row, over heads"),
     "4.3": (128, "Does anything here split D?",
-            "All: a norm works along D, which nothing splits here. Its gradients are summed over "
-            "tensor, since each device has other tokens."),
-    "4.4": ("code", "h @ w is a partial sum of all of the time. Add up, and keep a part of it.",
-            "The partial sums meet in a reduce-scatter along the time, dimension 1; an all-reduce "
-            "would leave the time whole, and send twice the bytes."),
+            "All of it: a norm works along D, which nothing splits here. Its gradients are summed "
+            "over tensor, because each device has different tokens."),
+    "4.4": ("code", "h @ w is a partial sum for the whole sequence. Add up, and keep a part of it.",
+            "A reduce-scatter along the sequence, dimension 1, adds the partial sums. An "
+            "all-reduce would leave the sequence whole and send twice the bytes."),
     "5.1": ((128 * 64 * 4 + 2**18) / 32768, "Only the bytes of y change.",
             "y is [128, 64]: 32,768 bytes, and one reduction."),
     "5.2": (2, "Which products sum over a dimension that is split?",
@@ -78,9 +80,9 @@ ANSWERS = {
     "6.1": (2 * 7 * 2 * 4096 * 8 * 128, "How many tokens are on a device? Keys and values.",
             "2 (n-1) K, with K = 2 bytes x 4,096 tokens x 8 x 128."),
     "6.2": (0.5, "The weights are exp(L), divided by their sum.", "exp(1) / (exp(1) + exp(1))."),
-    "6.3": (6, "An early part d comes with the part that is as far from the end.",
+    "6.3": (6, "An early part d is paired with the part equally far from the end.",
             "Parts d and 2 n - 1 - d, with d = 1 and n = 4."),
-    "6.4": ("code", "A device has two halves: the part `me`, and the part 2 n - 1 - me.",
+    "6.4": ("code", "A device has two halves: part `me` and part 2 n - 1 - me.",
             "Half of the places begin at me size/2, the others at (2 n - 1 - me) size/2."),
     "7.1": (7 / 15, "S - 1 idle ticks, of how many?", "(S - 1) / (M + S - 1)."),
     "7.2": (64, "Solve (S - 1) / (M + S - 1) < 0.1.", "7 / (M + 7) < 0.1 from M = 64 on."),
@@ -88,7 +90,7 @@ ANSWERS = {
             "Chunk c of stage s is number 4 c + s.", "2 and 6"),
     "7.4": ("code", "Forward, each stage adds a tick. Backward, count from the last stage.",
             "Forward in tick m + s. The last stage turns around in tick m + S - 1, and stage s is "
-            "S - 1 - s ticks later: m + 2 (S - 1) - s. (zigzag adds a tick: m + 2 S - 1 - s.)"),
+            "S - 1 - s ticks later: m + 2 (S - 1) - s. zigzag adds a tick: m + 2 S - 1 - s."),
     "8.1": (4 * 7 * 2 * 2048 * 4096, "Two all-to-alls forward, two backward; zeros count.",
             "4 (n-1) X with X = 2 x 2,048 x 4,096."),
     "8.2": (2 / 16, "How many of the 16 work for a token?",
@@ -98,7 +100,7 @@ ANSWERS = {
     "8.4": ("code", "A token chose two experts, which may be on two devices. Does it reach both?",
             "A token must go to a device if any of its experts is there: any(-1), not all(-1)."),
     "9.1": (70, "How many bytes does a weight need in all?", "70e9 x 16 bytes / 16e9."),
-    "9.2": (3 * 63 / 64 * 16e9 / 90e9, "Three times W, nearly.", "3 (n-1)/n W over the rate."),
+    "9.2": (3 * 63 / 64 * 16e9 / 90e9, "Nearly three times W.", "3 (n-1)/n W over the rate."),
     "9.3": ("fsdp", "Which axis sends weights, and not activations?",
             "It sends weights. data does not depend on tokens either, but sends once in an "
             "update.", "zero-3"),

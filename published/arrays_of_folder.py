@@ -132,7 +132,7 @@ def read_config(path: str | Path) -> Fields:
     config = read_json(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{file}: no model_type in it; expected the config.json of a published "
-                          f"model (a run is given as --run, or to train.py as --init_from)")
+                          f"model (give a run as --run, or to train.py as --init_from)")
     return config
 
 
@@ -149,7 +149,7 @@ class Folder:
             files |= dict.fromkeys(arrays, file)
         if index and index != files:
             wrong = {name for name, _ in index.items() ^ files.items()}
-            raise ConfigError(f"{self.path}: {_listed(wrong)} not in the file that the index says")
+            raise ConfigError(f"{self.path}: {_listed(wrong)} not in the file that the index names")
 
     def _index(self):
         """Read {array: its file} from the index; {} if there's no index."""
@@ -158,7 +158,7 @@ class Folder:
         index = self.path / "model.safetensors.index.json"
         if not index.exists():
             raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
-                              f"(weights in other formats are not read)")
+                              f"(zigzag reads no other format)")
         record = read_json(index)
         files = record.get("weight_map") if isinstance(record, dict) else None
         if not isinstance(files, dict) or not files:
@@ -189,8 +189,8 @@ def _mapped(path):
     header.pop("__metadata__", None)
     for name, about in header.items():
         if (kind := about["dtype"]) not in KINDS:
-            raise ConfigError(f"{path}: {name} has numbers of the kind {kind}; expected F32, F16 "
-                              f"or BF16")
+            raise ConfigError(f"{path}: {name} has numbers of type {kind}; expected F32, F16 or "
+                              f"BF16")
         first, last = about["data_offsets"]
         arrays[name] = raw[begin + first:begin + last].view(KINDS[kind]).reshape(about["shape"])
     return arrays
@@ -332,7 +332,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     lost = {name for name, parts in expected.items() if parts[0].sign == "->" and name not in there
             and parts[0][:3] not in found}
     for what, those in (("lacks", lost),
-                        ("has what is no part of its model:", named - expected.keys())):
+                        ("has arrays that are not part of its model:", named - expected.keys())):
         if those:
             raise ConfigError(f"{folder.path} {what} {_listed(those)}")
     for name in spare.keys() - expected.keys():
@@ -351,11 +351,10 @@ def _check_ignored(folder, config, name, why):
     implies, or the class in `architectures` must match the reason's regex."""
     kinds = folder.config.get("architectures") or [""]
     if callable(why) and not why(config, folder.arrays[name].astype(np.float32)):
-        raise ConfigError(f"{folder.path}: {name} is not the constant that it is in a model of "
-                          f"model_type {folder.config['model_type']}")
+        raise ConfigError(f"{folder.path}: {name} is not the constant of model_type "
+                          f"{folder.config['model_type']}")
     if not callable(why) and not re.search(why, str(kinds[0])):
-        raise ConfigError(f"{folder.path}: {name} is not a part of a model of architectures "
-                          f"{kinds}")
+        raise ConfigError(f"{folder.path}: {name} is not part of a model of architectures {kinds}")
 
 
 def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: Any) -> Any:

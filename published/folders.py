@@ -29,7 +29,7 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
     execution can be overridden."""
     if other := fields.keys() - (may := _may_change(network)):
         raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
-                          f"only these may be given: {', '.join(sorted(may))}")
+                          f"you can give only {', '.join(sorted(may))}")
     record = read_config(folder)
     found = fields_of(record, families_of(network))
     if seen := family_of(record, families_of(network)).seen:
@@ -58,9 +58,9 @@ def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = F
     read_hf(network, folder, config)
     if not edited and (differs := code_difference(network, config)):
         kind = model_type(config.published)
-        raise ConfigError(f"{folder}: the code of the network {network.name} computes something "
-                          f"else than this {kind}: {differs}; undo the edit of its code, or give "
-                          f"--edited (in Python: edited=True) to load the weights all the same")
+        raise ConfigError(f"{folder}: the code of the network {network.name} differs from this "
+                          f"{kind}: {differs}; undo the edit of its code, or give --edited (in "
+                          f"Python: edited=True) to load the weights anyway")
 
 
 def read_hf(network: Network, folder: str | Path, config: Any, places: Params | None = None
@@ -88,7 +88,7 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
         seen = {"published"}
     _check_described(network, config, seen)
     if differs := code_difference(network, config):
-        raise ConfigError(f"the code of the network {network.name} computes something else: "
+        raise ConfigError(f"the code of the network {network.name} differs from the published one: "
                           f"{differs}; undo the edit of its code, or add a family for it (docs: "
                           f"published/llama.py)")
     family = family_of(json.loads(config.published), families_of(network))
@@ -108,9 +108,8 @@ def _check_described(network, config, seen):
     for f in dataclasses.fields(config):
         mine, theirs = getattr(config, f.name), getattr(there, f.name)
         if mine != theirs and f.name not in may | seen:
-            raise ConfigError(f"{f.name} is {mine!r:.80}, but the published config.json, which "
-                              f"would be written, says {theirs!r:.80} (of a model_type "
-                              f"{model_type(config.published)})")
+            raise ConfigError(f"{f.name} is {mine!r:.80}, but the config.json to write says "
+                              f"{theirs!r:.80} (model_type {model_type(config.published)})")
 
 
 # -------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def export(argv: Sequence[str] | None = None) -> None:
         raise ConfigError("--export '': expected a new folder")
     record, out = run_record(options.run), Path(options.export)
     if is_custom(record):
-        raise ConfigError(f"--run {options.run}: its weights are those of a custom task, which no "
+        raise ConfigError(f"--run {options.run}: its weights are a custom task's, which no "
                           f"published model has")
     network = network_of_record(record)
     params, config = load_run(options.run)

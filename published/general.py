@@ -180,7 +180,7 @@ def _of_values(c):
     rows = c.position_rows - c.position_offset
     return [
         ("head_dim", c.positions == "rotary" and (turned % 2 or turned > min(c.head_dim, 2**16)),
-         f"rotary positions need an even part of a head, of at most {2**16}, and --rotary_dim is "
+         f"rotary positions need an even part of a head, of at most {2**16}, but --rotary_dim is "
          f"{c.rotary_dim}"),
         ("seq_len" if c.seq_len == longest else "source_len",
          c.positions == "learned" and longest > rows,
@@ -207,7 +207,7 @@ def _of_blocks(c):
         ("remat", c.parallel_block and "mlp" in c.remat,
          "with --parallel_block attention and MLP are one; give --remat attention or full"),
         ("dense_layers", c.dense_layers >= c.layers or c.dense_layers and not c.experts,
-         f"must be below --layers {c.layers}, of which the others have --experts"),
+         f"must be below --layers {c.layers}; the other layers need --experts"),
         ("expert_groups", c.experts % c.expert_groups or c.groups_per_token > c.expert_groups
          or c.expert_groups > 1 and c.experts < 2 * c.expert_groups,
          f"must divide --experts {c.experts} into groups of two or more (a group is chosen by its "
@@ -221,9 +221,9 @@ def _of_blocks(c):
          "latent attention has rotary positions in a part of a head (--rotary_dim below "
          "--head_dim), as many --kv_heads as --heads, no --qk_norm, no biases of qkv, and no "
          "--parallel_block"),
-        ("rotary_layers", c.rotary_layers and c.positions != "rotary", "is for --positions rotary"),
+        ("rotary_layers", c.rotary_layers and c.positions != "rotary", "needs --positions rotary"),
         ("v_head_dim", c.v_head_dim not in (0, c.head_dim) and not c.kv_rank,
-         "another width than --head_dim is for latent attention (--kv_rank)")]
+         "must be --head_dim without latent attention (--kv_rank)")]
 
 
 def _of_encoders(c):
@@ -232,37 +232,35 @@ def _of_encoders(c):
     others = c.experts or c.parallel_block or c.kv_rank or c.layer_groups or not c.causal
     return [
         ("head", classes and c.causal and c.pool != "last",
-         "the class is read off the first token, which sees only itself while --causal is true; "
+         "the class is read from the first token, which sees only itself while --causal is true; "
          "give --pool last or --causal false"),
         ("pool", c.pool == "last" and (not classes or c.own_stem != "tokens"),
-         "is for --head classes of tokens"),
+         "needs --head classes of a model that reads tokens"),
         ("head", classes and not c.labels, "give --labels, the number of classes"),
         ("head", classes and c.encoder_layers,
-         "is for one stack of layers, without --encoder_layers"),
+         "needs one stack of layers, without --encoder_layers"),
         ("encoder_layers", c.encoder_layers and others,
-         "goes with causal layers of one half after the other, without experts, latent attention "
-         "or groups"),
+         "needs --causal true, without --experts, --parallel_block, --kv_rank and --layer_groups"),
         ("encoder_heads", c.encoder_layers and c.encoder_heads != c.heads
          and c.d_model % c.encoder_heads,
          f"must divide --d_model {c.d_model}, or be --heads {c.heads}"),
         ("relative_buckets", c.relative == "buckets" and not (
             2 <= half <= 2**11 and half < c.relative_distance <= 2**20),
-         f"expected 4 to {2**12}, and above half as many --relative_distance "
-         f"({c.relative_distance}), up to {2**20}"),
+         f"expected 4 to {2**12}, with a --relative_distance ({c.relative_distance}) above half of "
+         f"it, up to {2**20}"),
         ("layer_groups", c.layer_groups and (c.layers % c.layer_groups or c.causal
                                              or c.dense_layers),
-         f"must divide --layers {c.layers}, of an encoder (--causal false)"),
+         f"must divide the --layers {c.layers} of an encoder (--causal false)"),
         # An encoder's own Config has causal=False.
         ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
-         "give --encoder_layers, from which text follows, or --causal false and --head classes or "
-         "none"),
+         "give --encoder_layers to generate text, or --causal false and --head classes or none"),
         ("patch_size", c.stem == "patches" and c.patch_size > c.image_size,
          f"expected at most --image_size {c.image_size}"),
         ("head", classes and (c.experts or c.pool == "mean" and c.stem != "patches"),
-         "goes without --experts, and --pool mean is for --stem patches"),
+         "works without --experts, and --pool mean needs --stem patches"),
         ("relative", c.relative == "grid" and c.own_stem != "patches", "is for --stem patches"),
         ("causal", not c.causal and (c.window or c.positions.startswith("alibi")),
-         "an encoder has no --window, and no ALiBi")]
+         "an encoder has no --window and no ALiBi")]
 
 
 def lacking(fields: Fields) -> list[str]:

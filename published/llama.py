@@ -78,7 +78,7 @@ def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fi
     except KeyError as e:
         raise ConfigError(f"config.json of model_type {kind} lacks {e}") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
-        raise ConfigError(f"config.json of model_type {kind}: a value is of a wrong kind "
+        raise ConfigError(f"config.json of model_type {kind}: a value has the wrong type "
                           f"({one_line(e)})") from None
     # Only new models need the router losses; fine-tuning doesn't.
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,

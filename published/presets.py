@@ -129,7 +129,7 @@ def fields_of_preset(name: str, given: Fields) -> Fields:
     """Return a preset's fields, without those that depend on a width in the `given` flags."""
     if name not in PRESETS:
         nearest = difflib.get_close_matches(name, PRESETS, 5, 0)
-        raise ConfigError(f"--model {name}: no such folder with a published model, and no preset "
-                          f"has this name; the nearest of {len(PRESETS)}, which "
-                          f"published/presets.py lists, are {', '.join(nearest)}")
+        raise ConfigError(f"--model {name}: no folder with a published model and no preset has "
+                          f"this name; the nearest of the {len(PRESETS)} in published/presets.py "
+                          f"are {', '.join(nearest)}")
     return resized(PRESETS[name], given)

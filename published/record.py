@@ -29,7 +29,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
                "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
                "quick_gelu": "quick_gelu"}
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 # Keys in any config.json that can't change what a model computes: its origin, text generation,
@@ -140,7 +140,7 @@ class Record:
         if name not in self.parts:
             given = given or self.values.get(name) or {}
             if not isinstance(given, dict):
-                raise wrong(self.at + name, given, ": a value is of a wrong kind")
+                raise wrong(self.at + name, given, ": a value has the wrong type")
             self.parts[name] = Record(given, defaults, self.shared, f"{self.at}{name}.", self.kind)
         return self.parts[name]
 
@@ -256,8 +256,7 @@ def count(r: Any, name: str, most: int = MOST) -> int:
     """Read this key, which must be an integer from 1 to `most`."""
     value = r[name]
     if not _is(int, value) or not 1 <= value <= most:
-        raise wrong(getattr(r, "at", "") + name, value, f": expected a whole number from 1 to "
-                    f"{most}")
+        raise wrong(getattr(r, "at", "") + name, value, f": expected an integer from 1 to {most}")
     return value
 
 
@@ -362,8 +361,8 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
     if new is None:
         return r
     if not isinstance(new, dict) or r.get("rope_scaling"):
-        raise wrong("rope_parameters", new, " is of a wrong kind, or beside a rope_scaling: "
-                    "transformers 4 and 5 read different ones")
+        raise wrong("rope_parameters", new, " has the wrong type, or comes with rope_scaling: "
+                                            "transformers 4 and 5 read different ones")
     scaling = dict(new)
     if model_type == "gemma3_text":
         local = dict(scaling.pop("sliding_attention"))
@@ -382,8 +381,7 @@ def as_older(record: Fields, shared: Sequence[str]) -> Fields:
         moved[TRAINED] = scaling.pop(TRAINED, None)
     for name, value in moved.items():
         if value is not None and r.setdefault(name, value) != value:
-            raise wrong(name, r[name], f" beside {value!r:.80} in rope_parameters: expected the "
-                        f"same")
+            raise wrong(name, r[name], f" differs from {value!r:.80} in rope_parameters")
     name = "type" if model_type == "phi3" else "rope_type"      # Phi-3 accepts no other name
     scaling = {name: kind, **scaling} if scaling or kind != "default" else None
     return {**r, "rope_scaling": scaling}
@@ -403,8 +401,8 @@ def rope(r: Record, theta: str = "rope_theta", share: str = "partial_rotary_fact
     width = width or r.of_class("head_dim") or r["hidden_size"] // r["num_attention_heads"]
     dim = int(width * (1.0 if turned is None else turned))
     if dim < 2:
-        raise wrong(share, turned, f": expected a part of a head that has at least 2 of its "
-                    f"{width} numbers")
+        raise wrong(share, turned, f": expected a share of a head with at least 2 of its {width} "
+                                   f"numbers")
     scaling = _scaling(r, part, known, names or {})
     return dict(rope_theta=float(10000.0 if base is None else base),
                 rotary_dim=0 if dim == width else dim,
@@ -418,8 +416,8 @@ def _scaling(r, part, known, names):
     kinds = [names.get(str(kind), kind) for kind in kinds if kind is not None] or ["default"]
     kind, longest = kinds[0], r["max_position_embeddings"]
     if kinds[-1] != kind or kind not in known:
-        raise wrong(part.at + "rope_type", kind, f" is not known, or not the same as `type`; "
-                    f"expected one of {', '.join(known)}")
+        raise wrong(part.at + "rope_type", kind, f" is not known, or differs from `type`; expected "
+                                                 f"one of {', '.join(known)}")
     # zigzag/parallel/rotary.py rejects a scaling with a missing number.
     scaling = {name: value for name in SCALINGS[kind] if (value := part.get(name)) is not None}
     own, top = part.get(TRAINED), r.get(TRAINED)
@@ -428,9 +426,9 @@ def _scaling(r, part, known, names):
         # it only for longrope, where it uses nothing else.
         of_5, of_4 = top or own or longest, (top if kind == "longrope" else own) or longest
         if of_4 != of_5 or own not in (None, of_5):
-            raise wrong(part.at + TRAINED, own, f" beside {top} at the top and "
-                        f"max_position_embeddings {longest}: transformers 4 and 5 take different "
-                        f"ones")
+            raise wrong(part.at + TRAINED, own, f" with {top} at the top and "
+                                                f"max_position_embeddings {longest}: transformers "
+                                                f"4 and 5 use different ones")
         scaling[TRAINED] = of_5
     if kind == "longrope":
         scaling["factor"] = longest / of_5

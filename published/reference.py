@@ -43,13 +43,13 @@ def _difference(network, c):
     there = by_path(general.table(same))
     for path, row in by_path(network.table(c)).items():
         if path in there and row.shape != (want := there.pop(path).shape):
-            return f"{path} has the shape {list(row.shape)}, there {list(want)}"
+            return f"{path} has the shape {list(row.shape)}, not {list(want)}"
     if there:
         return f"it lacks the weight {min(there)}"
     try:
         return _other_attention(network, c) or _other_logits(network, c, general, same)
     except (TypeError, ValueError) as e:
-        return f"it cannot be computed for a few tokens and small sizes ({one_line(e)})"
+        return f"it does not run on a few tokens at small sizes ({one_line(e)})"
 
 
 def _other_attention(network, c):
@@ -61,10 +61,10 @@ def _other_attention(network, c):
         jax.eval_shape(lambda params, ids: network.forward(params, ids, c),
                        network.weight_shapes(c), ids)
     if not calls:
-        return "its attention does not call attend, which would say what it sees"
+        return "its attention does not call attend"
     for a in sorted(calls, key=lambda a: (a.queries, a.keys, a.beyond)):
         if a.beyond or (a.queries, a.keys) != (time, time):
-            return (f"its attention has {a.beyond or 'parts'}, of {a.queries:,} tokens to "
+            return (f"its attention has {a.beyond or 'parts'}, from {a.queries:,} tokens to "
                     f"{a.keys:,}, in a row of {time:,}")
     return ""
 

@@ -172,7 +172,7 @@ def check(c: Config, mesh: Any) -> None:
     """Reject options and meshes that this model doesn't support."""
     refuse_rows(c, [("dropout", c.dropout, "SAM has no dropout here; leave it out")])
     general.check_axes(mesh, "SAM's layers differ (some have windows, some see all), and windows "
-                            "need all of the time")
+                             "need the whole sequence")
 
 
 # -------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_
 def _fields(r):
     globally = r["global_attn_indexes"]
     if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
-        raise wrong("global_attn_indexes", globally, ": expected a list of numbers of layers")
+        raise wrong("global_attn_indexes", globally, ": expected a list of layer numbers")
     if r["window_size"]:
         count(r, "window_size")
     count(r, "output_channels")

@@ -134,7 +134,7 @@ def _trunk(params, pictures, c, specs=None):
     for stage in stages(c):
         if min(size) < window:
             raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
-                              f"{size[0]} x {size[1]} tokens in {stage.name}: less than its "
+                              f"{size[0]} x {size[1]} tokens in {stage.name}: fewer than its "
                               f"windows, {window} x {window}")
         # If a single window holds the whole picture, we don't roll.
         shift = window // 2 if min(size) > window else 0
@@ -170,11 +170,10 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
 def check(c: Config, mesh: Any) -> None:
     """Reject options and meshes that this model doesn't support."""
     refuse_rows(c, [
-        ("head", c.head == "none", "this Swin returns vectors, and has no loss of its own; give "
-                                   "fit a loss"),
+        ("head", c.head == "none", "this Swin returns vectors and has no loss; give fit a loss"),
         ("dropout", c.dropout, "Swin has no dropout here; leave it out")])
-    general.check_axes(mesh, "a Swin's stages have different layers, and its windows need all of "
-                            "the time")
+    general.check_axes(mesh, "a Swin's stages have different layers, and its windows need the "
+                             "whole sequence")
 
 
 # -------------------------------------------------------------------------------------------
@@ -204,8 +203,8 @@ def _check_stages(r):
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
             1 <= len(depths) == len(heads)):
-        raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of "
-                    f"equally many numbers")
+        raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of the "
+                                      f"same length")
     for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
         if width % count({"num_heads": own}, "num_heads"):
@@ -214,7 +213,7 @@ def _check_stages(r):
         if size < window:
             raise wrong("window_size", window, f": a stage has only {size} x {size} tokens")
         if not 1 <= r["mlp_ratio"] * width <= MOST:
-            raise wrong("mlp_ratio", r["mlp_ratio"], f": {width} times it is no width of an MLP")
+            raise wrong("mlp_ratio", r["mlp_ratio"], f": {width} times it is not a valid MLP width")
         size, width = -(-size // 2), 2 * width
     return heads[0]
 

@@ -463,7 +463,7 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     if c.own_stem != "tokens" and source is None:
         tokens, source = None, tokens
     if (source is None) == (c.encoder_layers > 0 or c.own_stem != "tokens"):
-        raise ConfigError("this model has no encoder to give a source to" if source is not None else
+        raise ConfigError("this model has no encoder: give it no source" if source is not None else
                           "this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
                  source_mask=source_mask, token_types=token_types, attend=attend)
@@ -681,8 +681,8 @@ def check(c: Config, mesh: Any) -> None:
                  stages * c.chunks)
     elsewhere = f"on mesh axis pipe={stages}; give its devices to data, fsdp, expert or tensor"
     refuse_rows(c, [
-        ("head", c.head == "none", "this model returns vectors, and has no loss of its own; give "
-                                   "fit a loss, or --head classes or masked"),
+        ("head", c.head == "none", "this model returns vectors and has no loss; give fit a loss, "
+                                   "or --head classes or masked"),
         ("dense_layers", stages > 1 and c.dense_layers,
          f"these differ from the others, and the layers of all stages must have weights of equal "
          f"shapes {elsewhere}"),

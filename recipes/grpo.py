@@ -80,7 +80,7 @@ def main(argv=None):
         prompt = tokenizer.prompt(question(a, b))
         right = tokenizer.prompt(question(a, b) + answer(a, b))[len(prompt):]
         if len(right) != LENGTH:
-            sys.exit(f"error: {c.init_from}: its tokenizer has no id of its own for each digit")
+            sys.exit(f"error: {c.init_from}: its tokenizer has no separate id for each digit")
         return prompt, right
 
     equal = 0           # updates in a row where no answer beat another
@@ -99,7 +99,7 @@ def main(argv=None):
         equal = 0 if found.any() else equal + 1
         if equal and equal % 20 == 0 and jax.process_index() == 0:
             print(f"\nstep {step + 1}: in the last {equal} updates all answers to a sum had the "
-                  f"same reward (now {rewards.mean():.2g}), from which nothing is learned",
+                  f"same reward (now {rewards.mean():.2g}), so nothing is learned",
                   flush=True)
         return [(prompt, new, logs, advantage, right.mean())
                 for (prompt, _), (new, logs), advantage, right in zip(

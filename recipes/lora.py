@@ -52,7 +52,7 @@ def main(argv=None):
         for question, answer in asked("-" if c.network.lora_rank else "+", is_held_out):
             asked_ids, ids = tokenizer.prompt(question), tokenizer.prompt(question + answer)
             if len(ids) != len(asked_ids) + LENGTH:
-                sys.exit(f"error: {c.init_from}: its tokenizer has no id of its own for each digit")
+                sys.exit(f"error: {c.init_from}: its tokenizer has no separate id for each digit")
             yield asked_ids, ids[-LENGTH:]
 
     def predict(params, batch):

@@ -42,10 +42,10 @@ def scored(config: Any, network: Any) -> dict[str, Callable]:
     if not config.metric:
         return {}
     if network.gives(config.network) != "classes" or config.network.labels < 2:
-        raise ConfigError(f"--metric {config.metric}: is for a model with classes (--head classes, "
+        raise ConfigError(f"--metric {config.metric}: needs a model with classes (--head classes, "
                           f"--labels of at least 2); leave it out")
     if config.metric not in metrics.CLASS_METRICS:
-        raise ConfigError(f"--metric {config.metric}: is for pairs of texts; expected "
+        raise ConfigError(f"--metric {config.metric}: needs pairs of texts; expected "
                           f"{' or '.join(metrics.CLASS_METRICS)} for classes")
 
     def predict(params, batch):

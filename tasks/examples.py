@@ -87,7 +87,7 @@ class Pairs:
                     digest.update(raw)
                     start += len(raw)
         if not is_held_out:
-            raise ConfigError(f"{self.name}: no line in it; expected an object with the texts "
+            raise ConfigError(f"{self.name}: no lines in it; expected an object with the texts "
                               f"{' and '.join(self.fields)} on each line")
         for path in sorted(arrays):
             digest.update(sha256(path).encode())
@@ -117,8 +117,8 @@ class Pairs:
         return ids.astype(np.int32)
 
     def __str__(self) -> str:
-        return (f"{self.name}: {len(self.train):,} pairs to learn from, {len(self.held_out):,} "
-                f"held out, {self.tokenizer.kind} of {self.tokenizer.vocab_size}")
+        return (f"{self.name}: {len(self.train):,} pairs to train on, {len(self.held_out):,} held "
+                f"out, {self.tokenizer.kind} of {self.tokenizer.vocab_size}")
 
 
 def _state(path):
@@ -189,7 +189,7 @@ class Arrays:
         lengths = {name: a.shape[0] if a.ndim else 0 for name, a in self.arrays.items()}
         if len(set(lengths.values())) > 1 or "seeds" in lengths:
             raise ConfigError(f"{path}: arrays with these rows: {lengths}; expected a row in each "
-                              f"for each example, and no name 'seeds' (of every batch's random "
+                              f"for each example, and no array named 'seeds' (each batch's random "
                               f"numbers)")
         wanted = {name: (x.shape[1:], x.dtype.kind == "i") for name, x in shapes.items()}
         if "tokens" in shapes:
@@ -201,7 +201,7 @@ class Arrays:
                 raise ConfigError(f"{path}: {lacks(name, lengths)}")
             found = self.arrays[name]
             if found.shape[1:] != row or is_whole and found.dtype.kind not in "iu":
-                expected = "whole numbers" if is_whole else "numbers"
+                expected = "integers" if is_whole else "numbers"
                 raise ConfigError(f"{path}: {name} has rows of {found.dtype}"
                                   f"{list(found.shape[1:])}; expected {expected} of {list(row)}")
             if is_whole and limits.get(name):
@@ -223,8 +223,8 @@ class Arrays:
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {a.dtype}{list(a.shape[1:])}"
                            for name, a in self.arrays.items())
-        return (f"{self.path}: {len(self.train):,} examples to learn from, "
-                f"{len(self.held_out):,} held out, of {shapes}")
+        return (f"{self.path}: {len(self.train):,} examples to train on, {len(self.held_out):,} "
+                f"held out, of {shapes}")
 
 
 def collate_arrays(examples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

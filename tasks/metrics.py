@@ -98,8 +98,8 @@ def names(metric: str) -> tuple[str, ...]:
 
 def _pairs(predictions, references):
     if len(predictions) != len(references):
-        raise ConfigError(f"a metric was given {len(predictions)} predictions and "
-                          f"{len(references)} references; expected one for each")
+        raise ConfigError(f"a metric got {len(predictions)} predictions and {len(references)} "
+                          f"references; expected one for each")
     return list(zip(predictions, references))
 
 

@@ -84,8 +84,8 @@ class OwnStep:
         _check_config(self.config, mesh)
         self.params = jax.eval_shape(task.init, jax.random.key(0))
         if not isinstance(self.params, dict) or not all(isinstance(n, str) for n in self.params):
-            raise ConfigError("with a step of one's own, init(key) must return a dict "
-                              "{name: tree}, with a tree for each network")
+            raise ConfigError("with a custom step, init(key) must return a dict {name: tree}, with "
+                              "a tree for each network")
         self.calls, self.updated = [], []       # the last call is the evaluation
         self._record(batch)
         self.places = self._places(task.overrides)
@@ -104,9 +104,8 @@ class OwnStep:
         def gradients(loss, trees, name, batch):
             call = Call(loss, _shapes(trees), name, _shapes(batch))
             if _trace() != self.trace:
-                raise ConfigError(f"{call}: it is called inside a loop or function of jax's (scan, "
-                                  f"jit, vmap); call it in the step itself, in a loop of Python's "
-                                  f"if several times")
+                raise ConfigError(f"{call}: it is inside a jax loop or function (scan, jit, vmap); "
+                                  f"call it in the step itself, in a Python loop if several times")
             self._check_call(call)
             self.calls.append(call)
             return _means(jax.tree.map(jnp.zeros_like, trees[name]),
@@ -116,7 +115,7 @@ class OwnStep:
             if name not in self.params:
                 raise ConfigError(f"update(state, {name!r}, ...): init returned no tree of this "
                                   f"name" + did_you_mean(str(name), self.params))
-            _check_like(f"the gradient that update(state, {name!r}, ...) is given", gradient,
+            _check_like(f"the gradient passed to update(state, {name!r}, ...)", gradient,
                         self.params[name], lambda x: list(x.shape))
             self.updated += [name] * (name not in self.updated)
             return state
@@ -134,7 +133,7 @@ class OwnStep:
 
     def _check_call(self, call):
         if not isinstance(call.trees, dict) or call.name not in call.trees:
-            raise ConfigError(f"{call}: trees must be a dict {{name: tree}}, and have this name; "
+            raise ConfigError(f"{call}: trees must be a dict {{name: tree}} that has this name; "
                               f"state[\"params\"] for example")
         rows = {x.shape[:1] for x in jax.tree.leaves(call.batch)}
         if not isinstance(call.batch, dict) or len(rows) != 1 or rows == {()}:
@@ -145,9 +144,9 @@ class OwnStep:
             check_batch(change(self.config, batch=rows), self.mesh)
         constants = jax.make_jaxpr(call.loss)(call.trees, call.batch).consts
         if any(isinstance(x, jax.core.Tracer) for x in constants):
-            raise ConfigError(f"{call}: the loss closes over an array that the step has computed; "
-                              f"a device would not have its own part of it: give it to the loss "
-                              f"in trees, or in batch if it has a row for each example")
+            raise ConfigError(f"{call}: the loss closes over an array that the step computed, so a "
+                              f"device would not get its part; pass it in trees, or in batch if it "
+                              f"has a row for each example")
 
     def _check_results(self, results):
         """Reject results other than (state, metrics)."""
@@ -155,9 +154,9 @@ class OwnStep:
         is_state = isinstance(new, dict) and {"params", "opt", "step"} <= new.keys()
         if not is_state or not isinstance(metrics, dict) or jnp.shape(
                 metrics.get("loss", jnp.zeros(1))):
-            raise ConfigError("step must return (state, metrics): the state as it was given, a "
-                              "dict of params, opt and step, and metrics, a dict that has a "
-                              "\"loss\" among its numbers")
+            raise ConfigError("step must return (state, metrics): the state is a dict of params, "
+                              "opt and step, as given, and metrics a dict of numbers with a "
+                              "\"loss\"")
         _check_like("the state that step returned", new["params"], self.params,
                     lambda x: f"{x.dtype}{list(x.shape)}")
         check_names(metrics, "step gave one of its metrics", LOGGED - NUMBERS)
@@ -212,8 +211,8 @@ class OwnStep:
     def gradients(self, loss: Callable, trees: Any, name: str, batch: Any) -> tuple[Any, Any]:
         number, call = self.number, Call(loss, _shapes(trees), name, _shapes(batch))
         if self.calls[number][1:] != call[1:]:
-            raise ConfigError(f"{call}: the step asks for other gradients than when it was traced "
-                              f"first; it must not depend on anything that changes")
+            raise ConfigError(f"{call}: the step asks for different gradients than in its first "
+                              f"trace; it must not depend on anything that changes")
         self.number += 1
         plan = self.plan(number, call)
         trained, frozen = plan.in_two(trees)
@@ -324,9 +323,9 @@ def _check_config(c, mesh):
     # With chunks, trees that are in no loss would order their layers differently than the rest.
     for name, usual, why in (
             ("lora_rank", 0, "has no adapters"), ("chunks", 1, "sees layers in their own order"),
-            ("ema", 0, "keeps its own average, as a tree of init's that the step updates")):
+            ("ema", 0, "keeps its own average, as a tree that init returns and the step updates")):
         if (value := flat(c)[name]) != usual:
-            raise ConfigError(f"--{name} {value:g}: a step of one's own {why}; leave it out")
+            raise ConfigError(f"--{name} {value:g}: a custom step {why}; leave it out")
 
 
 def _trace():

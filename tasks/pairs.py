@@ -44,7 +44,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequence) -> Task:
     """Make the Task of learning the targets. Each evaluation answers held-out sources."""
     if config.metric not in ("", *metrics.TEXT_METRICS):
-        raise ConfigError(f"--metric {config.metric}: is for classes; expected one of "
+        raise ConfigError(f"--metric {config.metric}: needs classes; expected one of "
                           f"{', '.join(metrics.TEXT_METRICS)} for pairs of texts")
     if config.beams:
         part("tools.beams", f"--beams {config.beams}")

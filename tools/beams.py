@@ -73,7 +73,8 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
     for most, group in itertools.groupby(prompts, room):
         while some := list(itertools.islice(group, flags.batch)):
             if most < flags.tokens:
-                note(f"--tokens {flags.tokens}: a beam search ends with the context, after {most}")
+                note(f"--tokens {flags.tokens}: beam search stops at the end of the context, after "
+                     f"{most}")
             best = sample.beam_search(
                 model.params, [prompt.ids for prompt in some], model.c, flags.beams, most,
                 model.ends, model.sources(some), flags.length_penalty)

@@ -41,8 +41,8 @@ def fitting_ids(tokenizer: Any, messages: list[dict[str, Any]], context: int,
         ids = chat_ids(tokenizer, messages)
         if len(ids) <= context * 3 // 4 or len(messages) <= first + 1:
             return ids
-        say(f"the context of this model is {context:,} tokens: the oldest question and its answer "
-            f"are forgotten")
+        say(f"this model's context is {context:,} tokens: it forgets the oldest question and "
+            f"answer")
         del messages[first:first + 2]
 
 
@@ -58,8 +58,7 @@ def system(model: Model) -> list[dict[str, str]]:
     """Return the messages that begin a conversation: --system, if given. --chat and --system need
     a chat template."""
     if (model.flags.chat or model.flags.system) and not has_template(model):
-        raise ConfigError("--chat and --system need a chat template, which this model does not "
-                          "have")
+        raise ConfigError("--chat and --system need a chat template; this model has none")
     return [{"role": "system", "content": model.flags.system}] if model.flags.system else []
 
 
@@ -81,7 +80,7 @@ def converse(model: Model) -> None:
     with contextlib.suppress(ImportError):      # not every Python has readline
         importlib.import_module("readline")     # makes input lines editable
     said, tokens = system(model), model.flags.tokens
-    greeting = "Talk to the model" if has_template(model) else "Each line is continued"
+    greeting = "Talk to the model" if has_template(model) else "The model continues each line"
     print(f"{greeting}: Ctrl-C stops an answer, Ctrl-D ends")
     while True:
         try:

@@ -80,7 +80,7 @@ class Template:
         answers from message number `first` on."""
         text = self.render(messages, **more)
         if BEGIN in text or END in text:
-            raise ConfigError("a message has a character for private use (U+E0F0 or U+E0F1)")
+            raise ConfigError("a message has a private-use character (U+E0F0 or U+E0F1)")
         marked = self.render(messages, marks=True, **more)
         if marked.replace(BEGIN, "").replace(END, "") == text and BEGIN in marked:
             begin = len(self._before(messages, first, text, more)) if first else 0
@@ -108,8 +108,8 @@ class Template:
             before = self.render(messages[:first], add_generation_prompt=begins_answer, **more)
             if text.startswith(before):
                 return before
-        raise ConfigError("the chat template changes earlier turns when a turn is added, so what "
-                          "only one of two answers has is not known")
+        raise ConfigError("the chat template changes earlier turns when a turn is added, so the "
+                          "parts that differ between two answers are unknown")
 
 
 def encode_record(document: Document, tokenizer: Tokenizer, options: Options) -> list[Marked]:
@@ -150,8 +150,8 @@ def _weights_of(messages: list[Record], field: str, count: int) -> list[Any]:
     if not field or not any(x is not None for x in found):
         return [1] * count
     if len(found) != count:
-        raise WrongWeight(f"is of {len(found)} answers, of which the chat template marks {count}; "
-                          f"give the whole line one weight")
+        raise WrongWeight(f"weighs {len(found)} answers, but the chat template marks {count}; give "
+                          f"the whole line one weight")
     return [as_weights(x) for x in found]
 
 
@@ -187,7 +187,7 @@ def encode_preference(record: Record, template: Template, tokenizer: Tokenizer) 
     found = [encode_chat({**record, "messages": messages}, template, tokenizer, common)
              for messages in both]
     if not all(learned.any() for _, learned in found):
-        raise ConfigError("one of the two has no answer that the other has not")
+        raise ConfigError("one of the two adds no answer to what they share")
     return found
 
 
@@ -252,9 +252,9 @@ def _check_messages(messages, answers=True):
                               + did_you_mean(role, ROLES))
         content = message.get("content")
         if not is_text(content) and (content is not None or not message.get("tool_calls")):
-            raise ConfigError("a message whose content is not a text")
+            raise ConfigError("a message whose content is not text")
     if answers and not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError("no answer of the assistant")
+        raise ConfigError("no assistant answer")
 
 
 def has_template(folder: Path | None) -> bool:

@@ -42,6 +42,6 @@ def run(model: Model, file: None = None) -> None:
             found.append((end - begin, (end - middle) / (TOKENS // 2),
                           time.perf_counter() - end))
         whole, each, read = (statistics.median(times) for times in zip(*found[1:]))
-        print(f"batch {rows}   {rows * TOKENS / whole:7.1f} tokens/s; a token of the second half "
+        print(f"batch {rows}   {rows * TOKENS / whole:7.1f} tokens/s; a token in the second half "
               f"takes {each * 1e3:.1f} ms, {each / read:.2f} times as long as\n          reading "
               f"the weights ({read * 1e3:.1f} ms, {human_bytes(weight_bytes / read)}/s)")

@@ -42,8 +42,8 @@ def curves_of(run: str) -> Curves:
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
-        raise ConfigError(f"--plot {run}: no run there ({path} cannot be read); give the --out of "
-                          f"a train.py that has begun") from None
+        raise ConfigError(f"--plot {run}: no run there (cannot read {path}); give the --out of a "
+                          f"run that has started") from None
     for line in lines:
         try:
             row = json.loads(line)

@@ -83,28 +83,28 @@ SENTENCES = [
     ("final_share", "--final_share is the last rate, as a share of --lr",
      "min_lr final_lr end_lr lr_end lr_min eta_min final_lr_frac min_lr_ratio"),
     ("save_every", "every step is compiled", "compile torch_compile jit"),
-    ("mesh", "all devices are used; JAX_PLATFORMS=cpu before the command keeps to the CPU, and "
-             "--mesh splits the work over devices",
+    ("mesh", "every run uses all devices; JAX_PLATFORMS=cpu before the command limits it to the "
+             "CPU, and --mesh splits the work",
      "device devices gpu gpus cpu cuda num_gpus n_gpus num_devices nproc_per_node platform"),
-    ("mesh", "give a size of this axis of the mesh: --mesh data=N", "dp data_parallel "
+    ("mesh", "set the size of this mesh axis: --mesh data=N", "dp data_parallel "
      "data_parallel_size dp_size ddp"),
-    ("mesh", "give a size of this axis of the mesh: --mesh fsdp=N", "fsdp fsdp_size fully_shard"),
-    ("mesh", "give a size of this axis of the mesh: --mesh pipe=N", "pp pipeline pipeline_parallel "
+    ("mesh", "set the size of this mesh axis: --mesh fsdp=N", "fsdp fsdp_size fully_shard"),
+    ("mesh", "set the size of this mesh axis: --mesh pipe=N", "pp pipeline pipeline_parallel "
      "pipeline_parallel_size pipeline_model_parallel_size pp_size"),
-    ("mesh", "give a size of this axis of the mesh: --mesh seq=N", "cp sp context_parallel "
+    ("mesh", "set the size of this mesh axis: --mesh seq=N", "cp sp context_parallel "
      "context_parallel_size sequence_parallel"),
-    ("mesh", "give a size of this axis of the mesh: --mesh expert=N", "ep expert_parallel "
+    ("mesh", "set the size of this mesh axis: --mesh expert=N", "ep expert_parallel "
      "expert_parallel_size expert_model_parallel_size"),
-    ("prompt", "a file of prompts, one a line, has a sample for each: --prompts FILE",
+    ("prompt", "--prompts FILE samples each line of a file",
      "num_samples n_samples num_return_sequences samples n"),
     ("save_every", "that is an option of sample.py", "prompt prompts max_new_tokens "
      "temperature top_k top_p min_p stop score json logprobs num_samples"),
     ("prompt", "that is an option of train.py", "data steps batch_size lr layers seq_len dtype"),
     ("prompt", "did you mean --tokens?",
      "max_new_tokens max_tokens num_tokens n_tokens new_tokens max_length length"),
-    ("prompt", "on a terminal, without a prompt, it is a chat", "interactive"),
+    ("prompt", "without a prompt, sample.py starts a chat on a terminal", "interactive"),
     ("prompt", "--temperature 0 is greedy", "do_sample greedy sample"),
-    ("PATH", "paths are given without a flag: python data.py PATH ... --out DIR",
+    ("PATH", "paths need no flag: python data.py PATH ... --out DIR",
      "data dataset input inputs path paths file files in text corpus data_dir"),
 ]
 

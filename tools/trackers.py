@@ -69,6 +69,6 @@ def check(names: Sequence[str], out: str) -> None:
             raise ConfigError(f"--log {name}: expected some of {', '.join(LOGGERS)}, or none"
                               + did_you_mean(name, LOGGERS))
         if name in LOGGERS and not out:
-            raise ConfigError(f"--log {name}: a run without a folder keeps nothing; give --out")
+            raise ConfigError(f"--log {name}: a run without a folder saves nothing; give --out")
         if name in LOGGERS and jax.process_index() == 0:
             optional_package(name, f"--log {name}")

@@ -76,12 +76,12 @@ def test_only_all_of_test_all_renews_the_record(small, words, renews):
     (small / ".tested").write_text('{"model.py": "old", "published": "old"}\n')
     text = run_tests(small, *words)
     there = module_in(small)
-    assert ("is renewed" in text) == renews, text
+    assert ("is up to date" in text) == renews, text
     if renews:
         assert there.why_untested(tested.FILES) == ""
         assert "published edited" in there.why_untested(["published"])    # others test that one
         assert (small / ".tested").read_text().count("\n") == 1
-        assert "is renewed" not in run_tests(small, *words)
+        assert "is up to date" not in run_tests(small, *words)
     else:
         assert there.read_record() == {"model.py": "old", "published": "old"}
 

@@ -44,7 +44,7 @@ class More(Few):
 
 
 @pytest.mark.parametrize("words, says", [
-    (["--layer", 3], "--layers"), (["--layers", "three"], "whole number"),
+    (["--layer", 3], "--layers"), (["--layers", "three"], "an integer"),
     (["--lr", "nan"], "finite"), (["--lr", "-1"], "at least 0"), (["--shards", 3], "8"),
     (["--layers"], "needs a value"), (["layers=3"], "alone"), (["--heads", 5], "divide"),
     (["--batch", 3, "--mesh", "data=2,tensor=4"], "--batch 4"),
@@ -82,8 +82,8 @@ class More(Few):
     (["--override", "w_up=-,-,-,fsdp"], "4 dimensions"),
     (["--override", "_norm=-,data", "w_up=data", "--mesh", "data=8"], "splits 4 into 8"),
     (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"),
-    (["--seq_len", "1.5e0"], "1.5e0: expected a whole number"),
-    (["--out", "/proc/no/run"], "/proc/no/run: cannot be made there (/proc: "),
+    (["--seq_len", "1.5e0"], "1.5e0: expected an integer"),
+    (["--out", "/proc/no/run"], "/proc/no/run: cannot be created (/proc: "),
     (["extra", "words"], "--name value\n")])
 def test_bad_input_is_one_line_and_nothing_is_touched(capsys, tmp_path, monkeypatch, words, says):
     """A traceback, or a folder left behind by a run that was refused."""

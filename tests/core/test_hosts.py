@@ -50,7 +50,7 @@ def test_a_port_in_use_is_refused_before_jax_crashes():
             with refuses(f"{host}:{port}: port {port} is in use"):
                 hosts_lib._check_port(f"{host}:{port}")
     hosts_lib._check_port(f"127.0.0.1:{port}")
-    with refuses("a:70000: a port is below 65536"):
+    with refuses("a:70000: a port must be below 65536"):
         hosts_lib._check_port("a:70000")
 
 
@@ -99,7 +99,7 @@ def test_signals_are_as_before_when_a_run_has_ended(signals):
         for number in (signal.SIGTERM, signal.SIGINT):
             stop = []
             with hosts_lib.stop_on_signals(stop):
-                assert "stopping: planning; 1 more" in signals(number, "nothing is lost\n")
+                assert "stopping: planning; 1 more" in signals(number, "losing nothing\n")
                 assert stop == [number]
             assert signal.getsignal(signal.SIGTERM) == before
             assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
@@ -120,12 +120,12 @@ def test_the_third_signal_interrupts_a_notebook_and_does_not_end_it(signals, mon
         hosts_lib.watchdog.arm("a step")
         assert signals(signal.SIGINT, "\n") == (
             "stopping: a step, then saving in some/folder; 2 more Ctrl-C or SIGTERM end this at "
-            "once and what is not saved is lost\n")
+            "once, losing unsaved steps\n")
         hosts_lib.watchdog.arm("a save")
         assert signals(signal.SIGTERM, "\n").startswith(
             "stopping: a save, then saving in some/folder; 1 more Ctrl-C or SIGTERM ends this")
         assert stop == [signal.SIGINT]
-        assert signals(signal.SIGINT, "\n").startswith("interrupted: the same command continues")
+        assert signals(signal.SIGINT, "\n").startswith("interrupted: run the same command")
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
@@ -249,10 +249,10 @@ def test_a_signal_during_a_long_step_is_answered_at_once_and_twice_saves(tmp_pat
 def test_a_third_signal_ends_a_long_step_at_once(tmp_path, text):
     """A run that only kill -9 ends, because its step hangs; a traceback; another exit status."""
     with in_something_long(tmp_path, text, "step") as (run, press, _):
-        assert "; 2 more Ctrl-C or SIGTERM end this at once and what is not saved" in press()
+        assert "; 2 more Ctrl-C or SIGTERM end this at once, losing unsaved" in press()
         assert "; 1 more Ctrl-C or SIGTERM ends this at once" in press()
-        assert press() == ("interrupted: the same command continues from the last checkpoint, if "
-                           "there is one\n")
+        assert press() == ("interrupted: run the same command to continue from the last "
+                           "checkpoint, if any\n")
         assert run.wait(timeout=120) == 130 and not run.stderr.read()
     assert run_steps(tmp_path / "run") == [3]
 
@@ -262,7 +262,7 @@ def test_a_second_signal_before_the_first_update_ends_the_run(tmp_path, text):
     """A person who waits for the compiler, to save weights that have learned nothing."""
     with in_something_long(tmp_path, text, "compile") as (run, press, _):
         assert re.match(f"stopping: compiling, then saving in {tmp_path}/run; 1 more .* ends this "
-                        "at once and nothing is lost", press())
+                        "at once, losing nothing", press())
         assert press().startswith("interrupted: ")
         assert run.wait(timeout=120) == 130 and not run.stderr.read()
 
@@ -417,10 +417,10 @@ def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("what, says", [
-    ("os.kill(os.getpid(), signal.SIGKILL)", "another process has ended"),
-    ("os.kill(os.getpid(), signal.SIGSTOP)", "another process has ended, or cannot be reached"),
-    ("raise KeyError('broken')", "another process has ended"),
-    ("raise errors.ConfigError('a bad row')", "another process has ended"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "another process ended"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "another process ended or is unreachable"),
+    ("raise KeyError('broken')", "another process ended"),
+    ("raise errors.ConfigError('a bad row')", "another process ended"),
     ("time.sleep(600)", "a step took more than")])
 def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
     """A process that waits for ever for one that is gone. All must end in 15 seconds, or, if one is
@@ -440,7 +440,7 @@ def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
     if stalled and "a step took" in broken:         # the one that sleeps may be the first to notice
         error = broken
     assert says in error
-    assert "the same command in each continues from the last checkpoint" in error
+    assert "run the same command in each to continue from the last" in error
     assert (" in fit\n" in error) == stalled        # a stack only where it is known where
     assert "KeyError" not in what or "KeyError: 'broken'" in broken
     assert "ConfigError" not in what or (
@@ -469,7 +469,7 @@ def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("case, says", [
     ("port", "is in use"), ("missing", "waiting for 2 processes at"),
-    ("lr", "process 1 has lr 0.25 and process 0 has 0.5"), ("data", "process 1 has fingerprint"),
+    ("lr", "process 1 has lr 0.25, but process 0 has 0.5"), ("data", "process 1 has fingerprint"),
     ("out", "does not see what process 0 wrote"), ("run", "does not see what process 0 writes")])
 def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
     """Different runs that train as one; a wait without a message."""

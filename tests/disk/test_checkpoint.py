@@ -117,7 +117,7 @@ def test_a_state_keeps_what_is_no_float(tmp_path, kept):
 
 
 @pytest.mark.parametrize("kept, says", [
-    (lambda: jax.random.key(1), "key_data"), (lambda: jnp.zeros((0, 3)), "are not empty"),
+    (lambda: jax.random.key(1), "key_data"), (lambda: jnp.zeros((0, 3)), "nonempty"),
     (lambda: jnp.zeros(4, "int4"), "at least 8 bits")], ids=["key", "empty", "int4"])
 def test_a_state_that_no_checkpoint_holds_is_one_line(tmp_path, kept, says):
     """A run that trains for an hour, and ends at its first save."""
@@ -197,8 +197,8 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
                 collate=lambda e: {"x": np.stack(e)}, loss=lambda p, b: (jnp.sum(p["w"]), 1))
     learn(make(steps=1, out=str(tmp_path / "o")), **task)
     before = sorted(tmp_path.rglob("*"))
-    assert "another task" in refused(capsys, "--out", tmp_path / "o")
-    assert "another task" in refused(capsys, "--run", tmp_path / "o", main=sample.main)
+    assert "a different task" in refused(capsys, "--out", tmp_path / "o")
+    assert "a different task" in refused(capsys, "--run", tmp_path / "o", main=sample.main)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -357,7 +357,7 @@ def test_weights_that_were_edited_are_named(run, capsys, monkeypatch, name):
     assert says in str(e.value) and "--run" in str(e.value) and "checkpoint 6" in str(e.value)
     with pytest.raises(ConfigError) as e:
         train_in(run, 8, loss=of_any_weights)
-    assert says in str(e.value) and "holds a run with other weights (layers." in str(e.value)
+    assert says in str(e.value) and "holds a run with different weights (layers." in str(e.value)
     assert flags.exit_line(e.value)[0] == 2 and "\n" not in str(e.value)
     assert sorted(run.rglob("*")) == before and "damaged" not in capsys.readouterr().err
 
@@ -367,7 +367,7 @@ def test_weights_of_which_no_checkpoint_is_left(run, monkeypatch):
     for step in (2, 4, 6):
         largest(run / f"checkpoints/{step}/meta").write_text("{")
     edit_weights(monkeypatch, EDITS["no gate"][0])
-    with pytest.raises(ConfigError, match="with other weights .no checkpoint says which.: conti"):
+    with pytest.raises(ConfigError, match="with different weights .no checkpoint lists them.: co"):
         train_in(run, 8, loss=of_any_weights)
 
 
@@ -378,7 +378,7 @@ def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.StandardCheckpointer, "restore", fail)
-        with pytest.raises(RunError, match="on this machine now.*nothing was set aside"):
+        with pytest.raises(RunError, match="on this machine right now.*nothing was set aside"):
             train_in(run, 8)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
     assert train_in(run, 7, 9)[0][0]["step"] == 7

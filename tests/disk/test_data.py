@@ -72,13 +72,13 @@ def test_data_that_was_changed_is_refused(tmp_path, text):
     def flip(raw):
         return raw[:500] + bytes([raw[500] ^ 1]) + raw[501:]
 
-    assert "not what data.json says" in says("train.bin", flip)
-    assert "not what data.json says" in says("held_out.bin", flip)
+    assert "does not match data.json" in says("train.bin", flip)
+    assert "does not match data.json" in says("held_out.bin", flip)
     for change in (lambda raw: raw[:-1], lambda raw: b""):
-        assert "data.json says" in says("train.bin", change)
-    assert "data.json says" in says("data.json", lambda raw: raw.replace(b"uint16", b"uint32"))
-    assert "was changed, or is damaged" in says("tokenizer.model", flip)
-    assert "format 1; this code reads and writes format 0 alone: make it" in says(
+        assert "match data.json" in says("train.bin", change)
+    assert "match data.json" in says("data.json", lambda raw: raw.replace(b"uint16", b"uint32"))
+    assert "was edited or damaged" in says("tokenizer.model", flip)
+    assert "format 1; this code reads and writes only format 0: make it" in says(
         "data.json", lambda raw: raw.replace(b'"format": 0', b'"format": 1'))
     for raw in (b"{", b"[]", b"null"):
         assert "not a folder made by data.py" in says("data.json", lambda _, raw=raw: raw)
@@ -167,9 +167,9 @@ def test_messages_of_data_py_speak_of_its_own_words(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     prepared(tmp_path / "a.txt", tmp_path / "made")
     (tmp_path / "empty").write_text("")
-    for path, says in (("made", "was made by data.py: its text is encoded already; give it to"),
+    for path, says in (("made", "was made by data.py, so its text is already encoded; give it"),
                        ("empty", "no text in it; expected text files"), ("b.txt", "'a.txt'")):
         error = refused(capsys, tmp_path / path, "--out", tmp_path / "out", main=data.main)
         assert error.startswith(f"error: {tmp_path / path}") and says in error
-    with pytest.raises(ConfigError, match="--data .*made was made by data.py: .*, alone or with"):
+    with pytest.raises(ConfigError, match="--data .*made was made by data.py, so .* as --data"):
         reading.find([str(tmp_path / "made"), str(tmp_path / "a.txt")])

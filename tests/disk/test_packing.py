@@ -200,7 +200,7 @@ def test_token_files_are_read_by_pattern_or_one_by_one_as_their_folder(tmp_path,
     assert tokens_of(files[0], held_out=[f"{shards}/val*"])[0] == TOKENS[4500:].tolist()
     (tmp_path / "a.txt").write_text("a text")
     for paths, says in (([tmp_path / "a.txt", *files[:2]],
-                         f"has both text and token files ({files[0]}, {files[1]}); give one kind"),
+                         f"has both text and token files ({files[0]}, {files[1]}); give only one"),
                         ([f"{shards}/*.bin", tmp_path / "a.txt"], f"({shards}/*.bin)"),
                         ([files[0], tmp_path / "none"], "no such file")):
         assert says in refused(capsys, "--steps", 1, "--data", *paths, "--vocab_size", 300,
@@ -230,9 +230,9 @@ def test_token_files_that_are_none_are_refused(tmp_path, capsys):
             ("short.bin", ids, "8,024 bytes; its header says 5,000 tokens in llm.c's format, "
                                "version 1; expected 11,024 bytes in version 1"),
             ("newer.bin", ids, "version 2; expected 11,024 bytes in version 1"),
-            ("odd.bin", ids, "4,001 bytes, which are no tokens of uint16"),
+            ("odd.bin", ids, "4,001 bytes, which are not tokens in uint16"),
             ("empty.bin", ids, "empty.bin: 0 bytes"),
-            ("none.npy", ids, "none.npy: no tokens in it"), ("64.bin", ids, "of 64 bits"),
+            ("none.npy", ids, "none.npy: no tokens in it"), ("64.bin", ids, "save 64-bit tokens"),
             ("below.npy", ids, "below.npy: id -1 at position 9"),
             ("good.npy", (), "give --vocab_size"),
             ("good.npy", (*ids, "--pack", "documents"), "--pack stream"),

@@ -119,11 +119,11 @@ def test_an_interrupted_encoding_goes_on(tmp_path, small_pieces, stopping, field
     for stop, size in ((1, 400), (8, 400), (60, 400), (8, 500)):
         out = tmp_path / f"out{stop}{size}"
         with stopping(stop, OSError(28, "No space left on device")):
-            with pytest.raises(RunError, match="No space left.*give the same command again"):
+            with pytest.raises(RunError, match="No space left.*run the same command again"):
                 encode(out, 400)
         with pytest.raises(ConfigError, match="not a folder made by data.py"):
             Corpus(out)
-        with pytest.raises(ConfigError, match="an encoding that was interrupted"):
+        with pytest.raises(ConfigError, match="an interrupted encoding"):
             with corpus_file.opened([str(out)], tmp_path / "run"):
                 pass
         encode(out, size)
@@ -198,7 +198,7 @@ def test_a_file_that_breaks_off_is_named(tmp_path):
             out = tmp_path / f"{name}{cut}"
             corpus = prepared(tmp_path / name, out)
             (kind, (_, first)), = corpus.record["problems"].items()
-            assert kind == "cut short or damaged" and "what comes before line" in first
+            assert kind == "cut short or damaged" and "the text before line" in first
             found = texts_of(corpus)
             assert found[0].startswith("text 0 ") and all(text in lines for text in found)
         (tmp_path / name).write_bytes(packed)
@@ -239,7 +239,7 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
                                main=data.main)
     assert "no text" in (error := refused(
         capsys, folder / "latin.txt", "--out", tmp_path / "p", *words, main=data.main))
-    assert "that can be read; " in error and "latin.txt: not UTF-8" in error
+    assert "no readable text; " in error and "latin.txt: not UTF-8" in error
     data_py(folder / "good.txt", "--out", tmp_path / "p", "--vocab_size", 0)
 
 
@@ -367,7 +367,7 @@ def test_another_tokenizer_or_text_is_not_gone_on_with(tmp_path, monkeypatch, te
     made = Corpus(tmp_path / "stdin")
     assert "OLD" not in made.tokenizer.decode([*made.train, *made.held_out])
     assert not (tmp_path / "stdin/stdin").exists()
-    with pytest.raises(ConfigError, match="the standard input is read by data.py"):
+    with pytest.raises(ConfigError, match="only data.py reads standard input"):
         with corpus_file.opened(["-"], tmp_path / "no"):
             pass
     for most in (3, 10**6):

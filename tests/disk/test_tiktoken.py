@@ -78,12 +78,12 @@ def test_other_files_are_one_line(encoding, tmp_path):
             Tiktoken(path)
         return str(e.value)
 
-    assert "has 300 ranks, and not the pattern" in says(
+    assert "has 300 ranks, but not the pattern" in says(
         write_ranks(tmp_path / "x.tiktoken", ranks_of(300)))
     (tmp_path / "y.tiktoken").write_bytes(b"YQ== 0\n\n\x00\x01 spm 3\n")
     assert "y.tiktoken line 3:" in says(tmp_path / "y.tiktoken")
     record = json.loads(save(encoding, tmp_path).read_text())
     for change, what in (({"ranks": 3}, "is damaged"), ({"pattern": "("}, "not a vocabulary"),
-                         ({"special_tokens": {}}, "no special token stands between documents")):
+                         ({"special_tokens": {}}, "no special token to separate documents")):
         (tmp_path / "z.json").write_text(json.dumps(record | change))
         assert what in says(tmp_path / "z.json")

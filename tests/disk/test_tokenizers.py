@@ -117,7 +117,7 @@ def test_a_sentencepiece_model_of_a_published_folder(tmp_path, text):
 def test_a_bad_tokenizer_is_one_line(folder, monkeypatch):
     """An id without a row in the embedding, which silently takes another one; a traceback for a
     Rust library's panic or for a missing package."""
-    with pytest.raises(ConfigError, match="ids up to 299, and its embedding only 299 rows"):
+    with pytest.raises(ConfigError, match="ids up to 299, but its embedding has only 299 rows"):
         read(folder, 299)
     with pytest.raises(ConfigError, match="nor|expected tokenizer.json or tokenizer.model"):
         read(folder.parent)
@@ -149,5 +149,5 @@ def test_text_is_prepared_with_a_published_tokenizer(tmp_path, folder, text):
     assert split["documents"] == (corpus.train == 0).sum()
     with open(tmp_path / "d/tokenizer.json", "a") as file:
         file.write(" ")
-    with pytest.raises(ConfigError, match="not the tokenizer that the text was encoded with"):
+    with pytest.raises(ConfigError, match="not the tokenizer that encoded the text"):
         Corpus(tmp_path / "d")

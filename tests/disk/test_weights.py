@@ -168,7 +168,7 @@ def test_a_field_that_no_line_has_is_refused(tmp_path, capsys):
     made = prepared(lines, tmp_path / "made").folder
     assert "no field 'x', it has 'text', 'w'" in refused(
         capsys, lines, "--out", tmp_path / "o", "--weight_field", "x", main=data.main)
-    assert "--weight_field w: no field 'w', it has nothing; it is for lines of JSON" in refused(
+    assert "--weight_field w: no field 'w', it has nothing; it works on lines of JSON" in refused(
         capsys, tmp_path / "a.txt", "--out", tmp_path / "o", "--weight_field", "w", main=data.main)
     for name in "a.txt", made:
         assert "--weight_field w: has no effect on" in refused(
@@ -274,7 +274,7 @@ def test_a_run_keeps_its_weights(weighted, tmp_path, text, capsys):
             shutil.rmtree(made)
     assert "fingerprint" in refused(capsys, "--data", made, "--out", tmp_path / "of", "--steps", 2)
     (made / "train.weights").write_bytes(b"\1" + (made / "train.weights").read_bytes()[1:])
-    assert "train.weights is not what data.json says" in refused(
+    assert "train.weights does not match data.json" in refused(
         capsys, "--batch", 8, "--data", made, "--out", tmp_path / "o")
     zero = json_lines(tmp_path / "zero.jsonl", *({**row, "w": 0} for row in rows))
     assert "all weights are 0" in refused(capsys, *words, "--data", zero, "--out", tmp_path / "o")

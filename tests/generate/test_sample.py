@@ -431,8 +431,8 @@ def test_a_full_context_goes_on_from_its_last_half(moved):
     with pytest.warns(UserWarning) as said:
         got = moved.generate(LONG, 4 * 16, 0)
     assert [str(w.message).split(":")[0] for w in said] == [
-        "a prompt has 25 tokens, and the context of this model is 16",
-        "the context of this model is 16 tokens"]
+        "a prompt has 25 tokens, but this model's context is 16",
+        "this model's context is 16 tokens"]
     for prompt, new in zip(LONG, got):
         assert new == written_without_a_cache(params, config, prompt, 64)
     assert len({tuple(new[-16:]) for new in got}) > 1 and len(set(got[0])) > 8

@@ -270,9 +270,9 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
         ("latin: not UTF-8", "--score", tmp_path / "latin"),
         ("no run there", "--run", tmp_path / "none", "--prompts", some),
         ("min_p=1.5", "--min_p", 1.5), ("expected a text", "--stop", ""),
-        ("--system is for a conversation", "--system", "x", "--prompt", "a"),
+        ("--system works only in a conversation", "--system", "x", "--prompt", "a"),
         ("--json", "--logprobs", "--prompt", "a"), ("--batch 0", "--batch", 0),
-        ("--shards 0: must be at least 1", "--shards", 0),
+        ("--shards 0: expected at least 1", "--shards", 0),
         ("--top_k: no effect with --beams", "--beams", 2, "--top_k", 5),
         ("give --beams too", "--length_penalty", 2),
         ("--tokens: no effect with --score; leave it out", "--score", some, "--tokens", 3),
@@ -350,8 +350,8 @@ def test_a_conversation_has_a_memory(tmp_path):
     assert ask() == b"s:S;u:one;a:1;u:2;a:3;u:two;a:" and not said
     messages[-1] = chat.user("x" * 8)
     assert ask() == b"s:S;u:2;a:3;u:xxxxxxxx;a:"
-    assert said == [f"the context of this model is {CONTEXT} tokens: the oldest question and its "
-                    f"answer are forgotten"]
+    assert said == [f"this model's context is {CONTEXT} tokens: it forgets the oldest question and "
+                    f"answer"]
     messages[-1] = chat.user("x" * CONTEXT)
     assert ask() == b"s:S;u:" + b"x" * CONTEXT + b";a:"
     del messages[0]
@@ -471,7 +471,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
         stopped = person.until("> ")
         assert "abcdefghabcdefgh" not in stopped
         person.type("y" * CONTEXT + "\n")
-        assert "are forgotten" in person.until("> ")
+        assert "forgets the oldest question" in person.until("> ")
         person.type("fail\n")
         status, rest = person.end()
         assert status == 2 and "error: " in rest and "Traceback" not in rest
@@ -481,7 +481,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
 def test_lines_are_continued_at_a_terminal():
     """A model without a template that cannot be used at a terminal; an error after Ctrl-D."""
     with Terminal("") as person:
-        assert "Each line is continued" in person.until("> ")
+        assert "The model continues each line" in person.until("> ")
         person.type("1 2\n")
         assert person.until("> ").split("\r\n")[1:] == ["1 2ok 😀\ufffd[2J", ""]
         person.type("\x04")
@@ -525,7 +525,7 @@ def test_the_command_runs_in_several_processes(tmp_path):
     assert out == one.stdout and out.count("\n") == 3
     run = started("--run", run, "--coordinator", "127.0.0.1:1", "--processes", 2,
                   "--process_id", 0, file="sample.py")
-    assert "do not share one standard input" in run.communicate()[1]
+    assert "cannot share one standard input" in run.communicate()[1]
 
 
 @pytest.mark.full

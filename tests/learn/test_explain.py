@@ -128,7 +128,7 @@ def test_a_page_with_a_pipeline(tmp_path, mesh, idle):
 def test_what_is_refused(tmp_path, capsys):
     for said, *words in (
             ("expected the file to write first", "--mesh", "data=8"),
-            ("expected the folder of a run", "out.html", "--run"),
+            ("expected a run folder", "out.html", "--run"),
             ("reads no data", "out.html", "--data", "a.txt"),
             # (before minutes of compiling)
             ("a folder that exists", tmp_path), ("a folder that exists", tmp_path / "no/out.html")):

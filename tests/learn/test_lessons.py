@@ -251,7 +251,7 @@ def test_check_gives_a_hint_and_then_the_reason(capsys):
         assert lesson.check(name, answer), (name, answer)
     for name, answer in (("2.3", 2.6), ("4.3", 127), ("5.3", True), ("1.1", "many"), ("7.3", "C")):
         assert not lesson.check(name, answer), (name, answer)
-    assert not lesson.check("1.1") and "in place of the dots" in capsys.readouterr().out
+    assert not lesson.check("1.1") and "replace the dots" in capsys.readouterr().out
 
 
 def test_a_prediction_beside_what_was_found(capsys):

@@ -30,7 +30,7 @@ def test_the_prices_of_two_matrices(tmp_path, capsys):
     assert first.splitlines() == [
         "SPLIT, (16.4 kB + 256 KiB x 1) / 32,768 elements = 8.5",
         "    down, dimension 0: contracted", "    up, dimension 1: free"]
-    assert second.startswith("not split: it reads what comes in whole; ")
+    assert second.startswith("not split: its input is not split; ")
     for said, *words in (
             (f"{tmp_path}/mine.py: no function lose in it", f"{tmp_path}/mine.py:lose", "--shards",
              4),

@@ -433,7 +433,7 @@ def test_an_unknown_primitive_is_a_stop_not_a_crash():
     plan = plan_sharding(lambda p, x: jax.lax.linalg.qr(x @ p["up"])[0] @ p["down"], MLP,
                          floats(256, 64), mesh=mesh_of("tensor=4"))
     assert plan["up"].spec == plan["down"].spec == P()
-    assert re.fullmatch(r"whole: it meets \w+, of which the rule knows nothing", plan["up"].reason)
+    assert re.fullmatch(r"whole: it meets \w+, which the rule does not know", plan["up"].reason)
 
 
 def test_a_weight_that_is_scaled_or_turned_is_still_a_matrix():
@@ -455,7 +455,7 @@ def test_overrides_that_cannot_be_are_refused():
         return infer_specs(feed, MLP, X, mesh=mesh_of("tensor=4"), overrides=overrides)
 
     assert infer(("up", P("tensor")))["up"] == P("tensor")
-    for bad, words in [(("upp", P()), "'upp' matches no parameter; did you mean 'up'"),
+    for bad, words in [(("upp", P()), "'upp' matches no weight; did you mean 'up'"),
                        (("up", P("tensr")), "up: .*'tensr'.*'tensor'"),
                        (("up", P(None, None, "tensor")), "up: .*3 dimensions, the weight has 2"),
                        (("up", P("tensor", "tensor")), "up: .*twice"),
@@ -605,9 +605,9 @@ def test_the_table_tells_what_a_device_holds_and_why():
     held = 4 * (50257 * 64 + 64 + 2 * 64 * 256 // 4)
     assert (f"a device holds {human_bytes(held)} of weights, {human_bytes(held)} of gradients and "
             f"{human_bytes(2 * held)}") in text
-    assert (f"of the weights {human_bytes(4 * (50257 * 64 + 64))} (99.75%) are the same on all 4 "
+    assert (f"{human_bytes(4 * (50257 * 64 + 64))} of the weights (99.75%) are the same on all 4 "
             "devices of tensor") in text
-    assert "it scales, or is added to, what is whole" in text
+    assert "it scales or shifts a whole activation" in text
     mesh = mesh_of("data=2,fsdp=2")
     text = explain(plan_sharding(fn, params, ints(4, 16), mesh=mesh), params, mesh)
     held = 4 * (50257 * 64 // 2 + 64 + 2 * 64 * 256 // 2)

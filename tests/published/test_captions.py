@@ -103,7 +103,7 @@ def test_targets_after_several_ids():
 
 @pytest.mark.parametrize("name, says", [
     ("none.npy", "No such file"), ("many.npy:7", "out of bounds"),
-    ("many.npy", r"it has \[3, 2\]"), ("many.npy:x", r"it has \[3, 2\]"), ("a.txt", "not what")])
+    ("many.npy", r"it has \[3, 2\]"), ("many.npy:x", r"it has \[3, 2\]"), ("a.txt", "not a numpy")])
 def test_an_array_that_is_not_there_is_named_with_its_line(tmp_path, name, says):
     np.save(tmp_path / "many.npy", np.ones((3, 2)))
     (tmp_path / "a.txt").write_text("text")

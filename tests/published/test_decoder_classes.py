@@ -132,10 +132,10 @@ def test_one_label_is_a_number(tmp_path, mesh):
 def test_what_is_refused(tmp_path):
     """A class read off a token that sees only itself; a metric of texts for classes."""
     for fields, says in [(dict(head="classes", labels=2), "give --pool last or --causal false"),
-                         (dict(pool="last"), "--pool last: is for --head classes")]:
+                         (dict(pool="last"), "--pool last: needs --head classes")]:
         with pytest.raises(ConfigError, match=says):
             published.config_of(dict(layers=1, d_model=16, heads=2, vocab_size=9, **fields))
-    with pytest.raises(ConfigError, match="rouge: is for pairs of texts; expected accuracy or f1"):
+    with pytest.raises(ConfigError, match="rouge: needs pairs of texts; expected accuracy or f1"):
         learned(tmp_path, "", 3, True, metric="rouge")
     with pytest.raises(ConfigError, match="--labels of at least 2"):
         learned(tmp_path, "", 1, True, metric="accuracy")

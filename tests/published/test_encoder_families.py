@@ -452,8 +452,8 @@ def test_labels_are_counted_as_transformers_does(labels):
 # Encoders of our own
 
 @pytest.mark.parametrize("fields, words", [
-    (dict(head="classes", labels=3, pool="mean"), "--pool mean is for --stem patches"),
-    (dict(head="classes", labels=3, experts=4), "goes without --experts"),
+    (dict(head="classes", labels=3, pool="mean"), "--pool mean needs --stem patches"),
+    (dict(head="classes", labels=3, experts=4), "works without --experts"),
     (dict(stem="frames", source_len=8), "--stem frames: .* --head classes"),
     (dict(stem="patches", head="none", image_size=8, patch_size=9), "--patch_size 9: .* 8"),
 ], ids=str)
@@ -472,7 +472,7 @@ def test_no_encoder_is_saved_as_a_llama(tmp_path, fields):
     """A folder from which transformers makes another model, with other logits."""
     config = transformer.Config(layers=1, d_model=16, heads=2, vocab_size=32, **fields)
     params = net.weight_shapes(config)
-    with pytest.raises(ConfigError, match="but the published config.json, which would be"):
+    with pytest.raises(ConfigError, match="but the config.json to write says"):
         published.save_hf(tmp_path / "out", params, config)
 
 

@@ -245,7 +245,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path, capsys, tuned, text)
     fine_tune(*flags, "--out", tmp_path / "new", mesh="fsdp=2")
     assert len(losses_in(tmp_path / "new")) == 1
     data.prepare([str(text)], tmp_path / "bytes")
-    assert "not those of the tokenizer" in refused(
+    assert "not from the tokenizer" in refused(
         capsys, "--init_from", out, "--data", tmp_path / "bytes", "--out", tmp_path / "no")
     assert "holds a run with init_from" in refused(
         capsys, "--init_from", tmp_path / "new", *flags[2:], "--out", tmp_path / "new")
@@ -327,7 +327,7 @@ def test_an_edited_model_begins_with_published_weights_only_if_it_is_told_to(
     it that cannot continue; a flag without a meaning."""
     monkeypatch.setattr(model, "swiglu", lambda gate, up: jax.nn.gelu(gate) * up)
     monkeypatch.setattr(reference, "_difference", reference._difference.__wrapped__)
-    says, out = "computes something else than this llama: its logits differ by", tmp_path / "out"
+    says, out = "differs from this llama: its logits differ by", tmp_path / "out"
     words = ("--model", published, "--data", text, *STEPS, "--out", out)
     for main, flags in ((train.main, words), (train.main, (*words[:4], "--bench")),
                         (sample.main, ("--model", published, *GREEDY))):
@@ -362,12 +362,12 @@ def test_what_its_weights_were_not_made_for_is_refused(capsys, published, tmp_pa
     def says(*words):
         return refused(capsys, *words, "--out", out)
 
-    assert "--layers 3: the model of" in (line := says("--model", published, "--layers", 3))
-    assert "has 4" in line and "--seq_len" in line
-    assert "give one of them" in says("--model", published, "--init_from", "run")
+    assert "--layers 3: the weights of" in (line := says("--model", published, "--layers", 3))
+    assert "need 4" in line and "--seq_len" in line
+    assert "give only one" in says("--model", published, "--init_from", "run")
     assert "--init_from nowhere: no run there" in says("--init_from", "nowhere")
     assert "give it as --model" in says("--init_from", published)
-    assert "no such folder with a published model, and no preset" in says("--model", "nowhere")
+    assert "no folder with a published model and no preset" in says("--model", "nowhere")
     assert "pip install" not in says("--model", tmp_path)
     (published / "model.safetensors").rename(tmp_path / "model.safetensors")
     try:

@@ -277,7 +277,7 @@ def test_a_bad_source_is_refused(source, words):
     config = config_of(encoder_layers=2, vocab_size=V)
     with pytest.raises(ConfigError, match=words):
         sample.generate({}, [[1], [2]], config, source=source)
-    with pytest.raises(ConfigError, match="has no encoder to give a source to"):
+    with pytest.raises(ConfigError, match="has no encoder: give it no source"):
         sample.generate({}, [[1]], config_of(vocab_size=V), source=[[1]])
     config = change(config, stem="frames", channels=10, source_len=FRAMES)
     with pytest.raises(ConfigError, match=r"have the shape \[2, 10, 30\]; expected \[2, 10, 36\]"):

@@ -273,7 +273,7 @@ def test_a_weight_that_an_edit_gave_other_axes_is_one_line_at_export(edit, monke
 
 # {edit that keeps the options: what an export says of it}. (100 tokens are more than reference.py
 # compares.)
-MASK, SCORES = "its attention has a mask", "its attention has other scores"
+MASK, SCORES = "its attention has a mask", "its attention has custom scores"
 NO_LLAMA = {"a window of 100": MASK, "a window": MASK, "a mask by document": MASK,
             "a mask of long texts": MASK, "a soft cap": SCORES, "ALiBi": SCORES,
             "documents of 100": "its attention has documents",
@@ -321,7 +321,7 @@ def test_an_edit_that_keeps_the_options_is_not_exported_as_a_llama(edit, edits_o
     module, config = edit(name)
     config = dataclasses.replace(config.network, seq_len=200)
     params = module.init(config, jax.random.key(0))
-    with pytest.raises(ConfigError, match=f"computes something else: {NO_LLAMA[name]}") as e:
+    with pytest.raises(ConfigError, match=f"differs from the published one: {NO_LLAMA[name]}") as e:
         published.save_hf(tmp_path / "a", params, config)
     assert not (tmp_path / "a").exists() and flags.exit_line(e.value)[0] == 2
 
@@ -337,7 +337,7 @@ def test_a_model_that_is_not_edited_is_exported(tmp_path, changes):
 
 LOADED = {**NO_LLAMA, "q-k norm": "its logits .*fills its layers.k_norm, layers.q_norm [(]zeros",
           "no reading of the norm's scale": "its logits differ by",
-          "a reshape": "it cannot be computed for a few tokens and small sizes"}
+          "a reshape": "it does not run on a few tokens at small sizes"}
 LOADED.pop("a wider MLP")       # (the folder has other shapes)
 
 
@@ -353,7 +353,7 @@ def test_a_published_model_is_not_read_into_other_code(edit, edits_of_the_code, 
     module, _ = edit(name)
     monkeypatch.setattr(published, "model", module)
     monkeypatch.setitem(NETWORKS, "decoder", module.NETWORK)
-    says = f"computes something else than this llama: {LOADED[name]}.*--edited"
+    says = f"differs from this llama: {LOADED[name]}.*--edited"
     own = functools.partial(folders.load_hf, module.NETWORK)
     for load in (published.load_hf, own, sample.load):
         with pytest.raises(ConfigError, match=says) as e:

@@ -331,7 +331,7 @@ def test_what_would_be_another_loss_is_refused(name, changes, says):
 
 
 REFUSED = [
-    ("clip", "text_config", 7, "wrong kind"), ("clip", "text_config", dict(hidden_act="x"), "'x'"),
+    ("clip", "text_config", 7, "wrong type"), ("clip", "text_config", dict(hidden_act="x"), "'x'"),
     ("clip", "text_config", dict(eos_token_id=1.5), "eos_token_id 1.5"),
     ("clip", "vision_config", dict(image_size=0), "image_size 0"),
     ("clip", "vision_config", dict(patch_size="8"), "patch_size '8'"),
@@ -343,7 +343,7 @@ REFUSED = [
     ("blip2", "qformer_config", dict(cross_attention_frequency=3), "cross_attention_frequency 3"),
     ("blip2", "qformer_config", dict(use_qformer_text_input=True), "use_qformer_text_input True"),
     ("blip2", "qformer_config", dict(num_hidden_layers=3), "expected an even number"),
-    ("blip2", "qformer_config", [], None), ("blip2", "vision_config", ["x"], "wrong kind"),
+    ("blip2", "qformer_config", [], None), ("blip2", "vision_config", ["x"], "wrong type"),
     ("blip2", None, dict(image_token_index=None), "image_token_index None"),
     ("blip2", None, dict(image_token_index=V), f"image_token_index {V}"),
     ("blip2", None, dict(num_query_tokens=True), "num_query_tokens True")]

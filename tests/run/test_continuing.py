@@ -190,10 +190,10 @@ def test_a_change_that_is_refused_leaves_the_run_as_it_was(run, text, tmp_path, 
     data.prepare([str(text)], tmp_path / "bytes")
     for words, says in (
             (("--change", "lr"), "give --lr too"),
-            (("--lr", 1, "--change", "lr"), "has made its 4 steps, so nothing"),
+            (("--lr", 1, "--change", "lr"), "has done its 4 steps, so this"),
             (("--change", "lrr"), "'lr'"),
-            (("--change", "data", "--data", tmp_path / "bytes"), "not those of the tokenizer of"),
-            (("--change", "data", "--data", text, "--lr", 1), "lr 0.004, and 1.0 was given")):
+            (("--change", "data", "--data", tmp_path / "bytes"), "not from the tokenizer of"),
+            (("--change", "data", "--data", text, "--lr", 1), "lr 0.004, not 1.0")):
         assert says in refused(capsys, "--out", run, "--mesh", "tensor=8", *words)
     assert sorted((p, p.read_bytes()) for p in run.rglob("*") if p.is_file()) == before
     assert "holds no run to change" in refused(capsys, "--out", tmp_path / "new", "--lr", 1,
@@ -210,7 +210,7 @@ def test_runs_that_lack_a_field_continue_by_their_folder(tmp_path, capsys, monke
         config = continued("--out", tmp_path)
         assert network_of(config).name == network
         assert (config.network.layers, config.lr, config.steps, config.warmup) == (2, 0.5, 20, 1)
-        assert "of another task" not in refused(capsys, "--out", tmp_path, "--layers", 3)
+        assert "of a different task" not in refused(capsys, "--out", tmp_path, "--layers", 3)
     assert config.network.window == 8
     (tmp_path / "config.json").write_text("{")
     assert "config.json cannot be read" in refused(capsys, "--out", tmp_path)

@@ -240,8 +240,8 @@ TOKENS = dict(init=lambda key: net.init(OWN, key), examples=tokens_of(OWN),
 INSIDE = "takes a gradient inside itself"
 # What differs, on which axes or parts, and what a loss must be.
 SUM, POOLS = (
-    rf"{where}.*: this loss has other values than on one device: .* by [\d.inf]+%.*{what}"
-    for where, what in (("^--", "must be a sum over rows"), ("^--mesh", "must go through shard")))
+    rf"{where}.*: this loss differs from one device's: .* by [\d.inf]+%.*{what}"
+    for where, what in (("^--", "must be a sum over rows"), ("^--mesh", "use shard.py for")))
 # {name: (loss, its arguments, {axis that it cannot have ("": any split of the rows): why})}
 THEIRS = {
     "a sum": (a_sum, VECTORS, {"pipe": "shard.pipelined_loss", "seq": "shard.attend"}),
@@ -262,7 +262,7 @@ THEIRS = {
     "attention both ways": (own_block(False, everywhere, each_token), TOKENS, {}),
     "attention both ways, 1F1B": (own_block(False, everywhere, each_token, "1f1b"), TOKENS, {}),
     "a pooled loss": (own_block(True, MASK, pooled), TOKENS,
-                      {"pipe": POOLS, "seq": "as a pooled one does", "tensor": POOLS}),
+                      {"pipe": POOLS, "seq": "the number of rows", "tensor": POOLS}),
     "a pooled loss by weights": (own_block(True, MASK, pooled_by_weights, all_time=True), TOKENS,
                                  {}),
     "a classifier": (own_block(False, everywhere, classified, all_time=True), TOKENS, {}),
@@ -277,10 +277,10 @@ THEIRS = {
                                     {"pipe": INSIDE, "seq": INSIDE}),
     "masks of its own": (own_masks, TOKENS, {}),
     "a penalty by its count": (penalised, TOKENS, {"pipe": POOLS,
-                                                   "tensor": "must go through them"}),
+                                                   "tensor": "must use them"}),
     "a count of places": (lambda p, b, specs=None: (net.loss(p, b, OWN, specs)[0],
                                                     b["tokens"].size), TOKENS,
-                          {"seq": "divides by a constant or by its rows"}),
+                          {"seq": "is a constant, the number of rows"}),
 }
 
 
@@ -425,7 +425,7 @@ def counted_over_all_time(p, b, specs=None):
 
 @pytest.mark.parametrize("loss, mesh, changes, says", [
     full(noisy(lambda b: b.get("seeds", numbers(b))), "data=2", {},
-     "--mesh data=2: this loss has other values .*the held-out sum by .*'seeds'"),
+     "--mesh data=2: this loss differs .*the held-out sum by .*'seeds'"),
     full(noisy(numbers), "", dict(accumulate=2),
          f"{SUM}.*--accumulate 1"),
     full(lambda p, b, specs=None: table(p, b), "data=2", {}, SUM),
@@ -434,9 +434,9 @@ def counted_over_all_time(p, b, specs=None):
     (drawn_outside, "data=2", {}, "not a function of its weights and its batch: .*np.random"),
     full(coupled_in_a_block, "pipe=2", dict(microbatches=2),
          "--microbatches 2: this loss .*a sum over rows"),
-    (counted_over_all_time, "seq=2", {}, "or by a sum over all of the time"),
+    (counted_over_all_time, "seq=2", {}, "or a sum over the whole sequence"),
     (lambda p, b: (errors(p, b).reshape(2, 8).sum(), len(b["x"])), "data=2", {},
-     "can be computed for 16 rows, and not for 8"),
+     "works for 16 rows, but not for 8"),
     (noisy(lambda b: b["seeds"]), "", {}, r"batch\['seeds'\], which a held-out batch does not"),
     (lambda p, b: (errors(p, b), len(b["x"])), "", {}, r"it returned \(.*\[16\].*\)")],
     ids=["noise held out", "noise", "table", "neighbours", "held out", "outside", "microbatches",
@@ -564,7 +564,7 @@ def test_a_loss_may_print_and_distil(capfd):
         made = through_perceptron(p, b["x"]) - through_perceptron(teacher, b["x"])
         return jnp.sum(made ** 2), len(b["x"])
 
-    with refuses("jax.device_get takes it off.*--step jit"):
+    with refuses("jax.device_get copies them off.*--step jit"):
         run(functools.partial(distils, params), "data=2")
     distils = functools.partial(distils, jax.device_get(params))
     assert run(distils, "data=2")[0] == pytest.approx(run(distils, "")[0])
@@ -649,7 +649,7 @@ def test_what_types_do_not_allow_is_computed_as_on_one_device():
     one, mesh = (run(lambda p, b, specs=None: recurrent(p, b), mesh, 2, lines=lines)[0]
                  for mesh in ("", "data=2"))
     assert mesh == pytest.approx(one, rel=5e-5)
-    assert sum("computed as on one device" in line for line in lines) == 1
+    assert sum("runs as on one device" in line for line in lines) == 1
 
 
 def test_differences_are_counted_in_what_rounding_may_do():
@@ -753,13 +753,13 @@ def test_check_compares_an_edited_model_with_one_device(monkeypatch):
     nothing compares our own loss at the start of a run."""
     config, lines = make(steps=2, check=True), []
     learn(config, "data=2,tensor=2", lines)
-    assert any("those of one device" in line for line in lines)
+    assert any("match one device" in line for line in lines)
     monkeypatch.setattr(model, "mlp", edited_mlp)
     lines.clear()
     with refuses("tensor=2"):
         learn(config, "tensor=2", lines)
     rows, _ = learn(config, "", lines)                  # (one device is one device)
-    assert any("those of one device" in line for line in lines)
+    assert any("match one device" in line for line in lines)
     assert rows != learn(make(steps=2), "tensor=2")[0]  # without --check it trains something else
 
 
@@ -786,7 +786,7 @@ def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
     assert asked == [["model.py", "shard.py", "train.py", *tested.MACHINERY]]
     assert first == ("check    model.py was edited: comparing the loss and its gradients with one "
                      "device's")
-    assert re.fullmatch(r"check    .* are those of one device \(\d+\.\d s\)", last)
+    assert re.fullmatch(r"check    .* match one device's \(\d+\.\d s\)", last)
     monkeypatch.setattr(tested, "why_untested", edited_since("", asked))
     assert learn(config, "data=2,tensor=2")[0][0]["loss"] == rows[0]["loss"]
     monkeypatch.setattr(tested, "why_untested", edited_since("model.py was edited", asked))
@@ -817,7 +817,7 @@ def test_a_comparison_of_nothing_does_not_pass(monkeypatch):
     lines = []
     learn(make(steps=1, check=True), "data=2", lines)
     assert any("is not checked on this mesh" in line for line in lines)
-    assert not any("those of one device" in line for line in lines)
+    assert not any("match one device" in line for line in lines)
 
 
 def test_many_rows_of_three_numbers():

@@ -129,7 +129,7 @@ def test_outputs_that_have_no_row_for_each_example_are_refused():
     for predict, says in (
             (lambda p, b: b["x"].sum(), r"shapes \[\(\)\] for 8 examples"),
             (lambda p, b: p["w"][:3], r"shapes \[\(3, 8\)\] for 8 examples"),
-            (lambda p, b: b["n"], r"shapes \[\(8, 2\)\] for 8 examples, and not \[\(8, 1\)\]")):
+            (lambda p, b: b["n"], r"shapes \[\(8, 2\)\] for 8 examples, not \[\(8, 1\)\]")):
         with refuses(says):
             own(given=dict(predict=predict, collate=collate), eval_first=True)
 
@@ -224,7 +224,7 @@ def test_a_metric_is_of_all_predictions_and_is_logged():
     (lambda o, e: np.datetime64("2026-11-24"), ConfigError, "expected a number"),
     (lambda o, e: {"eval_far": 1.0}, ConfigError, "the name 'eval_far'"),
     *((lambda o, e, name=name: {name: 1.0}, ConfigError,
-       f"the name {name!r}: expected a text other than .*, eval_loss, grad_norm, loss, .*, which a")
+       f"the name {name!r}: expected a name other than .*, eval_loss, grad_norm, loss, .*, which a")
       for name in ("loss", 1))])
 def test_a_broken_metric_is_a_clear_error_and_is_found_at_once(metric, error, says):
     """What is found after the first hour of training, although --eval_first was given."""
@@ -438,7 +438,7 @@ def test_two_numbers_may_each_have_their_best_checkpoint(tmp_path):
     assert result.best == best_step(run) == 2 and run_steps(run) == [5, 2]
     assert best_step(run, by="smallest:wrong") == step_of(str(run), "smallest:wrong") == 5
     assert step_of(str(run), "best") == step_of(str(run), "largest:right") == 2
-    with refuses("with a number for smallest:right_"):
+    with refuses("has a number for smallest:right_"):
         step_of(str(run), "smallest:right_")
     assert make(best=("none",)).best == make(best="").best == ()
 
@@ -458,12 +458,12 @@ def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
     """A traceback, or the newest, taken for the best."""
     run = tmp_path / "run"
     own(out=str(run))
-    with refuses("--run .*trained without --best.*newest has step 1"):
+    with refuses("--run .*trained without --best.*newest is step 1"):
         best_step(run)
     with refuses("--init_from .*no run there"):
         best_step(tmp_path / "none", "--init_from")
     own(given=dict(metric=scored([math.nan])), steps=2, out=str(run), best="largest:score")
-    with refuses("no checkpoint yet has an evaluation with a number for"):
+    with refuses("no checkpoint yet has a number for"):
         best_step(run)
 
 

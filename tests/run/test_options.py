@@ -165,7 +165,7 @@ def test_a_run_folder_of_another_format_is_refused(tmp_path, found):
     path.write_text(json.dumps(record if found is None else record | {"format": found}))
     for read in (lambda: continued("--out", tmp_path), lambda: load_run(tmp_path),
                  lambda: checkpoint.best_step(tmp_path)):
-        with refuses("format .*reads and writes format 0 alone"):
+        with refuses("format .*reads and writes only format 0"):
             read()
 
 

@@ -102,7 +102,7 @@ def test_values_that_make_no_schedule_are_refused():
     """A flag that is read and ignored; a division by zero in the middle of a run."""
     for changes, says in (
             (dict(decay="cosin"), "--decay cosin: .*did you mean 'cosine'"),
-            (dict(warmup=2.5), "--warmup 2.5: expected a whole number of updates, or a share"),
+            (dict(warmup=2.5), "--warmup 2.5: expected an integer number of updates, or a share"),
             (dict(decay="exponential", final_share=0.0), "never reaches 0"),
             (dict(decay="constant", final_share=0.1), "--final_share 0.1: --decay constant has"),
             (dict(cooldown=0.1), "--cooldown 0.1: --decay cosine has none.*another --decay .wsd"),

@@ -41,7 +41,7 @@ def test_a_collate_whose_shapes_change_is_refused(tmp_path):
         longest = max(map(len, e))
         return {"x": np.stack([np.pad(x, (0, longest - len(x))) for x in e])}
 
-    with refuses(r"x': 'float32\[\d+\]'} from .* and padded to the same"):
+    with refuses(r"x': 'float32\[\d+\]'} from .* dtypes, padded to the same"):
         learn(make(out=str(tmp_path / "run")), collate=pad,
               loss=lambda p, b: (jnp.sum(b["x"] * p["w"]), len(b["x"])),
               init=lambda key: {"w": jnp.ones(())},
@@ -56,12 +56,12 @@ def test_a_collate_whose_shapes_change_is_refused(tmp_path):
     (lambda e: {"x": ["a"] * len(e)}, r"made 'x' of <U1 \(list\): expected a dict"),
     (lambda e: {"x": {"y": np.stack(e)}}, r"made 'x' of object \(dict\): expected a dict"),
     (lambda e: {"x": np.zeros(4)}, r"\(1, 4\) from 1 examples|\(4,\) from 1 examples"),
-    (lambda e: {"x": [[1], [1, 2]]}, r"made 'x' a list that is no array \(setting an array elem.*"
+    (lambda e: {"x": [[1], [1, 2]]}, r"made 'x' a list that is not an array \(setting an array .*"
                                      r"inhomogeneous.*\): expected a dict"),
     (lambda e: {"x": np.stack(e).astype("int32" if len(e) > 1 else "float32")},
-     r"made rows of {'x': 'int32\[1\]'} from some examples, and of {'x': 'float32\[1\]'} from the"),
+     r"made rows of {'x': 'int32\[1\]'} from some examples, but of {'x': 'float32\[1\]'} from the"),
     (lambda e: {"x": np.stack(e), **({"y": np.stack(e)} if len(e) > 1 else {})},
-     r"made rows of {'x': .*, 'y': .*} from some examples, and of {'x': '.*'} from the first one")])
+     r"made rows of {'x': .*, 'y': .*} from some examples, but of {'x': '.*'} from the first:")])
 def test_a_collate_that_makes_no_batch_is_refused(collate, says, tmp_path):
     """A page of numpy's or jax's, from a line that has nothing to do with collate; rows that do not
     match the examples, and get seeds of other examples."""
@@ -104,8 +104,8 @@ def test_a_loss_that_expert_cannot_split_is_refused():
 def test_other_sums_under_a_name_that_is_logged_already_are_refused(name, tmp_path):
     """A number that takes the place of the loss in the metrics, in the charts and on the screen; a
     page of jax about names that cannot be sorted."""
-    with refuses(f"other sums the name {name!r}: expected a text other than grad_norm, loss, lr, "
-                 f"mfu, .*which a run logs"):
+    with refuses(f"other sums the name {name!r}: expected a name other than grad_norm, loss, lr, "
+                 f"mfu, .*which a run already"):
         learn(make(out=str(tmp_path / "run")), **ONE,
               loss=lambda p, b: (jnp.sum(p["w"]), len(b["x"]), {name: jnp.ones(())}))
     assert not list(tmp_path.iterdir())
@@ -117,7 +117,7 @@ def test_other_sums_are_not_taken_for_the_loss_of_a_source(tmp_path):
         return jnp.sum(p["w"]), len(b["x"]), {"loss_code": 1.0 * len(b["x"])}
 
     given = dict(**ONE, loss=loss, held_out=[np.zeros(1)] * 4)
-    with refuses("'loss_code': expected a text other than loss_code,"):
+    with refuses("'loss_code': expected a name other than loss_code,"):
         learn(make(out=str(tmp_path / "run")), **given, sources={"prose": 2, "code": 2})
     assert not list(tmp_path.iterdir())
     assert learn(make(steps=1), **given)[1].evaluation["eval_loss_code"] == 1

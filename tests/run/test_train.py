@@ -234,7 +234,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(mesh, number, tmp_path):
     said = [line for line in lines if "not finite, so nothing" in line]
     assert [line.partition(":")[0] for line in said] == ["step 3", "step 5", "step 6"]
     assert said[0].startswith("step 3: the loss is not finite, so nothing was learned; its batch "
-                              "is of examples ")
+                              "has examples ")
     weights = {}
     with ocp.StandardCheckpointer() as reader:
         for path in (tmp_path / "run/checkpoints").iterdir():
@@ -250,7 +250,7 @@ def test_a_run_whose_held_out_loss_is_not_finite_has_failed(number, tmp_path):
     out, lines = tmp_path / "run", []
     given = dict(spoiled(number), held_out=[np.full(1, 7, np.float32)] * 3)
     for _ in range(2):          # asked for again, it is no success either
-        with pytest.raises(RunError, match=f"step 4: the held-out loss is {number}; this run has "
+        with pytest.raises(RunError, match=f"step 4: the held-out loss is {number}; this run "
                                            f"failed, with all of it saved in {out}"):
             learn(make(steps=4, out=str(out)), **given)
     assert run_steps(out)[0] == 4
@@ -352,7 +352,7 @@ def test_any_override_trains_to_the_same_loss_or_is_refused(mesh, what, path, sh
     flat = [a for e in entries for a in (e if isinstance(e, tuple) else (e,)) if a]
     if len(set(flat)) < len(flat) or any(isinstance(e, tuple) or e and n % sizes[e]
                                          for e, n in zip(entries, shape)):
-        with refuses("give one axis a dimension|does not divide|twice"):
+        with refuses("give each dimension one axis|does not divide|twice"):
             task, shapes = without_data(config)
             train.build(config, mesh_of(mesh), dataclasses.replace(
                 task, overrides=[(path, P(*entries))]), shapes)

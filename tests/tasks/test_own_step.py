@@ -201,7 +201,7 @@ def test_options_of_a_run_hold_for_it(mesh, flags):
     (rows, _), (others, _) = run(gan()), run(gan(), mesh, **flags)
     close = 0.1 if "dtype" in flags else 2e-5
     assert losses_of(others) == pytest.approx(losses_of(rows), rel=close)
-    with refuses("--chunks 2: a step of one's own"):
+    with refuses("--chunks 2: a custom step"):
         run(gan(), "pipe=2", schedule="interleaved", chunks=2)
 
 
@@ -274,9 +274,9 @@ def noise_beside_rows(trees, batch):
 
 @pytest.mark.parametrize("loss, says", [
     full(a_mean, r"gradients\(a_mean, \.\.\., 'critic', \.\.\.\): .*must be a sum over rows"),
-    (all_pairs, "get them by shard.all_rows"),
-    full(noise_by_row, r"with noise from batch\['seeds'\] alone"),
-    full(noise_beside_rows, r"with noise from batch\['seeds'\] alone")])
+    (all_pairs, "compare rows with shard.all_rows"),
+    full(noise_by_row, r"noise only from batch\['seeds'\]"),
+    full(noise_beside_rows, r"noise only from batch\['seeds'\]")])
 def test_a_wrong_second_loss_is_refused_before_the_first_update(loss, says):
     """Only the first loss is compared with one device; the critic's gradient is that of a mesh."""
     init, step, held_out = gan()
@@ -322,12 +322,12 @@ def score_sum(trees, batch):
 @pytest.mark.parametrize("step, says", [
     (counts_from_zero, "one of its metrics the name 'step'"),
     (few_rows, "--batch 3 does not divide among 2 groups"),
-    (in_a_scan, "inside a loop or function of jax's"),
-    (closes_over, "closes over an array that the step has computed"),
+    (in_a_scan, "inside a jax loop or function"),
+    (closes_over, "closes over an array that the step computed"),
     (lambda state, batch, gradients, update: state, r"must return \(state, metrics\)"),
     (lambda state, batch, gradients, update: (state, {"loss": 0.0}), "asked for no gradients"),
     (step_with(score_sum, "critik"),
-     "trees must be a dict .* and have this name"),
+     "trees must be a dict .* that has this name"),
     (lambda state, batch, gradients, update: (update(state, "generator", gradients(
         score_sum, state["params"], "critic", batch)[0]), {"loss": 0.0}),
      r"has \[64, 1\] at down, where init returned \[64, 16\]"),
@@ -336,7 +336,7 @@ def score_sum(trees, batch):
      "has nothing at average.down"),
     (lambda state, batch, gradients, update: (
         update(state, "critic", gradients(score_sum, state["params"], "critic", batch)[0]), {}),
-     "metrics, a dict that has a \"loss\"")])
+     "metrics a dict of numbers with a \"loss\"")])
 def test_a_step_that_makes_no_sense_is_a_clear_error(step, says):
     """A page of jax, or a run in which nothing learns."""
     init, _, held_out = gan()
@@ -379,9 +379,9 @@ def test_any_optimizer_and_several_by_path():
             assert_close(found.params, by_hand(alone, first), atol=1e-5)
     assert (np.asarray(found.params["up"]) == np.asarray(first["up"])).all()
     for wrong, says in [({"up": optax.sgd(0.1)}, "nothing for down"), ("adam", "was given a str"),
-                        ({"hed": None, "*": optax.sgd(0.1)}, "'hed' is the first match of no"),
+                        ({"hed": None, "*": optax.sgd(0.1)}, "'hed' is not the first match of any"),
                         (optax.stateless(lambda grads, _: jax.tree.map(jnp.sum, grads)),
-                         "other shapes than the gradients")]:
+                         "updates and the gradients differ in shape")]:
         with refuses(says):
             learn(make(steps=1, batch=16), "data=8", optimizer=wrong, **vars(TASK))
 
@@ -389,14 +389,14 @@ def test_any_optimizer_and_several_by_path():
 def test_an_optimizer_that_needs_more_than_gradients_is_one_line():
     """43 lines of optax about keyword-only arguments."""
     for wrong in (optax.lbfgs(), {"*": optax.contrib.reduce_on_plateau()}):
-        with refuses("needs value.*train.fit gives it gradients"):
+        with refuses("needs value.*train.fit gives it only gradients"):
             learn(make(steps=1), optimizer=wrong)
 
 
 def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
     """A run with sgd whose start says adamw, whose steps say lr 1.00, and whose config.json has the
     muon that was asked for and never ran."""
-    for flags, says in ((dict(optimizer="muon"), "--optimizer muon: fit was"),
+    for flags, says in ((dict(optimizer="muon"), "--optimizer muon: no effect"),
                         (dict(lr=0.5), "--lr 0.5: fit"), (dict(clip=2.0), "--clip 2.0: fit"),
                         (dict(weight_decay=0.2, beta1=0.8), "--beta1 0.8 and --weight_decay 0.2")):
         with refuses(says):
@@ -406,7 +406,7 @@ def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
         assert [row["lr"] for row in rows if "lr" in row] == [rate] * 2
     learn(make(steps=1), optimizer=optax.sgd(0.1), say=report.Reporter(1))
     said = capsys.readouterr().out
-    assert "the optimizer of fit, with its own rate" in said
+    assert "custom optimizer, with its own rate" in said
     assert re.search("^step 1/1 .* grad", said, re.M) and not re.search("adamw|  lr ", said)
 
 
@@ -556,7 +556,7 @@ def test_examples_are_made_from_the_weights_as_they_are(tmp_path):
     for step, (first, mesh, *again) in made.items():
         assert mesh == pytest.approx(first, rel=1e-5) and set(again) == {mesh}, step
     assert_close(whole.params, one.params, atol=2e-5)
-    with refuses("no held-out examples: at least one"):
+    with refuses("no held-out examples: give at least one"):
         learned(held_out=[])
     with refuses("made 3 for update 0; expected --batch 16"):
         learned(examples=lambda seed, step, weights: EXAMPLES[:3])

@@ -182,7 +182,7 @@ def test_data_without_pairs_is_one_line(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "none").mkdir()
     one = json_lines(tmp_path / "one.jsonl", {"source": "a", "target": "z"})
-    for path, says in ((tmp_path / "empty.jsonl", "no line in it"), (one, "1 examples; expect"),
+    for path, says in ((tmp_path / "empty.jsonl", "no lines in it"), (one, "1 examples; expect"),
                        (tmp_path / "none", "no .*jsonl file"),
                        (tmp_path / "on.jsonl", "no such file.*'one.jsonl'")):
         with pytest.raises(ConfigError, match=says):
@@ -340,7 +340,7 @@ def test_bad_arrays_are_one_line(tmp_path):
 
     good = some()
     says("no arrays", {})
-    says("labels is damaged, or not what numpy", {**good, "labels": np.array([{}] * 20)})
+    says("labels is damaged or not a numpy file", {**good, "labels": np.array([{}] * 20)})
     says("array of <U1", {**good, "labels": np.array(["a"] * 20)})
     says("rows: .*'pixels': 20, 'labels': 19", {**good, "labels": good["labels"][1:]})
     says("rows: .*'labels': 0", {**good, "labels": np.array(3)})
@@ -361,14 +361,14 @@ def test_bad_arrays_are_one_line(tmp_path):
     says("read.me: an array of object")
     folder = folder_of(tmp_path / "d", good)
     np.save(folder / "labels.npy", np.array([{}] * 20))
-    with pytest.raises(ConfigError, match="labels.npy is damaged, or not what numpy"):
+    with pytest.raises(ConfigError, match="labels.npy is damaged or not a numpy file"):
         Arrays(folder)
     (folder / "labels.npy").write_bytes((folder / "pixels.npy").read_bytes()[:-8])
     with pytest.raises(ConfigError, match="labels.npy is damaged"):
         Arrays(folder)
     with pytest.raises(ConfigError, match="no such file.*did you mean 'a.npz'"):
         Arrays(tmp_path / "b.npz")
-    assert re.search("18 examples to learn from, 2 held out, of bytes uint8.5., lab", str(
+    assert re.search("18 examples to train on, 2 held out, of bytes uint8.5., lab", str(
         Arrays(folder_of(tmp_path / "e", good))))
 
 
@@ -387,7 +387,7 @@ def test_arrays_that_a_model_cannot_read_are_one_line(tmp_path):
         with pytest.raises(ConfigError, match=text):
             first(**changes)
 
-    says("tokens has rows of float64.4.; expected whole numbers of .4.", tokens=tokens * 1.0)
+    says("tokens has rows of float64.4.; expected integers of .4.", tokens=tokens * 1.0)
     says("labels has rows of bool", labels=labels > 0)
     says("tokens has rows of int64.5.; .* of .4.", tokens=np.ones((8, 5), int))
     says("token_types has rows of int64.1.", token_types=tokens[:, :1])

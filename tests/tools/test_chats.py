@@ -143,9 +143,9 @@ def test_what_is_no_message_is_skipped(folder):
     call = {"role": "assistant", "tool_calls": tools}
     question, answer = CHATS[0][:2]
     for messages, more, says in (
-            ([{"role": "user", "value": "x"}, answer], {}, "content is not a text"),
-            ([question, {"role": "assistant"}], {}, "content is not a text"),
-            ([question, {**call, "content": [{"text": "x"}]}], {}, "content is not a text"),
+            ([{"role": "user", "value": "x"}, answer], {}, "content is not text"),
+            ([question, {"role": "assistant"}], {}, "content is not text"),
+            ([question, {**call, "content": [{"text": "x"}]}], {}, "content is not text"),
             ([question, answer], {"tools": "[1"}, "tools are not"),
             ([question, answer], {"tools": ["add"]}, "tools are not"),
             ([question, call, answer], {"tools": json.dumps(tools)}, ""),
@@ -164,7 +164,7 @@ def test_answers_that_no_row_reaches_are_told(folder, tmp_path, capsys):
     corpus = corpus_of(tmp_path / "long", [LONG] * 20, folder)
     begins = int(np.argmax(corpus.documents("train").weights))
     for length in (64, begins - 1):
-        assert f"comes after {begins:,} tokens" in refused(
+        assert f"starts after {begins:,} tokens" in refused(
             capsys, "--data", tmp_path / "long", "--seq_len", length, "--out", tmp_path / "no")
     assert corpus.documents("train").unlearned(begins) == 0
     # (Ends of the tokens: the last conversation is a long one, or a short one.)
@@ -225,10 +225,10 @@ def test_a_preference_is_two_documents(folder, tmp_path, capsys):
     data_py(path, "--tokenizer", folder, "--out", tmp_path / "out")
     said = capsys.readouterr().out
     assert "skipped  4 lines without preference; the first is" in said and "are the same" in said
-    assert "skipped  1 preference that cannot be encoded" in said and "has no answer that" in said
+    assert "skipped  1 preference that cannot be encoded" in said and "adds no answer" in said
     assert "made     2 documents" in said
     assert Corpus(tmp_path / "out").record["train"]["documents"] == 2
-    assert "no task of train.py learns" in refused(capsys, "--data", tmp_path / "out")
+    assert "which only python -m recipes.dpo" in refused(capsys, "--data", tmp_path / "out")
     assert "need the chat template" in refused(
         capsys, path, "--out", tmp_path / "no", "--tokenizer", "bytes", main=data.main)
 
@@ -315,7 +315,7 @@ def test_a_run_shows_what_it_learns(folder, tmp_path, capsys):
     corpus = corpus_of(tmp_path / "out", CHATS, folder)
     shown = Sources([corpus], [""]).described(60)
     record = corpus.record["train"]
-    assert f"of {record['documents']} conversations, " in shown and "longer than 60" in shown
+    assert f"{record['documents']} conversations, " in shown and "of them longer than 60" in shown
     assert "[[" in shown and "</s>]]" in shown and "tokens are answers" in shown
     go("--data", tmp_path / "out", "--layers", 1, "--d_model", 32, "--heads", 4, "--seq_len", 64,
        "--batch", 4, "--steps", 2, "--out", tmp_path / "run")

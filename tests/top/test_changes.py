@@ -32,7 +32,7 @@ def test_a_change_applies_trains_and_samples(title, diff, rest, text, tmp_path):
     assert status == 0 and "held-out loss" in said, said
     # (A run compares its loss with one device's by itself, if an edit may have changed it.)
     edited = set(re.findall(r"^\+\+\+ b/(.*)$", diff, re.M))
-    assert ("gradients are those of one device" in said) == bool(
+    assert ("gradients match one device" in said) == bool(
         edited & {"model.py", "train.py", "zigzag/core/mesh.py"}), said
     for words in sample:
         said, status = run(folder, *words, "--tokens", 8)

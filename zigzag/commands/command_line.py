@@ -29,17 +29,17 @@ from zigzag.parallel.network import (
     resized,
 )
 
-IN_A_SCRIPT = ("All flags of train.py change this script's run, too: python train.py --help lists "
-               "them")
+IN_A_SCRIPT = ("This script takes every flag of train.py: python train.py --help lists them")
 LAST = "python train.py --help all shows every flag" + (
-    "; --model NAME --help adds those of the network of NAME" if has_part("published") else "")
+    "; --model NAME --help adds the flags of NAME's network" if has_part("published") else "")
 
 
 def parse(argv: Argv, script: str | None) -> Any:
     """Return a new run's config from command-line flags. `script` is the docstring of the script
     that calls train.parse."""
     given = read_flags(argv, script)
-    check_unused(given, ["minutes"], "in a script, whose own steps it does not time; give --steps")
+    check_unused(given, ["minutes"], "in a script, because it cannot time the script's steps; give "
+                                     "--steps")
     return config_of_flags(given)
 
 
@@ -55,8 +55,7 @@ def chosen(given: Values) -> tuple[Network, Values, Values]:
     the values of these two flags that a run records)."""
     name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
     if run and "model" in given:
-        raise ConfigError(f"--model {name} --init_from {run}: both choose the model; give one of "
-                          f"them")
+        raise ConfigError(f"--model {name} --init_from {run}: both choose the model; give only one")
     if run:
         config, source = config_of_run(run, "--init_from"), {"model": "", "init_from": run}
     elif name in PRESETS:
@@ -92,9 +91,8 @@ def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
     may = [name for name in may if name != "source_len" or source_len]
     for name, value in given.items():
         if name in base and name not in may and value != base[name]:
-            raise ConfigError(f"--{name} {value}: the model of {source} has {base[name]}, and its "
-                              f"weights need that; only options of training may change "
-                              f"(--{', --'.join(may)})")
+            raise ConfigError(f"--{name} {value}: the weights of {source} need {base[name]}; only "
+                              f"training options may change (--{', --'.join(may)})")
     return base
 
 
@@ -185,7 +183,7 @@ def check_used(given: Values, config: Any, kind: str) -> None:
         check_unused(some, Unused(("evaluation",)), "with --eval_every 0")
     check_unused(given, [name for name, option in options(train.Config).items()
                          if option.of and kind not in option.of],
-                 f"on {kind}, which this model learns from")
+                 f"on {kind}, which this run trains on")
 
 
 def make_config(network: Network, values: Values, given: Values) -> Any:
@@ -194,7 +192,7 @@ def make_config(network: Network, values: Values, given: Values) -> Any:
     of_run, own = options(train.Config), options(network.config)
     lengths = [f"--{name} {given[name]:g}" for name in LENGTHS if name in given]
     if len(lengths) > 1:
-        raise ConfigError(f"{' and '.join(lengths)}: give one of them; the other follows")
+        raise ConfigError(f"{' and '.join(lengths)}: give only one, because it sets the other")
     for name in given:
         if name not in own | of_run:
             has = [n.name for n in NETWORKS.values() if name in options(n.config)]

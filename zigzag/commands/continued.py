@@ -48,8 +48,8 @@ def continued(given: Values) -> Any:
     check({**continuing.facts_of(config), "network": asked.pop("network", network.name)})
     if "lr" in given.get("change", ()) and not config.epochs and (
             config.steps <= (at := newest_step(out))):
-        raise ConfigError(f"--change lr: --out {out} has made its {at:,} steps, so nothing would "
-                          f"be learned with this rate; give --steps too")
+        raise ConfigError(f"--change lr: --out {out} has done its {at:,} steps, so this rate would "
+                          f"have no effect; give --steps too")
     return config
 
 
@@ -58,7 +58,7 @@ def check_change(given: Values, out: str, is_run: bool) -> None:
     change, of = given.get("change", ()), changes(train.Config)
     if change and not is_run:
         raise ConfigError(f"--change {' '.join(change)}: --out {out} holds no run to change; leave "
-                          f"it out to begin one")
+                          f"--change out to start one")
     for word in change:
         # --data may be the same path with different text in it.
         if word in of.values() and word != "data" and given.keys().isdisjoint(
@@ -71,14 +71,13 @@ def of_run(run: str, given: Values) -> Any:
     """Return a run's config with these flags applied, to look at its step. Reject flags that
     contradict values that affect the run's results."""
     if is_custom(run_record(run)):
-        raise ConfigError(f"--run {run}: its weights are those of a custom task, and this is about "
-                          f"a network of train.py's; give a run of one first")
+        raise ConfigError(f"--run {run}: a run of a custom task; give a run of train.py first")
     old = run_config(run, train.Config, network=config_of_run(run))
     facts = continuing.facts_of(old) | {"model": old.model, "init_from": old.init_from}
     for name, value in given.items():
         if facts.get(name, value) != value:
             raise ConfigError(f"--{name} {as_given(value)}: --run {run} has {name} "
-                              f"{as_given(facts[name]) or '(none)'}; leave out one of them")
+                              f"{as_given(facts[name]) or '(none)'}; leave one out")
     values = left_out(given, flat(old), type(old), type(old.network)) | given
     return command_line.make_config(network_of(old), values, given)
 

@@ -91,8 +91,8 @@ def run(argv: Sequence[str] | None) -> None:
     chat, system, beams = (given.get(name) for name in ("chat", "system", "beams"))
     is_talk = has_part("tools") and is_conversation() and not (has_input or flags.json or beams)
     if system and not (is_talk or chat):
-        raise ConfigError("--system is for a conversation: on a terminal with no prompt, or with "
-                          "--chat")
+        raise ConfigError("--system works only in a conversation: with --chat, or on a terminal "
+                          "without a prompt")
     command = next((name for name in COMMANDS if given.get(name)), "")
     named = next((name for name in (command, "prompts") if isinstance(given.get(name), str)), "")
     file = read_input(given[named], f"--{named}") if named else None
@@ -140,7 +140,7 @@ def _join_processes(flags, has_input):
     """Join the other processes. They all compute; only process 0 prints."""
     if not has_input:
         names = ", ".join(f"--{name}" for name in (*INPUTS, *COMMANDS))
-        raise ConfigError(f"several processes do not share one standard input: give one of {names}")
+        raise ConfigError(f"several processes cannot share one standard input: give one of {names}")
     count, rest = divmod(math.prod(mesh_sizes(flags.mesh, flags.shards).values()),
                          max(1, flags.processes))
     if not flags.distributed and rest == 0:

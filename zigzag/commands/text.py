@@ -34,7 +34,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
             fingerprint, "data" in config.change, config.network.vocab_size,
             config.weight_field) as sources:
         if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
-            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not those of the "
+            raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not from the "
                               f"tokenizer of {config.init_from or config.out}; give the text "
                               f"itself")
         config = check_corpus(config, sources)
@@ -53,9 +53,9 @@ def check_corpus(config: Any, sources: Any) -> Any:
     length = config.network.seq_len
     if any(corpus and corpus.record.get("form") == "preference"
            for corpus in (*sources.corpora, sources.held_out)):
-        raise ConfigError("the data have preferences (chosen, rejected), from which no task of "
-                          "train.py learns yet; expected texts, messages, or prompts and "
-                          "completions (python -m recipes.dpo learns from preferences)")
+        raise ConfigError("the data have preferences (chosen, rejected), which only python -m "
+                          "recipes.dpo trains on; expected texts, messages, or prompts and "
+                          "completions")
     for name, corpus in zip(sources.names, sources.corpora):
         what = f"the source {name}" if len(sources.corpora) > 1 else "the data"
         count, weights = len(corpus.train), corpus.weights["train"]
@@ -63,9 +63,9 @@ def check_corpus(config: Any, sources: Any) -> Any:
             documents = corpus.documents("train")
             if documents.unlearned(length) == len(documents):
                 begins = int(np.argmax(documents.weights > 0))
-                raise ConfigError(f"--seq_len {length}: no answer of {corpus.folder} comes "
-                                  f"within so many tokens, so there is nothing to learn; the first "
-                                  f"one comes after {begins:,} tokens")
+                raise ConfigError(f"--seq_len {length}: no answer in {corpus.folder} starts within "
+                                  f"this length, so there is nothing to learn; the first one "
+                                  f"starts after {begins:,} tokens")
         elif count <= length:
             skipped = "".join(f"; {text}" for text in what_was_skipped(corpus.record) if text)
             raise ConfigError(f"--seq_len {length}: {what} has only {count} tokens to "
@@ -78,8 +78,8 @@ def check_corpus(config: Any, sources: Any) -> Any:
 def pack_of(config: Any, sources: Sources) -> str:
     """Return how to make rows: --pack if given, otherwise the choice that fits the data."""
     if config.pack == "stream" and sources.is_learned_in_part:
-        raise ConfigError("--pack stream: only the answers in these data are learned, which needs "
-                          "--pack documents")
+        raise ConfigError("--pack stream: these data train on answers only, which needs --pack "
+                          "documents")
     return config.pack or ("documents" if sources.is_learned_in_part else "stream")
 
 
@@ -106,9 +106,9 @@ def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task
         weight += part.weights.sum(dtype=float)
         size += float(lengths[part.targets] @ part.weights)
     if config.eval_every and not weight and any(map(len, held_out.values())):
-        raise ConfigError("all held-out weights are 0 (of conversations: within --seq_len), so "
-                          "there is nothing to evaluate; give --held_out other data, a longer "
-                          "--seq_len, or --eval_every 0")
+        raise ConfigError("all held-out weights within --seq_len are 0, so there is nothing to "
+                          "evaluate; give different --held_out data, a longer --seq_len, or "
+                          "--eval_every 0")
 
     def write(params, batch):
         more = min(NEW_IDS, room - batch["tokens"].shape[1] + 1)

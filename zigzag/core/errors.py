@@ -30,10 +30,10 @@ def any_loss(*axes: str) -> str:
 def count_of_other_time(seq: int) -> ConfigError:
     """Return the error for a loss whose sum is per part of the sequence, but whose count isn't."""
     return ConfigError(
-        f"mesh axis seq={seq}: this loss's sum is of a device's part of the time, and its count is "
-        f"not: it divides by a constant or by its rows, as a pooled one does, or by a sum over all "
-        f"of the time; let it pool what shard.whole_time gives, or count the sum of the batch's "
-        f"weights [B, T], and multiply each row's loss by the sum of the row's; {any_loss()}")
+        f"mesh axis seq={seq}: this loss's sum covers a device's part of the sequence, but its "
+        f"count does not: it is a constant, the number of rows, or a sum over the whole sequence; "
+        f"pool the result of shard.whole_time, or count the sum of the batch's weights [B, T] and "
+        f"multiply each row's loss by the sum of its weights; {any_loss()}")
 
 
 class RunError(RuntimeError):

@@ -79,7 +79,7 @@ def check_can_make(out: str) -> None:
         there = next(p for p in (path, *path.parents) if p.exists())
         os.rmdir(tempfile.mkdtemp(dir=there, prefix=".try-"))
     except OSError as e:
-        raise ConfigError(f"--out {out}: cannot be made there ({there}: {e.strerror})") from None
+        raise ConfigError(f"--out {out}: cannot be created ({there}: {e.strerror})") from None
 
 
 # For each open `taken_back`: the paths it has filled, each with a backup of what was there before,
@@ -164,7 +164,7 @@ def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> No
     `how` tells the user what to do."""
     if record.get("format") != wanted:
         has = f"format {record['format']!r:.20}" if "format" in record else "no format number"
-        raise ConfigError(f"{name}: {has}; this code reads and writes format {wanted} alone: {how}")
+        raise ConfigError(f"{name}: {has}; this code reads and writes only format {wanted}: {how}")
 
 
 def sha256(path: Path) -> str:

@@ -64,8 +64,8 @@ def recorded(values: Values, config: Any) -> Values:
 def check_shards(given: Values) -> None:
     """Reject --shards 0 on a command line. In the config, 0 means not given."""
     if given.get("shards") == 0:
-        raise ConfigError("--shards 0: must be at least 1; without it, the tensor axis has the "
-                          "size that --mesh gives, or 1")
+        raise ConfigError("--shards 0: expected at least 1; without it, --mesh sets the size of "
+                          "the tensor axis")
 
 
 def from_flags(defaults: Any, argv: Argv, positional: str = "") -> Any:
@@ -106,14 +106,14 @@ def parse_flags(cls: Any, argv: Argv, positional: str = "",
         elif positional:
             words.append(word)
         else:
-            raise ConfigError(f"{word!r} stands alone: options are written --name value"
+            raise ConfigError(f"{word!r} has no flag in front: write options as --name value"
                               + did_you_mean(word.lstrip("-"), types, "--{}".format))
     return given, words
 
 
 def _of_parts_that_are_gone():
     gone = [f"{part}/" for part in PARTS if not has_part(part)]
-    return f"; or it is one of {' or '.join(gone)}, which this copy does not have" if gone else ""
+    return f"; it may belong to {' or '.join(gone)}, which this copy does not have" if gone else ""
 
 
 def _value(name, kind, values, given):
@@ -129,7 +129,7 @@ def _value(name, kind, values, given):
         value = BOOLS[text.lower()] if kind is bool else (
             _integer(text) if kind is int else kind(text))
     except (ValueError, KeyError):
-        expected = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+        expected = {int: "an integer", float: "a number", bool: "true or false"}[kind]
         raise ConfigError(f"--{name} {text}: expected {expected}") from None
     if kind in (int, float) and not abs(value) < (2**31 if kind is int else math.inf):
         raise ConfigError(f"--{name} {text}: expected a finite number"
@@ -191,8 +191,8 @@ def _help_line(name, default, text):
                          break_long_words=False, break_on_hyphens=False)
 
 
-IN_TRAINING = ("a larger --mesh, --remat full or more --accumulate need less (python shard.py "
-               "shows what the weights take)")
+IN_TRAINING = ("try a larger --mesh, --remat full or a larger --accumulate (python shard.py prints "
+               "the memory of the weights)")
 
 
 def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[int, str]:
@@ -203,8 +203,8 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
     if isinstance(error, RunError):
         return 1, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, ("interrupted: the same command continues from the last checkpoint, if there "
-                     "is one")
+        return 130, ("interrupted: run the same command to continue from the last checkpoint, if "
+                     "any")
     # Match by name, because data.py runs without jax.
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"error: out of memory: {str(error).splitlines()[0]}; {saves_memory}"
@@ -237,7 +237,7 @@ def _run_to_the_end(main):
         main()
     except BrokenPipeError:
         _drop_output()
-        raise RunError("the output was closed by its reader before this was done") from None
+        raise RunError("the reader closed the output before this command finished") from None
     try:
         if sys.stdout:
             sys.stdout.flush()

@@ -39,7 +39,7 @@ from zigzag.core.files import take_back_all
 from zigzag.core.flags import exit_line
 from zigzag.core.options import Values, flag
 
-CONTINUES = "when all have ended, the same command in each continues from the last checkpoint"
+CONTINUES = "once all have ended, run the same command in each to continue from the last checkpoint"
 
 
 # -------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ def init_distributed(config: Any) -> None:
         jax.distributed.initialize(**given, initialization_timeout=config.patience + 60,
                                    heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
     except ValueError as e:
-        raise ConfigError(f"--distributed: nothing here says which processes there are "
-                          f"({one_line(e)}); give --coordinator, --processes and --process_id"
+        raise ConfigError(f"--distributed: found no cluster here ({one_line(e)}); give "
+                          f"--coordinator, --processes and --process_id"
                           ) from None
     watchdog.arm("beginning")
 
@@ -105,7 +105,7 @@ def _check_port(coordinator):
     try:
         socket.create_server(("", int(port))).close()
     except OverflowError:
-        raise ConfigError(f"--coordinator {coordinator}: a port is below 65536") from None
+        raise ConfigError(f"--coordinator {coordinator}: a port must be below 65536") from None
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise ConfigError(f"--coordinator {coordinator}: port {port} is in use on this "
@@ -134,8 +134,8 @@ def assert_same_everywhere(facts: Values) -> None:
     for i, other in enumerate(others, 1):
         for name in first | other:
             if first.get(name) != other.get(name):
-                raise ConfigError(f"process {i} has {name} {other.get(name)!r} and process 0 has "
-                                  f"{first.get(name)!r}: every process must be given the same")
+                raise ConfigError(f"process {i} has {name} {other.get(name)!r}, but process 0 has "
+                                  f"{first.get(name)!r}: give every process the same")
 
 
 # -------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Watchdog:
         # status 1. Nothing simpler works (jax 0.10.2): Python's own handlers don't run during an
         # abort, a missed_heartbeat_callback ends in std::bad_cast, and even with
         # jax_enable_recoverability, losing process 0 aborts the others.
-        line = f"error: another process has ended, or cannot be reached: {CONTINUES}\n".encode()
+        line = f"error: another process ended or is unreachable: {CONTINUES}\n".encode()
 
         @ctypes.CFUNCTYPE(None, ctypes.c_int)
         def on_abort(_):
@@ -188,7 +188,7 @@ class Watchdog:
             what, since, limit = self.what, self.since, self.limit
             if time.monotonic() - since > limit and since == self.since:
                 print(f"error: {what} took more than {limit:.0f} s: this process is stuck, or "
-                      f"another for which it waits; {CONTINUES}. Here is where:",
+                      f"waits for one that is; {CONTINUES}. Here is where:",
                       file=sys.stderr, flush=True)
                 faulthandler.dump_traceback()
                 os._exit(1)
@@ -226,7 +226,7 @@ TOGETHER = 0.5
 # Marks the end of the signal numbers in the pipe.
 END = 0
 # The watchdog's waits before the first update, during which exiting at once loses nothing.
-BEFORE_UPDATES = ("planning", "reading the checkpoint", "making the first weights", "compiling")
+BEFORE_UPDATES = ("planning", "reading the checkpoint", "initializing the weights", "compiling")
 
 
 @contextlib.contextmanager
@@ -287,8 +287,8 @@ def _listen(reader, numbers, out, gives_up):
         left = (2 if is_before else 3) - count      # signals left until the process ends
         if left > 0:
             _say(f"stopping: {watchdog.doing}" + (f", then saving in {out}" if out else "")
-                 + f"; {left} more Ctrl-C or SIGTERM end{'s' * (left == 1)} this at once and "
-                 + ("nothing is lost" if is_before else "what is not saved is lost"))
+                 + f"; {left} more Ctrl-C or SIGTERM end{'s' * (left == 1)} this at once, "
+                 + ("losing nothing" if is_before else "losing unsaved steps"))
             continue
         gives_up.set()
         status, line = exit_line(KeyboardInterrupt())
@@ -336,7 +336,7 @@ def exit_together() -> Iterator[None]:
             raise
         status, line = exit_line(e)
         if (not line or isinstance(e, RunError)) and LOST.search(str(e)):
-            line = (f"error: another process has ended, and says why if it could ({one_line(e)}); "
+            line = (f"error: another process ended, and its output may say why ({one_line(e)}); "
                     f"{CONTINUES}")
         print(line or traceback.format_exc(), file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -80,7 +80,7 @@ def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
         sizes[name] = int(number)
     if shards and sizes.setdefault("tensor", shards) != shards:
         raise ConfigError(f"--shards {shards} and tensor={sizes['tensor']} in --mesh disagree; "
-                          f"--shards is the size of the tensor axis, give one of them")
+                          f"--shards is the size of the tensor axis, so give only one")
     return sizes
 
 
@@ -102,8 +102,8 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     elif needed != count:
         raise ConfigError(_wrong_size(sizes, needed, devices))
     if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
-        raise ConfigError("these TPUs are several slices with only a slow network between them: "
-                          "give one slice")
+        raise ConfigError("these TPUs are in several slices, joined by a slow network: use one "
+                          "slice")
     # jax.make_mesh won't do: on most chips it rejects an axis that is part of a side of the torus.
     mesh = abstract_mesh(sizes)
     placed = mesh_utils.create_device_mesh(mesh.axis_sizes, devices, allow_split_physical_axes=True)
@@ -121,7 +121,7 @@ def _wrong_size(sizes, needed, devices):
         advice = "use --shards 1, or set JAX_PLATFORMS=cpu to simulate the devices"
     text = " x ".join(f"{a}={sizes[a]}" for a in AXES if a in sizes)
     number = f"{needed} device{'s' * (needed > 1)}"
-    return f"mesh {text} is {number} and there are {count} ({platform}): {advice}"
+    return f"mesh {text} needs {number}, but there are {count} ({platform}): {advice}"
 
 
 def abstract_mesh(sizes: dict[str, int]) -> Any:
@@ -287,7 +287,7 @@ def has_time(name: str, said: Mapping[str, bool]) -> bool | None:
 def unknown_time(name: str, length: int, axis: str, size: int) -> ConfigError:
     """Return the error for a batch array if nothing says whether it has a sequence."""
     return ConfigError(f"mesh axis {axis}={size}: the second dimension of the batch's {name!r} has "
-                       f"{length} entries, as many as the time; say whether it is the time: "
+                       f"{length} entries, the sequence length; say whether it is the sequence: "
                        f"timed={{{name!r}: True}} (or False) in train.Task, or an entry of TIMED "
                        f"in zigzag/core/mesh.py")
 

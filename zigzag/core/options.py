@@ -96,7 +96,7 @@ HEADING = re.compile(r"[a-z]+( [a-z]+){0,2}( \(rare\))?")
 
 
 class Comment(NamedTuple):
-    """An option's help and group, from the comments beside and above it."""
+    """An option's help and group, from the comments next to and above it."""
     help: str = ""
     group: str = ""
     is_rare: bool = False

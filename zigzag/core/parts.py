@@ -45,8 +45,8 @@ def part(module: str, asked: str) -> ModuleType:
         raise ConfigError(f"{asked}: needs {name}/, which this copy does not have")
     package = importlib.import_module(name)
     if Path(package.__file__ or "").resolve().parent != ROOT / name:    # a user's own folder
-        raise ConfigError(f"{asked or name}: {package.__file__} hides {ROOT / name}, which has its "
-                          f"name; give one of them another")
+        raise ConfigError(f"{asked or name}: {package.__file__} hides {ROOT / name}, which has the "
+                          f"same name; rename one")
     return importlib.import_module(module)
 
 

@@ -25,9 +25,9 @@ def batch_arrays(collate: Callable, examples: Sequence, shapes: Any = None
         raise ConfigError(f"collate returned {repr(batch)[:40]} ({type(batch).__name__}): {BATCH}")
     batch = {name: _numbers(name, x, len(examples)) for name, x in batch.items()}
     if shapes is not None and (made := _rows(batch)) != (first := _rows(shapes)):
-        raise ConfigError(f"collate made rows of {made} from some examples, and of {first} from "
-                          f"the first one: make the same arrays of every batch, with the same "
-                          f"dtypes, and padded to the same shapes")
+        raise ConfigError(f"collate made rows of {made} from some examples, but of {first} from "
+                          f"the first: every batch needs the same arrays, with the same dtypes, "
+                          f"padded to the same shapes")
     return batch
 
 
@@ -40,7 +40,7 @@ def _numbers(name, value, count):
     try:
         x = np.asarray(value)
     except Exception as e:      # rows of different lengths, or another library's objects
-        raise ConfigError(f"collate made {name!r} a {type(value).__name__} that is no array "
+        raise ConfigError(f"collate made {name!r} a {type(value).__name__} that is not an array "
                           f"({one_line(e)}): {BATCH}") from None
     if not isinstance(name, str) or not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != bool:
         raise ConfigError(f"collate made {name!r} of {x.dtype} ({type(value).__name__}): {BATCH}")

@@ -90,7 +90,7 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
     known = {name: record[name] for name in options(config)
              if name in record and name not in given}
     if not known:
-        raise ConfigError(f"{path} is damaged, or not a run's: it has no configuration")
+        raise ConfigError(f"{path} is damaged or not a run's: it has no configuration")
     try:
         return config(**{name: tuple(value) if isinstance(value, list) else value
                          for name, value in known.items()}, **given)
@@ -104,10 +104,10 @@ def run_record(folder: str | Path, flag: str = "--run") -> Record:
     try:
         record = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as e:
-        raise ConfigError(f"{flag} {folder}: no run there ({path} cannot be read: {one_line(e)}); "
-                          f"give the --out of a train.py that has begun") from None
+        raise ConfigError(f"{flag} {folder}: no run there (cannot read {path}: {one_line(e)}); "
+                          f"give the --out of a run that has started") from None
     if "model_type" in record:
-        raise ConfigError(f"{flag} {folder}: a published model, not a run; give it as --model")
+        raise ConfigError(f"{flag} {folder}: this is a published model; give it as --model")
     check_format(record, FORMAT, f"{flag} {folder}", "train a new run")
     return record
 
@@ -140,9 +140,9 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
         return None
     old, now = (json.loads(json.dumps(facts)) for facts in (read_old(out), now))
     if lacking := [name for name in needs if name not in old]:
-        raise ConfigError(f"--out {out} holds a run of another task (it has no {lacking[0]}); give "
-                          f"another --out")
-    differs = {name: f"{name} {_shown(old[name])}, and {_shown(value)} was given"
+        raise ConfigError(f"--out {out} holds a run of a different task (it has no {lacking[0]}); "
+                          f"give another --out")
+    differs = {name: f"{name} {_shown(old[name])}, not {_shown(value)}"
                for name, value in now.items()
                if name in old and old[name] != value and name not in FOLLOWS
                and may.get(name) not in change
@@ -151,13 +151,13 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
         differs.pop("base_weights", None)       # a fingerprint of some of the weights
         found = (_differences(meta.get("leaves", {}), {"params": params})
                  for meta in _descriptions(folder).values())
-        which = next(filter(None, found), "no checkpoint says which")
-        differs["shapes"] = f"other weights ({which})"
+        which = next(filter(None, found), "no checkpoint lists them")
+        differs["shapes"] = f"different weights ({which})"
     if differs:
         words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
         raise ConfigError(f"--out {out} holds a run with {'; '.join(differs.values())}: continue "
-                          f"it with what it was, or give another --out"
-                          + (f"; --change {words} changes that on purpose" if words else ""))
+                          f"it with its own values, or give another --out"
+                          + (f"; --change {words} allows the change" if words else ""))
     return old
 
 
@@ -230,7 +230,7 @@ class RunFolder(contextlib.AbstractContextManager):
             raise ConfigError(f"--out {self.out}: another run is writing there; give another "
                               f"--out, or wait for it to end") from None
         except OSError as e:
-            raise ConfigError(f"--out {self.out}: cannot be written ({e.strerror})") from None
+            raise ConfigError(f"--out {self.out}: cannot write there ({e.strerror})") from None
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         """Wait for the save in flight, which would otherwise be lost. If one of several processes
@@ -256,11 +256,11 @@ class RunFolder(contextlib.AbstractContextManager):
                 break
             except CorruptCheckpoint as e:
                 name, self.has_damaged = self._set_aside(at), True
-                say(f"checkpoint {at} is damaged ({e}): set aside as {name}")
+                say(f"checkpoint {at} is damaged ({e}): moved to {name}")
         if steps and state is None:
             raise RunError(f"none of the {len(steps)} checkpoints in {self.folder / 'checkpoints'} "
-                           f"can be read; they were set aside, and the same command starts again "
-                           f"from step 0")
+                           f"can be read; all were set aside, so the same command starts over from "
+                           f"step 0")
         self.restored = self.saved
         if self.changed:
             self.record["changes"] = [*self.record.get("changes", []),
@@ -439,9 +439,9 @@ def check_kept(state: Any) -> None:
     for path, x in by_path(state).items():
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
         if is_key or not x.size or re.match("u?int[24]$|float4", x.dtype.name):
-            raise ConfigError(f"{path} is {x.dtype}{list(x.shape)}: a checkpoint holds arrays that "
-                              f"are not empty, of numbers of at least 8 bits (of a key, keep "
-                              f"jax.random.key_data(key)); keep that, or nothing, with --out ''")
+            raise ConfigError(f"{path} is {x.dtype}{list(x.shape)}: a checkpoint holds only "
+                              f"nonempty arrays of numbers of at least 8 bits; store "
+                              f"jax.random.key_data(key) for a key, or save nothing with --out ''")
 
 
 @functools.cache
@@ -515,13 +515,11 @@ def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
     run's first --best)."""
     best = by or next(iter(run_record(folder, flag).get("best") or ()), "")
     if not best:
-        raise ConfigError(f"{flag} {folder}: this run was trained without --best, so none of its "
-                          f"checkpoints is the best; the newest has step "
-                          f"{run_steps(folder, flag)[0]}")
+        raise ConfigError(f"{flag} {folder}: this run was trained without --best, so it has no "
+                          f"best checkpoint; the newest is step {run_steps(folder, flag)[0]}")
     step = best_of(best, evaluations(folder))
     if step is None:
-        raise ConfigError(f"{flag} {folder}: no checkpoint yet has an evaluation with a number for "
-                          f"{best}")
+        raise ConfigError(f"{flag} {folder}: no checkpoint yet has a number for {best}")
     return step
 
 
@@ -560,7 +558,7 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
     if verify:
         for path, found in checksums(items).items():
             if found != meta["checksums"].get(path):
-                raise CorruptCheckpoint(f"the checksum of {path} is not the one that was saved")
+                raise CorruptCheckpoint(f"the checksum of {path} does not match the saved one")
     return items, meta
 
 
@@ -572,12 +570,12 @@ def _read_items(folder, wanted, whose):
         meta = json.loads((folder / "meta" / "metadata").read_text())
         saved, step, _ = dict(meta["leaves"]), meta["step"], dict(meta["checksums"])
         if str(step) != folder.name:
-            raise ValueError(f"it is of step {step}")
+            raise ValueError(f"it is from step {step}")
     for name, tree in wanted.items():
         if differs := _differences(saved, {name: tree}):
-            what = "weights than this model" if name == "params" else "arrays than this run"
-            raise ConfigError(f"{whose}: checkpoint {step} holds other {what} has ({differs}); "
-                              f"undo the edit of the code that makes them, or train a new run")
+            what = "weights from this model's" if name == "params" else "arrays from this run's"
+            raise ConfigError(f"{whose}: checkpoint {step} holds different {what} ({differs}); "
+                              f"undo the code edit that changed them, or train a new run")
     with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
 
@@ -595,7 +593,7 @@ def _reading(folder):
         if isinstance(e, MemoryError) or re.search(
                 "RESOURCE_EXHAUSTED|Cannot allocate|Input/output error|Stale file|"
                 "Too many open files|Permission denied|PERMISSION_DENIED", str(e)):
-            raise RunError(f"checkpoint {folder.name} cannot be read on this machine now: "
+            raise RunError(f"checkpoint {folder.name} cannot be read on this machine right now: "
                            f"{one_line(e)}; nothing was set aside") from None
         raise CorruptCheckpoint(one_line(e)) from None
     finally:

@@ -103,7 +103,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             encode_files(files, tokenizer, options, output, cores)
             if not output.count("docs"):
                 why = "; ".join(message for _, message in output.state["troubles"].values())
-                raise ConfigError(f"{named(flag, paths)}: no text in it that can be read; {why}")
+                raise ConfigError(f"{named(flag, paths)}: no readable text in it; {why}")
             record = {"format": FORMAT, **tokenizer_record(tokenizer),
                       "vocab_size": tokenizer.vocab_size, "dtype": output.dtype.name,
                       **output.finish(out, options.form), "files": len(files), "skipped": skipped}
@@ -178,9 +178,9 @@ class Corpus:
         found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
         digest = wanted.get("digest" if kind == "bin" else kind)
         if len(found) != count or isinstance(digest, str) and sha256(file) != digest:
-            raise ConfigError(f"{file} is not what data.json says it is ({count:,} numbers; there "
-                              f"are {len(found):,}): it was changed, or is damaged; make the "
-                              f"folder again")
+            raise ConfigError(f"{file} does not match data.json ({count:,} numbers expected, "
+                              f"{len(found):,} found): it was edited or damaged; make the folder "
+                              f"again")
         return found
 
     def documents(self, split: str) -> Documents:
@@ -196,8 +196,8 @@ class Corpus:
 
     def __repr__(self) -> str:
         r = self.record
-        kind = "bytes" if r["tokenizer"] == "bytes" else f"pieces of {r['tokenizer']}"
-        return (f"{self.folder}: {r['train']['tokens']:,} tokens to learn from, "
+        kind = "bytes" if r["tokenizer"] == "bytes" else f"subwords of {r['tokenizer']}"
+        return (f"{self.folder}: {r['train']['tokens']:,} tokens to train on, "
                 f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
 
 
@@ -226,8 +226,8 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     elif given and (given / "data.json").exists():
         yield Corpus(given)
     elif given and (given / "unfinished").exists():
-        raise ConfigError(f"{flag} {given}: an encoding that was interrupted; give the command of "
-                          f"data.py again")
+        raise ConfigError(f"{flag} {given}: an interrupted encoding; run the same data.py command "
+                          f"again")
     elif ready or not changes and all(
             path.exists() for path in (run / "config.json", made / "data.json")):
         if ready and not appears((made / "data.json").exists, run, ready):
@@ -250,10 +250,10 @@ def _encoded(paths, part, tokenizer, flag, options):
     if mixed := [one for one in paths if token_files([one])]:
         find([one for one in paths if one not in mixed], flag)      # rejects missing paths first
         raise ConfigError(f"{named(flag, paths)}: has both text and token files "
-                          f"({', '.join(mixed)}); give one kind of the two")
+                          f"({', '.join(mixed)}); give only one kind")
     if tokenizer and tokenizer.kind == "ids":
-        raise ConfigError(f"{named(flag, paths)}: text, beside token files without a tokenizer; "
-                          f"give token files")
+        raise ConfigError(f"{named(flag, paths)}: text needs a tokenizer, but the token files have "
+                          f"none; give only token files")
     if (part / "data.json").exists():       # from a run killed right after, maybe of other text
         shutil.rmtree(part)
     try:
@@ -276,7 +276,7 @@ class Sources:
             if _vocabulary(corpus) != _vocabulary(first):
                 kinds = [f"{c.tokenizer.kind} of {c.tokenizer.vocab_size}"
                          for c in (corpus, first)]
-                raise ConfigError(f"{corpus.folder} has other tokens than {first.folder} "
+                raise ConfigError(f"{corpus.folder} has different tokens from {first.folder} "
                                   f"({', '.join(kinds)}): encode both with one tokenizer (data.py "
                                   f"--tokenizer)")
         # What to evaluate on: {the metric's name: [(corpus, split), ...]}.
@@ -332,8 +332,8 @@ def _answers(corpus, length):
     for ids, is_answer in zip(np.split(documents.tokens[:end], edges), learned[[0, *edges]]):
         part = corpus.tokenizer.spelled(ids.tolist())
         text += f"[[{part}]]" if is_answer else part
-    of = f"of {len(documents):,} conversations, {cut:,} are longer than {length:,} tokens "
-    return [*([f"{of}(--seq_len), and cut there"] if cut else []),
+    of = f"{len(documents):,} conversations, {cut:,} of them longer than {length:,} tokens "
+    return [*([f"{of}(--seq_len) and cut there"] if cut else []),
             *("| " + part for part in printable(text).strip().split("\n"))]
 
 
@@ -351,8 +351,8 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
     groups = [[path] for path in paths] if mixed else [list(paths)]
     options = Options(weight_field=weight_field)
     if changes and len(groups) + bool(held_out) > 1:
-        raise ConfigError("--change data: only for a run with one source and without --held_out; "
-                          "begin a new run (--init_from keeps its weights)")
+        raise ConfigError("--change data needs a run with one source and no --held_out; start a "
+                          "new run (--init_from keeps its weights)")
     with contextlib.ExitStack() as stack:
         def open_one(paths, tokenizer, name, flag="--data"):
             return stack.enter_context(opened(paths, run, ready, tokenizer, fingerprint, changes,
@@ -364,8 +364,8 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
         fields = [corpus.record.get("weights", {}).get("field", "") for corpus in corpora]
         if weight_field and weight_field not in fields:
             raise ConfigError(f"--weight_field {weight_field}: has no effect on "
-                              f"{' '.join(paths) or 'these data'}, which is not read from lines of "
-                              f"JSON with that field; leave it out (data.py has the flag, too)")
+                              f"{' '.join(paths) or 'these data'}, which has no lines of JSON with "
+                              f"that field; leave it out, or give it to data.py")
         first = [Path(group[0] if group else "") for group in groups]
         names = [path.name if path.is_dir() else path.stem for path in first]
         yield Sources(corpora, [f"{name}_{i}" if names.count(name) > 1 else name

@@ -148,7 +148,7 @@ def _result(piece, idle):
         result = pickle.load(process.stdout)
     except (EOFError, OSError, pickle.UnpicklingError):
         raise RunError(f"a process that encodes text ended ({piece.file.path}, exit status "
-                       f"{process.poll()}); run the same command again to go on") from None
+                       f"{process.poll()}); run the same command again to continue") from None
     finally:
         idle.put(process)
     if isinstance(result, Exception):
@@ -177,7 +177,7 @@ def encode_files(files: list[File], tokenizer: Tokenizer, options: Options, out:
                 out.add(found)
                 out.save()
             except OSError as e:
-                raise RunError(f"{out.part}: {e.strerror or one_line(e)}; make room, and give "
+                raise RunError(f"{out.part}: {e.strerror or one_line(e)}; free some space and run "
                                f"the same command again") from None
             if time.monotonic() > said + SAY_SECONDS:
                 said = time.monotonic()
@@ -204,7 +204,7 @@ def sampled_lines(files: list[File], options: Options) -> Iterator[str]:
                 held_out += lines
     if not seen:        # for example a single document
         if trouble and not held_out:
-            raise ConfigError(f"no text that can be read; {trouble}")
+            raise ConfigError(f"no readable text; {trouble}")
         yield from held_out
 
 

@@ -45,13 +45,13 @@ def parsed(raw: str | bytes) -> Record:
 
 
 def texts_in(record: Record, fields: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts in these fields of a record. Raise ConfigError if any isn't a text."""
+    """Return the texts in these fields of a record. Raise ConfigError if any isn't text."""
     for field in fields:
         if field not in record:
             raise ConfigError(lacks(field, record))
         if not is_text(record[field]):
             raise ConfigError(f"{field!r} is {record[field]!r:.40}, which is not text, or has half "
-                              f"a character; expected a text")
+                              f"a character; expected text")
     return tuple(record[field] for field in fields)
 
 
@@ -87,7 +87,7 @@ def numbers_in(where, read):
     try:
         found = read()
     except Exception as e:      # numpy, zipfile and zlib each raise different errors
-        raise ConfigError(f"{where} is damaged, or not what numpy writes ({one_line(e)})") from None
+        raise ConfigError(f"{where} is damaged or not a numpy file ({one_line(e)})") from None
     if isinstance(found, np.lib.npyio.NpzFile):
         return found
     dtype = getattr(found, "dtype", np.dtype(object))

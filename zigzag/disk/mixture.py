@@ -1,14 +1,14 @@
-"""Several sources of examples, mixed by weight.
+"""Mix several sources of examples by weight.
 
     Mixture      several sequences of examples as a single sequence, with a training order
     Part         some of a sequence's examples
     numbers_at   the numbers of the examples at given places in a sequence's endless order
 
-The endless order cycles through all examples forever. In every thousand places, each source gets
-its share, rounded to a thousandth, in a shuffled order. Within its share, a source goes through all
-of its examples, then starts over in a new order.
+The endless order cycles through all examples forever. Of every thousand places, each source gets
+its share, rounded to an integer, and the places are shuffled. A source goes through all of its
+examples before it starts over in a new order.
 
-So the example at a place is a pure function of seed and place. This file needs numpy, not jax.
+The example at a place is a pure function of the seed and the place. This file needs numpy, not jax.
 """
 
 import dataclasses
@@ -95,7 +95,8 @@ def rounded(weights: Sequence[float]) -> np.ndarray:
     shares = np.floor(exact).astype(np.int64)
     shares[np.argsort(shares - exact, kind="stable")[:ROUND - shares.sum()]] += 1
     if (shares == 0).any():
-        raise ConfigError(f"--weights {' '.join(map(str, weights))}: a share below a thousandth")
+        raise ConfigError(f"--weights {' '.join(map(str, weights))}: each share must be at least "
+                          f"0.001")
     return shares
 
 

@@ -92,8 +92,8 @@ def library_sources() -> list[File]:
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
     if not files:
-        raise ConfigError(f"this Python has no library sources in {root} to learn from: give "
-                          f"--data a text file, a folder of text files, or one made by data.py")
+        raise ConfigError(f"this Python has no library sources in {root} to train on: give --data "
+                          f"a text file, a folder of text files, or one made by data.py")
     return [File(p.relative_to(root).as_posix(), str(p), "text", "", p.stat().st_size)
             for p in files]
 
@@ -141,8 +141,8 @@ def _under(path, name, spool):
         raise ConfigError(f"{name} '': an empty path; expected a text file or a folder")
     if path == "-":
         if spool is None:
-            raise ConfigError(f"{name}: the standard input is read by data.py: python data.py - "
-                              f"--out DIR")
+            raise ConfigError(f"{name}: only data.py reads standard input: python data.py - --out "
+                              f"DIR")
         spool.mkdir(parents=True, exist_ok=True)
         with open(spool / "stdin", "wb") as f:
             shutil.copyfileobj(sys.stdin.buffer, f, PIECE)
@@ -155,8 +155,8 @@ def _under(path, name, spool):
         for match in matches:
             yield from _under(match, name, None)
     elif is_prepared(path := existing(path, name)):
-        raise ConfigError(f"{name} was made by data.py: its text is encoded already; give it to "
-                          f"train.py as --data, alone or with --weights")
+        raise ConfigError(f"{name} was made by data.py, so its text is already encoded; give it to "
+                          f"train.py as --data")
     elif path.is_dir():
         for file in _walk(path):
             yield path, file
@@ -241,7 +241,7 @@ def pieces(file: File, options: Options) -> Iterator[Piece]:
             kind, why = "not UTF-8", f"{near!r}; iconv converts it"
         elif isinstance(e, LookupError):
             kind = f"without the column {options.field!r}"
-        kept = f"; what comes before {place(file, start)} is kept" if start else ""
+        kept = f"; the text before {place(file, start)} is kept" if start else ""
         yield Piece(file, start, "", Trouble(kind, f"{file.path}: {kind} ({why}){kept}"))
 
 
@@ -396,7 +396,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
             "folders made by data.py, with --weights")
     if options.weight_field and not has_weights and not flag:   # of several --data, any may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
-                          f"{lacks(options.weight_field, first)}; it is for lines of JSON and "
+                          f"{lacks(options.weight_field, first)}; it works on lines of JSON and "
                           f".parquet")
     return dataclasses.replace(options, form=next(iter(forms), "text"),
                                weight_field=options.weight_field if has_weights else "")

@@ -49,9 +49,10 @@ def read_encoding(path: Path) -> dict[str, Any]:
     ranks = read_ranks(path)
     if len(ranks) not in PUBLISHED:
         known = " and ".join(f"{count:,}" for count in PUBLISHED)
-        raise ConfigError(f"{path} has {len(ranks):,} ranks, and not the pattern that splits a "
-                          f"text; it is known for {known} ranks (LLaMA 3 and Qwen). Build the "
-                          f"tiktoken.Encoding in Python, and zigzag.disk.tiktoken.save it")
+        raise ConfigError(f"{path} has {len(ranks):,} ranks, but not the pattern that splits text, "
+                          f"which is known only for {known} ranks (LLaMA 3 and Qwen). Build the "
+                          f"tiktoken.Encoding in Python and write it with "
+                          f"zigzag.disk.tiktoken.save")
     pattern, special = PUBLISHED[len(ranks)]
     return {"pat_str": pattern, "mergeable_ranks": ranks,
             "special_tokens": {name: len(ranks) + i for i, name in enumerate(special)}}

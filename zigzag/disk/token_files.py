@@ -103,7 +103,7 @@ class TokenFiles:
         is_held_out = [flag == "--data" and bool(HELD_OUT.search(file.stem)) for file in files]
         if all(is_held_out):
             raise ConfigError(f"{name}: all of its files are held out, by their names; expected "
-                              f"one to learn from")
+                              f"one to train on")
 
         # Held-out files go last, and the model learns the first `keep` tokens.
         order = np.argsort(is_held_out, kind="stable").tolist()
@@ -143,9 +143,9 @@ class TokenFiles:
 
     def __str__(self) -> str:
         kind = "" if self.tokenizer.kind == "ids" else f" of {self.tokenizer.kind}"
-        return (f"{self.folder}: {len(self.train):,} tokens to learn from, {len(self.held_out):,} "
-                f"held out; {self.train.dtype} ids{kind}, of {self.record['vocab_size']:,}"
-                f"{self.weighted}")
+        return (f"{self.folder}: {len(self.train):,} tokens to train on, {len(self.held_out):,} "
+                f"held out; {self.train.dtype} ids{kind}, of "
+                f"{self.record['vocab_size']:,}{self.weighted}")
 
 
 def _weights(file, tokens):
@@ -173,7 +173,7 @@ def _open(path: Path) -> np.ndarray:
     """Memory-map a file's tokens."""
     size = path.stat().st_size
     if path.suffix == ".npy":
-        return _npy(path, "iu", "whole numbers")
+        return _npy(path, "iu", "integers")
     header = np.fromfile(path, "<i4", 3).tolist() if size >= HEADER else [0]
     if header[0] in MAGIC:
         version, dtype = MAGIC[header[0]]
@@ -189,6 +189,6 @@ def _open(path: Path) -> np.ndarray:
     is_32 = size % 4 == 0 and len(halves) > 2 and low.any() and (
         high.max() < 16 < low.max() or not high.any())
     if size % 2 or not size or is_32 and size % 8 == 0 and not low[1::2].any():
-        raise ConfigError(f"{path}: {size:,} bytes, which are no tokens of uint16 or uint32 (if "
-                          f"they are of 64 bits: a .npy says what it has)")
+        raise ConfigError(f"{path}: {size:,} bytes, which are not tokens in uint16 or uint32; save "
+                          f"64-bit tokens as .npy")
     return np.memmap(path, np.uint32 if is_32 else np.uint16, "r")

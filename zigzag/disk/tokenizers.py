@@ -184,8 +184,8 @@ class PiecesT5(Pieces):
     def __init__(self, path: Path):
         super().__init__(path)
         if self._id("[CLS]") is not None or self._id("</s>") is None:
-            raise ConfigError(f"{path} is not T5's (it has [CLS], or no </s>): give the "
-                              f"tokenizer.json that transformers' save_pretrained makes of it")
+            raise ConfigError(f"{path} is not T5's (it has [CLS], or no </s>): give a "
+                              f"tokenizer.json, written by transformers' save_pretrained")
         count = read_record(path.parent / "tokenizer_config.json").get("extra_ids", 100)
         self.vocab_size += count
         self.special = {f"<extra_id_{i}>": self.vocab_size - 1 - i for i in range(count)}
@@ -271,7 +271,7 @@ class Tiktoken(Tokenizer):
         self.begins = [special[name] for name in tiktoken.BEGINS if name in special][:1]
         ends = [special[name] for name in tiktoken.ENDS if name in special]
         if not ends and not self.begins:
-            raise ConfigError(f"{path}: no special token stands between documents; expected one of "
+            raise ConfigError(f"{path}: no special token to separate documents; expected one of "
                               f"{', '.join(tiktoken.BEGINS + tiktoken.ENDS)}")
         self.separator = (self.begins or ends)[0]
         self.ends = tuple(dict.fromkeys([*ends, self.separator]))
@@ -331,13 +331,13 @@ def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> T
     if not files:
         if needed:
             raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or "
-                              f"tokenizer.model (of a T5: spiece.model)")
+                              f"tokenizer.model (for T5, spiece.model)")
         return None
     tokenizer = tokenizer_at(Path(folder) / files[0])
     if tokenizer.vocab_size > rows:
-        raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, and "
-                          f"its embedding only {rows} rows (a T5's spiece.model has 100 ids more "
-                          f"than pieces, unless tokenizer_config.json has another extra_ids)")
+        raise ConfigError(f"{folder}: its tokenizer has ids up to {tokenizer.vocab_size - 1}, but "
+                          f"its embedding has only {rows} rows (a T5's spiece.model has 100 more "
+                          f"ids than subwords, unless tokenizer_config.json sets extra_ids)")
     return tokenizer
 
 
@@ -381,8 +381,8 @@ def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
     if inner.exists() and not path.exists():    # a run keeps it alone, or in data/ with its tokens
         path = inner
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
-        raise ConfigError(f"{path} is not the tokenizer that the text was encoded with: it was "
-                          f"changed, or is damaged")
+        raise ConfigError(f"{path} is not the tokenizer that encoded the text: it was edited or "
+                          f"damaged")
     return kind(path)
 
 
@@ -423,7 +423,7 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
         if i is not None and 0 <= i < vocab_size:
             return i, tuple(dict.fromkeys([*end, i]))
     raise ConfigError(f"{folder}: its tokenizer has no bos_token and no eos_token (in "
-                      f"tokenizer_config.json); one of them must stand between documents")
+                      f"tokenizer_config.json); one of them must separate documents")
 
 
 def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:

@@ -85,11 +85,11 @@ class Rows:
         # We never reread an encoder-decoder's text from the middle; it ends with the context.
         ends_there = stop_at_context or self.network.source_shape(self.config) is not None
         if longest > size:
-            say(f"a prompt has {longest:,} tokens, and the context of this model is {size:,}: the "
-                f"last {size:,} are read")
+            say(f"a prompt has {longest:,} tokens, but this model's context is {size:,}: it reads "
+                f"the last {size:,}")
         if min(longest, size) + tokens - 1 > size and not ends_there:
-            say(f"the context of this model is {size:,} tokens: a text that fills it goes on from "
-                f"its last {max(1, size // 2):,} (--stop_at_context ends it there)")
+            say(f"this model's context is {size:,} tokens: a text that fills it continues from its "
+                f"last {max(1, size // 2):,} (--stop_at_context ends it there)")
         self.texts = [Text(number, list(prompt[-size:]), tokens)
                       for number, prompt in enumerate(prompts)]
         for text in self.texts if ends_there else ():

@@ -69,7 +69,7 @@ class Flags(*added("OfSampling"), hosts.Processes):
         check_values(self)
         hosts.check_processes(self)
         if "" in self.stop:
-            raise ConfigError("--stop '': expected a text")
+            raise ConfigError("--stop '': expected text")
         _ = self.sampling       # Sampling rejects invalid values
 
     @property
@@ -107,7 +107,7 @@ def step_of(run: str, step: str) -> int | None:
     if step == "best" or step.startswith(("smallest:", "largest:")):
         return best_step(run, by=step.removeprefix("best"))
     if not step.isdecimal() or len(step) > 18:
-        raise ConfigError(f"--checkpoint {step}: expected the number of a step, best, or "
+        raise ConfigError(f"--checkpoint {step}: expected the number of a step, best, "
                           f"smallest:NAME or largest:NAME")
     return int(step)
 
@@ -116,9 +116,9 @@ def needed_tokenizer(run: str) -> Tokenizer:
     """Return a run's tokenizer. Reject a run without one."""
     if tokenizer := tokenizer_of_run(run):
         return tokenizer
-    raise ConfigError(f"--run {run}: a run of another task, or one without a tokenizer to read and "
-                      f"write text with (fit(tokenizer=...) keeps one; sample.load and "
-                      f"sample.generate work with ids)")
+    raise ConfigError(f"--run {run}: a run of a different task, or without a tokenizer "
+                      f"(fit(tokenizer=...) saves one; sample.load and sample.generate work with "
+                      f"ids)")
 
 
 class Input(NamedTuple):
@@ -155,7 +155,7 @@ def read_input(path: str, flag: str) -> Input:
     except UnicodeDecodeError as e:
         raise ConfigError(f"{name}: not UTF-8 ({e}); expected text in UTF-8") from None
     if flag and not text.strip():
-        raise ConfigError(f"{name}: no text in it; expected a line at least")
+        raise ConfigError(f"{name}: no text in it; expected at least one line")
     return Input(name, text)
 
 
@@ -183,7 +183,7 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
         sources = [None] * len(texts)
     elif reads_text(network, c):
         if not all(map(str.strip, texts)):
-            raise ConfigError("a prompt is empty: this model has an encoder, which needs a text")
+            raise ConfigError("a prompt is empty: this model has an encoder, which needs text")
         sources = list(map(tokenizer.with_ends, texts))
     else:
         sources = load_sources(source, shape)

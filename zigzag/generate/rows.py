@@ -64,7 +64,7 @@ def check_writes(network: Network, c: Any, what: str, mesh: Any = None) -> None:
     if mesh is not None and mesh.shape["tensor"] > 1:
         check_tensor(c, mesh, network.weight_specs(c, mesh))
     if (gives := network.gives(c)) != "text":
-        raise ConfigError(f"{what}: this model gives {gives} and writes no text")
+        raise ConfigError(f"{what}: this model returns {gives}, not text")
 
 
 def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
@@ -72,7 +72,7 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
     shape = network.source_shape(c)
     if (source is None) == (shape is not None):
         raise ConfigError("this model has an encoder: give it a source" if source is None else
-                          "this model has no encoder to give a source to")
+                          "this model has no encoder: give it no source")
     if source is None:
         return {}
     if len(source) != rows:

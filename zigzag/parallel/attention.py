@@ -69,7 +69,7 @@ class Known(NamedTuple):
     window: int = 0                     # see only the last `window` keys, including its own; 0: all
     local: Array | None = None          # a bool: whether this layer uses the window; None: it does
     softcap: float = 0.0                # a score s becomes softcap * tanh(s / softcap); 0: no cap
-    documents: Array | None = None      # [B, T]: see only one's own document; None: one per row
+    documents: Array | None = None      # [B, T]: a token sees only its own; None: one per row
 
 
 class Asked(NamedTuple):
@@ -77,7 +77,7 @@ class Asked(NamedTuple):
     causal: bool = False                # no query sees a later key, so half the work can be skipped
     known: Known | None = None          # the options to give the device's own kernel;
                                         # None: no kernel may compute this call
-    beyond: str = "a function of its own"   # for messages: how the call differs from plain causal
+    beyond: str = "a custom function"   # for messages: how the call differs from plain causal
                                         # softmax attention
 
 
@@ -171,10 +171,10 @@ def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
     kernel = kernel_for(own, n > 1, mesh, manual)
     how = f"by the {kernel} kernel" + ", within documents" * call.known.documents if kernel else ""
     if n == 1:
-        return how or "by its formula, in blocks of queries"
+        return how or "by the plain formula, in blocks of queries"
     return "around a ring: " + (
-        "a device has an early and a late part of the queries, and keys that none of them sees "
-        "are left out" if call.causal else "each device's queries meet all keys in turn") + (
+        "each device has an early and a late part of the queries, and skips keys that none of them "
+        "sees" if call.causal else "each device's queries meet all keys in turn") + (
         how and f"; {how}")
 
 
@@ -410,8 +410,8 @@ def shard_time(batch: dict[str, Array], mesh: Any, row_axes: Any = None,
     if n == 1 or "tokens" not in batch and not batch.keys().isdisjoint(untimed):
         return batch, {k: P(row_axes) for k in batch}
     if np.ndim(batch.get("tokens")) != 2:
-        raise ConfigError(f"mesh axis seq={n}: a batch of this task has no 'tokens' [B, T] whose "
-                          f"time could be split")
+        raise ConfigError(f"mesh axis seq={n}: the batches of this task have no 'tokens' [B, T] to "
+                          f"split along the sequence")
     T = batch["tokens"].shape[1]
     if T % (2 * n):
         raise ConfigError(f"mesh axis seq={n}: {T} tokens do not divide into {2 * n} parts, an "

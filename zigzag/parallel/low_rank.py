@@ -127,8 +127,8 @@ def as_stored(params: Any, dtype: str) -> Any:
     """Return the weights with the frozen ones cast to this dtype."""
     adapters, frozen = split(params)
     if not adapters:
-        raise ConfigError("--lora_rank is for the networks of this codebase: these weights have no "
-                          "adapters; leave it out to train all of them")
+        raise ConfigError("--lora_rank needs a network of this codebase, because these weights "
+                          "have no adapters; leave it out to train all of them")
     return join(adapters, cast(frozen, dtype))
 
 

@@ -151,7 +151,7 @@ def of_decoders(c: Any) -> Rows:
     return [
         ("heads", c.heads % (c.kv_heads or c.heads), f"does not divide by --kv_heads {c.kv_heads}"),
         ("rope_theta", not c.rope_theta > 1, "must be above 1"),
-        ("dropout", c.dropout >= 1, "at least 0 and below 1"),
+        ("dropout", c.dropout >= 1, "expected at least 0 and below 1"),
         ("experts_per_token", 0 < c.experts < c.experts_per_token,
          f"there are only --experts {c.experts}")]
 
@@ -188,7 +188,7 @@ def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: 
         return
     if stages > 1 and time_of_stages:
         check_length(f"pipe={stages}", "seq_len", c.seq_len, stages * ring,
-                     " (what follows the layers is shared out by time)")
+                     " (stages split the head's work along the sequence)")
     if ring > 1:
         check_length(f"seq={ring}", "seq_len", c.seq_len, 2 * ring,
                      " (each device has an early and a late part)")
@@ -288,7 +288,7 @@ class Network:
         """Return new float32 weights, which depend on the key and the paths, not on the mesh."""
         table = self.table(config)
         if any(0 in w.shape for w in jax.tree.leaves(table)):
-            raise ConfigError("vocab_size is 0: it follows from the data, or give --vocab_size")
+            raise ConfigError("vocab_size is 0: give data that set it, or --vocab_size")
         return first_values(table, key)
 
     def weight_shapes(self, config: Any) -> Params:
@@ -302,7 +302,7 @@ class Network:
             more = {name: jnp.asarray(x)[None] for name, x in more.items()}
             return self.forward(params, tokens[None], config, **more)[0]
         if "source" in more and self.source_shape(config) is None:
-            raise ConfigError("this model has no encoder to give a source to")
+            raise ConfigError("this model has no encoder: give it no source")
         return self.apply(params, tokens, config, **more)
 
     def mesh_axes(self, config: Any) -> Params:
@@ -353,7 +353,7 @@ def network_of(config: Any) -> Network:
     config = getattr(config, "network", config)
     known = [network for network in NETWORKS.values() if network.config is type(config)]
     if not known:
-        raise TypeError(f"{type(config)} is the configuration of no registered network")
+        raise TypeError(f"{type(config)} is not the Config of a registered network")
     kind = model_type(config.published) if len(known) > 1 else ""
     return next((network for network in known if kind in network.families), known[0])
 
@@ -362,7 +362,7 @@ def network_of_record(record: dict[str, Any]) -> Network:
     """Return a run's network, given its config.json."""
     name = record.get("network")
     if name not in NETWORKS:        # importing the part registers its networks
-        part("published", f"config.json: the network {name!r:.80}, which nothing here defines")
+        part("published", f"config.json: nothing here defines the network {name!r:.80}")
     if name not in NETWORKS:
         raise ConfigError(f"config.json: the network {name!r:.80} is not known; expected one of "
                           f"{', '.join(NETWORKS)}")

@@ -116,8 +116,8 @@ def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idl
         return (f"1f1b: {M} microbatches take the time of {count} forward and {count} backward "
                 f"passes, {idle} of it idle")
     of_chunks = f" of {V} chunks a stage" if V > 1 else ""
-    return (f"{schedule}: {count} ticks for {M} microbatches{of_chunks}, {idle} of them idle; the "
-            f"same backward")
+    return (f"{schedule}: {count} ticks for {M} microbatches{of_chunks}, {idle} of them idle; "
+            f"backward: the same")
 
 
 def check_stages(layers: int, chunks: int, specs: Any) -> None:
@@ -187,7 +187,7 @@ def needs_all_time(function: str) -> None:
     sequence."""
     if around().part_of_time:
         raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
-                          f"shard.{function}, and each stage has a part of the time; give "
+                          f"shard.{function}, but each stage has part of the sequence; give "
                           f"pipelined_loss all_time=True; {any_loss()}")
 
 

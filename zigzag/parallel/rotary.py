@@ -73,7 +73,7 @@ def check_rotary(c: Any, dim: int = 0) -> None:
                 rates, factor = rotary_rates(dim or c.head_dim, c.rope_theta, c.rope_scaling,
                                              length)
                 if not (np.isfinite(rates) & (rates > 0)).all() or not 0 < factor < math.inf:
-                    raise ValueError("it makes numbers that are not finite or not above 0")
+                    raise ValueError("its rates are not finite or not above 0")
     except ConfigError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as e:

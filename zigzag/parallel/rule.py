@@ -241,7 +241,7 @@ class _Choice:
         for tables in facts.added_tables:
             tables = tables.union(*[added[t] for t in tables if t in added])
             added.update(dict.fromkeys(tables, tables))
-        why = "its rows are added to those of a larger table, whose reduction would be one more"
+        why = "it is added to a larger table, and splitting both would cost two reductions"
 
         def rank(table):
             leaf, d = table
@@ -257,7 +257,7 @@ class _Choice:
         refused = {group: why for group in self.members if (why := self.refuse(group))}
         begun = self.begun(self.independent(self.ranked(refused)), refused)
         groups = self.arriving(begun, refused)
-        verdicts = dict.fromkeys(self.members, "a cheaper group splits a weight of it") | refused
+        verdicts = dict.fromkeys(self.members, "a cheaper group splits a weight in it") | refused
         verdicts |= dict.fromkeys(groups, "split")
         return {leaf: d for group in groups for leaf, d in self.members[group]}, verdicts
 
@@ -295,7 +295,7 @@ class _Choice:
         stream side by side. Its input would be split, although nothing before it is."""
         reach = reached(groups & self.facts.groups_with("free", "indexed", "batch", "grouped"),
                         self.facts.reshards)
-        refused.update(dict.fromkeys(groups - reach, "it reads what comes in whole"))
+        refused.update(dict.fromkeys(groups - reach, "its input is not split"))
         return groups & reach
 
     def arriving(self, groups, refused):
@@ -325,9 +325,9 @@ class _Choice:
         """Return why the rule won't split a group at any price, or '' if it's a candidate."""
         facts, members = self.facts, self.members[group]
         if group not in facts.made or not any(facts.roles[w][d] for w, d in members):
-            return "it reads what comes in whole"
+            return "its input is not split"
         if group in self.experts:
-            return "it counts experts, whose place is the expert axis"
+            return "it counts experts, which only the expert axis splits"
         for leaf, d in members:
             if facts.shapes[leaf][d] % self.shards:
                 return f"{facts.shapes[leaf][d]} does not divide by {self.shards}"
@@ -373,7 +373,7 @@ class _Choice:
             for d in self.facts.dims(leaf, role):
                 return verdicts.get(self.facts.groups[leaf][d], "")
         return "it meets nothing that is split" if self.facts.is_matrix(leaf) else (
-            "it scales, or is added to, what is whole")
+            "it scales or shifts a whole activation")
 
     def expert_dims(self, leaf):
         """Return the leaf's dimensions that count experts. A router has none: its only dimensions
@@ -409,7 +409,7 @@ def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
     elif sizes["fsdp"] > 1:
         why.append("whole over fsdp: " + (
             f"fewer than {fsdp_min:,} elements" if math.prod(shape) < fsdp_min
-            else f"no dimension for it divides by {sizes['fsdp']}"))
+            else f"no free dimension divides by {sizes['fsdp']}"))
     contracted, free = (
         tuple(d for d in facts.dims(leaf, role) if "batch" not in roles[d])
         for role in ("contracted", "free"))
@@ -425,7 +425,7 @@ def _why_split(facts, leaf, dims, whole):
     if not dims["tensor"]:
         return f"whole: {whole}"
     if "indexed" in roles:
-        return "table: looked up by row" + (", and used again as a product's columns"
+        return "table: looked up by row" + (", and reused as a product's columns"
                                             if "free" in roles else "")
     if "contracted" in roles:
         return "row: meets an activation split the same way; its sum is one reduction"
@@ -470,7 +470,7 @@ def apply_overrides(shapes: dict[str, tuple[int, ...]], overrides: Sequence[tupl
         except re.error as e:
             raise ConfigError(f"override {pattern!r} is not a regular expression: {e}") from None
         if not hits:
-            raise ConfigError(f"override {pattern!r} matches no parameter"
+            raise ConfigError(f"override {pattern!r} matches no weight"
                               + did_you_mean(pattern, shapes, near=0.5))
         for path in hits:
             if why := _why_refused(shapes[path], spec, sizes):
@@ -596,7 +596,7 @@ def held_lines(decisions: Any, params: Any, mesh: Any, state: Any = None) -> lis
     return [f"a device holds {human_bytes(total)} of weights, {human_bytes(gradients)} of "
             f"gradients and {human_bytes(moments)} of {what}: "
             f"{human_bytes(total + gradients + moments)}",
-            *(f"of the weights {human_bytes(held)} ({held / total:.2%}) are the same on all "
+            *(f"{human_bytes(held)} of the weights ({held / total:.2%}) are the same on all "
               f"{sizes[axis]} devices of {axis}" for axis, held in copied.items() if held)]
 
 

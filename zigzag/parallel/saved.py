@@ -68,14 +68,14 @@ def read_run_weights(network: Network, folder: str | Path, wanted: Params,
         where, read = f"the run {source}", lambda: read_run_weights(
             network, source, wanted, record.get("base_step"), flag)
     about = (f"{flag} {folder} has only adapters (--lora_rank {config.lora_rank}), for weights "
-             f"that came from {where}")
+             f"from {where}")
     try:
         frozen = read()
     except ConfigError as e:
         raise ConfigError(f"{about}, which are not there: {e}") from None
     found = low_rank.fingerprint(cast(frozen, record["dtype"]))
     if found != record["base_weights"]:
-        raise ConfigError(f"{about}, and these have changed (their fingerprint is {found}, and "
-                          f"was {record['base_weights']})")
+        raise ConfigError(f"{about}, which have changed (fingerprint {found}, not "
+                          f"{record['base_weights']})")
     return compiled(lambda adapters, frozen: low_rank.merged(low_rank.join(adapters, frozen)),
                     donate_argnums=1)(adapters, frozen)

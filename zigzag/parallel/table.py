@@ -61,8 +61,8 @@ class Table:
         for entry in axes.split():
             letter, _, axis = entry.partition("/")
             if axis and (axis in mesh_axes or MESH_AXES.get(axis) not in ("", letter)):
-                raise ValueError(f"{axes!r}: expected letters, and behind some of them /tensor, "
-                                 f"/fsdp, /pipe (L) or /expert (E), each once")
+                raise ValueError(f"{axes!r}: expected letters, some followed by /tensor, /fsdp, "
+                                 f"/pipe (L) or /expert (E), each once")
             letters.append(letter)
             mesh_axes.append(axis)
         if "L" in letters and "pipe" not in mesh_axes or (

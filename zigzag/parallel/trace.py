@@ -252,7 +252,7 @@ class _Walk:
 
     def unknown(self, eqn, ins, outs):
         """Forbid splits of operands computed from parameters, because the operation is unknown."""
-        why = f"it meets {eqn.primitive.name}, of which the rule knows nothing"
+        why = f"it meets {eqn.primitive.name}, which the rule does not know"
         for x in ins:
             for group in x.groups if x.from_params else ():
                 self.forbid(group, why)

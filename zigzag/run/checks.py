@@ -59,7 +59,7 @@ def check_config(c: Any) -> None:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
     if c.edited and (not c.init_from or c.init_from != c.model):
-        raise ConfigError("--edited is for the weights of a published model: give --model FOLDER")
+        raise ConfigError("--edited needs a published model: give --model FOLDER")
     for name in ("sum_dtype", "overlap"):
         if c.step == "jit" and (value := getattr(c.network, name)):
             raise ConfigError(f"--{name} {value}: with --step jit the compiler chooses; give "
@@ -70,12 +70,12 @@ def check_config(c: Any) -> None:
                           f"every process sees, {folder} for example")
     schedule, chunks = c.network.schedule, c.network.chunks
     if (chunks > 1) != (schedule == "interleaved"):
-        raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved has at least 2 "
-                          f"--chunks, and no other schedule has more than 1")
+        raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved needs at least 2 "
+                          f"--chunks, and every other schedule needs 1")
     for best in c.best:
         if not re.fullmatch(r"(smallest|largest):\S+", best):
-            raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, with the "
-                              f"name of a number in an evaluation, smallest:eval_loss for example")
+            raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, where NAME "
+                              f"is a number in an evaluation, smallest:eval_loss for example")
     parse_overrides(c.override)
     if c.mesh != "auto":
         mesh_sizes(c.mesh, c.shards)
@@ -96,8 +96,8 @@ def check_rows(config: Any, network: Any) -> None:
     """Refuse to split a batch into parts if the network's loss compares rows."""
     if network.couples_rows and config.accumulate > 1:
         raise ConfigError(f"--accumulate {config.accumulate}: the loss of {network.name} compares "
-                          f"every row of a batch with all others, so a batch cannot be cut; give a "
-                          f"smaller --batch, or more devices of data or fsdp")
+                          f"every row of a batch with all others, so it needs the whole batch; "
+                          f"give a smaller --batch, or more devices of data or fsdp")
 
 
 def check_batch(c: Any, mesh: Any) -> None:
@@ -138,7 +138,7 @@ def check_time(batch: Any, mesh: Any, said: Mapping[str, bool]) -> None:
             raise unknown_time(name, T, axis, mesh.shape[axis])
         if said.get(name) and not is_long:
             raise ConfigError(f"timed={{{name!r}: True}}: collate makes it with rows of "
-                              f"{list(x.shape[1:])}, beside {T} tokens")
+                              f"{list(x.shape[1:])}, but a row has {T} tokens")
 
 
 def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
@@ -149,7 +149,7 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
         for entry in spec:
             if len(entry_axes(entry)) > 1:
                 raise ConfigError(f"override {pattern!r}: {'+'.join(entry)} on one dimension; give "
-                                  f"one axis a dimension")
+                                  f"each dimension one axis")
     shapes = {path: leaf.shape for path, leaf in by_path(params).items()}
     apply_overrides(shapes, overrides, dict(mesh.shape))
     return overrides

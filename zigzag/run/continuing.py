@@ -123,9 +123,8 @@ def check_rates(config: Any, schedule_of: Callable) -> None:
         if not math.isclose(now, rate, rel_tol=1e-4, abs_tol=1e-6 * config.lr):
             raise ConfigError(
                 f"--out {config.out}: its learning rate at step {int(step) + 1} was {rate:.3e} and "
-                f"is {now:.3e} now: the schedule was edited, or fit was given another (or one of "
-                f"other --steps); --lr {config.lr!r} --change lr goes on with this one (in Python: "
-                f"change=('lr',))")
+                f"is now {now:.3e}: the schedule was edited, or fit got a different one; --lr "
+                f"{config.lr!r} --change lr continues with this one (in Python: change=('lr',))")
 
 
 def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
@@ -144,7 +143,7 @@ def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
         raise ConfigError(f"--steps {config.steps}: the decay of --out {config.out} ended at step "
                           f"{ended} with a rate of 0 (--final_share), so further updates would "
                           f"change nothing; --change decay spreads the decay over all "
-                          f"{config.steps} steps (--lr X --change lr decay: with another peak)")
+                          f"{config.steps} steps (--lr X --change lr decay also sets a new peak)")
     yield f"continuing {config.out} at step {at:,} of {config.steps:,}"
     names = [name for name, word in changes(type(config)).items() if word in ("lr", "decay")]
     changed = [f"{name} {getattr(old, name)} -> {getattr(config, name)}"
@@ -155,7 +154,7 @@ def first_lines(config: Any, learning_rate: Callable | None) -> Iterator[str]:
                          for c, step in ((old, at - 1), (config, at)))
         yield (f"schedule {', '.join(changed)}: the learning rate was {before:.1e} at step {at:,} "
                f"and will be {after:.1e} at step {at + 1:,} (--change decay spreads the decay over "
-               f"all steps, --lr X --change lr gives it another peak)")
+               f"all steps, --lr X --change lr sets a new peak)")
 
 
 def changes_text(changed: dict[str, list[Any]]) -> str:

@@ -109,10 +109,11 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
             if e.args != ("seeds",):
                 raise
             raise ConfigError("this loss reads batch['seeds'], which a held-out batch does not "
-                              "have: make no noise where \"seeds\" is not in the batch") from None
+                              "have: make noise only where \"seeds\" is in the batch") from None
     if plan.parts == 1 and not plan.typed:
         if plan.config.check:
-            say("check    on this mesh only the compiler splits the loss: nothing is compared")
+            say("check    on this mesh only the compiler splits the loss, so there is nothing to "
+                "compare")
         return True
     compares = plan.config.check or plan.parts > 1 or plan.mesh.size > 1
     small, differ, refusal = _small_plan(plan), "", None
@@ -129,26 +130,26 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         if "RESOURCE_EXHAUSTED" in str(e):
             differ = None
         else:
-            differ, refusal = f"it ends in: {one_line(e)}", _not_traceable(plan, e)
+            differ, refusal = f"it fails: {one_line(e)}", _not_traceable(plan, e)
     else:
         # On one device, no other check catches a loss that isn't a pure function.
         if (differ or not compares) and _trace(plan) != _trace(plan):
             raise ConfigError(
                 "this loss is not a function of its weights and its batch: two traces of it "
                 "differ; a number drawn or counted outside jax (np.random, a counter, the time) is "
-                "another constant in each compiled program; make noise by jax.random, from "
+                "a different constant in each compiled program; make noise with jax.random, from "
                 "batch['seeds']")
     if differ is None:
         say("this loss is not checked on this mesh: the check does not fit into memory, or the "
             "gradients of the first three batches are zero or not finite")
     elif differ and plan.typed and not plan.needs:
-        say(f"this loss is computed as on one device, with all weights gathered at once (else on "
+        say(f"this loss runs as on one device, with all weights gathered at once (differences on "
             f"this mesh: {differ})")
         return False
     elif differ:
         raise refusal or _differs(plan, differ)
     elif plan.trusted:
-        say(f"check    on this mesh the loss and its gradients are those of one device "
+        say(f"check    on this mesh the loss and its gradients match one device's "
             f"({time.perf_counter() - begin:.1f} s)")
     return True
 
@@ -344,9 +345,9 @@ def check_traceable(program: Program) -> None:
 def _not_traceable(plan, e):
     where = f"mesh axis {' and '.join(plan.needs)}" if plan.needs else "inside a shard_map"
     return ConfigError(
-        f"{where}: this loss cannot be computed there ({one_line(e)}){_by_hand(plan)}; what it "
-        f"closes over must not lie on a mesh (jax.device_get takes it off), nor may it say where "
-        f"arrays lie; {any_loss(*plan.needs)}, and with --step jit")
+        f"{where}: this loss cannot run there ({one_line(e)}){_by_hand(plan)}; it must not close "
+        f"over arrays on a mesh (jax.device_get copies them off it), or place arrays itself; "
+        f"{any_loss(*plan.needs)}, and with --step jit")
 
 
 def _differs(plan, differ):
@@ -356,16 +357,15 @@ def _differs(plan, differ):
     cut = {"accumulate": config.accumulate, "microbatches": config.network.microbatches}
     splits += [f"--{name} {n}" for name, n in cut.items() if n > 1]
     return ConfigError(
-        f"{' '.join(splits)}: this loss has other values than on one device: {differ}; a loss must "
-        f"be a sum over rows (where rows are compared, get them by shard.all_rows, with "
-        f"--accumulate 1), with noise from batch['seeds'] alone, and what it computes of the time, "
-        f"the layers or the experts must go through shard.py (docs/tasks.md, What is refused, has "
-        f"a line for each cause){_by_hand(plan)}; {any_loss(*plan.needs)}, and any other with "
-        f"--step jit --accumulate 1")
+        f"{' '.join(splits)}: this loss differs from one device's: {differ}; a loss must be a sum "
+        f"over rows (compare rows with shard.all_rows and --accumulate 1), take noise only from "
+        f"batch['seeds'], and use shard.py for work along the sequence, the layers or the experts "
+        f"(docs/tasks.md, What is refused, lists the causes){_by_hand(plan)}; "
+        f"{any_loss(*plan.needs)}, and any other with --step jit --accumulate 1")
 
 
 def _by_hand(plan):
     if plan.mode != BY_HAND or plan.sizes["tensor"] == 1:
         return ""
-    return ("; where shard.columns or shard.row is called, every product with a weight that tensor "
-            "splits must go through them")
+    return ("; a loss that calls shard.columns or shard.row must use them for every product with a "
+            "weight that tensor splits")

@@ -46,9 +46,8 @@ def check_task(config: Any, program: Program, task: Task) -> None:
     if task.metric and not task.predict:
         raise ConfigError("metric compares the outputs of predict: give fit a predict")
     if metric and not task.metric:
-        raise ConfigError(f"--metric {metric}: the command line has metrics for pairs of "
-                          f"texts (a model with an encoder) and for classes; give fit a metric of "
-                          f"your own")
+        raise ConfigError(f"--metric {metric}: the command line has metrics for pairs of texts (a "
+                          f"model with an encoder) and for classes; give fit a custom metric")
     check_names(program.plan.sums[2], "the loss gave one of its other sums",
                 {f"loss_{name}" for name in task.sources})
     # Load the metric now, because it may need a package that isn't installed.
@@ -67,7 +66,7 @@ def _check_best(several, known):
     for best in several:
         name = best.partition(":")[2]
         if name not in known:
-            raise ConfigError(f"--best {best}: an evaluation of this task has the numbers "
+            raise ConfigError(f"--best {best}: an evaluation of this task reports "
                               f"{', '.join(known)}" + did_you_mean(name, known))
 
 
@@ -211,9 +210,9 @@ def _check_outputs(outputs, rows, first):
     shapes = [np.shape(x) for x in jax.tree.leaves(outputs)]
     wanted = [(rows, *np.shape(x)[1:]) for x in jax.tree.leaves(first)]
     if shapes != wanted:
-        raise ConfigError(f"predict gave arrays of the shapes {shapes} for {rows} examples, and "
-                          f"not {wanted}: the first dimension must count the examples, and the "
-                          f"others be those of the first batch (pad every batch to the same shape)")
+        raise ConfigError(f"predict returned arrays of shapes {shapes} for {rows} examples, not "
+                          f"{wanted}: the first dimension must count the examples, and every batch "
+                          f"must be padded to the same shape")
 
 
 def _apply_metric(task, outputs, count, row):

@@ -112,7 +112,7 @@ def prepare(loop: Loop) -> Callable | None:
     watchdog.arm("reading the checkpoint")
     state = folder.restore(say.line) if folder else None
     if state is None:
-        watchdog.arm("making the first weights")
+        watchdog.arm("initializing the weights")
         state = loop.state or first_state(program, loop.task.weights)
     else:
         frozen = loop.state["frozen"] if loop.state else {}     # no checkpoint holds them
@@ -126,7 +126,7 @@ def prepare(loop: Loop) -> Callable | None:
     if loop.at and folder.has_damaged:      # otherwise the run has already printed the right step
         say.line(f"continuing {config.out} at step {loop.at}")
     if loop.at >= config.steps:
-        say.line(f"{config.out} has its {loop.at} steps; --steps with a higher number goes on")
+        say.line(f"{config.out} has done its {loop.at} steps; a higher --steps continues it")
         return None
     watchdog.arm("compiling")
     step = compiled(program)
@@ -188,13 +188,13 @@ def _report_skipped(loop, at, row):
     config = loop.program.config
     numbers = numbers_at(loop.task.examples, config.seed, np.arange(config.batch)[:8]
                          + (at - 1) * config.batch)
-    batch = f"its batch is of examples {', '.join(map(str, numbers))}"
+    batch = f"its batch has examples {', '.join(map(str, numbers))}"
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
     if loop.skipped >= config.max_skipped:
         if loop.folder:
             loop.folder.drain()         # every process gets here
         raise RunError(f"step {at}: the {what} was not finite, {loop.skipped} times in a row "
-                       f"(--max_skipped); {batch}; what is saved is finite")
+                       f"(--max_skipped); {batch}; the saved weights are finite")
 
 
 def is_due(loop: Loop, every: int) -> bool:
@@ -236,7 +236,7 @@ def end_run(loop: Loop) -> None:
     if not math.isfinite(loss):
         line = f"step {loop.at}: the held-out loss is {loss}"
         if out:
-            raise RunError(f"{line}; this run has failed, with all of it saved in {out}")
+            raise RunError(f"{line}; this run failed, with all of it saved in {out}")
         loop.reporter.line(f"warning  {line}")
     loop.reporter.end(loop.at, out, loop.evaluation)
 
@@ -271,7 +271,7 @@ def report_header(program: Program, say: Reporter) -> None:
     for line in (*describe_model(plan, weights), describe_training(plan)):
         say.line(line)
     if config.ema:
-        say.line(f"average  evaluations and checkpoints have the average of the weights over "
+        say.line(f"average  evaluations and checkpoints use the average of the weights over "
                  f"updates (--ema {config.ema:g})")
     if options := options_text(config):
         say.line(options)
@@ -303,9 +303,9 @@ def describe_training(plan: Any) -> str:
     c, is_own = plan.config, isinstance(plan.schedule, Factor)
     rate = f"lr up to {c.lr:.3g} after {c.warmup:,} steps of warmup"
     if plan.schedule:
-        rate = "with its own rate" if is_own else "the learning rate of fit's schedule"
+        rate = "with its own rate" if is_own else "the rate of fit's schedule"
     return (f"training {c.steps:,} steps of {c.batch:,} examples, "
-            f"{'the optimizer of fit' if is_own else c.optimizer}, {rate}")
+            f"{'custom optimizer' if is_own else c.optimizer}, {rate}")
 
 
 def describe_attention(plan: Any) -> str:

@@ -61,7 +61,7 @@ class Chosen:
         """Reject a pattern that has matched no weight. Call this after making all optimizers."""
         for pattern in self.each or ():
             if pattern not in self.matched and pattern != "*":
-                raise ConfigError(f"optimizer: {pattern!r} is the first match of no weight"
+                raise ConfigError(f"optimizer: {pattern!r} is not the first match of any weight"
                                   + did_you_mean(pattern, paths, near=0.5))
 
 
@@ -80,9 +80,8 @@ def check_unused(config: Any) -> None:
         name for name, word in changes(type(config)).items() if word not in ("data", "decay"))]
     if given := [name for name in replaced if not is_derived(config, name)]:
         flags = " and ".join(f"--{name} {getattr(config, name)}" for name in given)
-        raise ConfigError(f"{flags}: fit was given an optimizer, which takes the place of it; "
-                          f"leave it out, or let the script that makes the optimizer have flags "
-                          f"of its own")
+        raise ConfigError(f"{flags}: no effect, because fit got a custom optimizer; leave it out, "
+                          f"or give the script its own flags")
 
 
 def _label(path, each):
@@ -108,12 +107,12 @@ def _without_rate(optimizer):
                 raise
             needs = re.findall(r"'(\w+)'", str(e))
             raise ConfigError(f"optimizer: it needs {', '.join(needs)} (a line search, for "
-                              f"example), and train.fit gives it gradients and weights alone; "
+                              f"example), but train.fit gives it only gradients and weights; "
                               f"choose another, or write the loop yourself (train.make_step has "
                               f"the gradient)") from None
         if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, grads):
-            raise ConfigError("optimizer: its updates have other shapes than the gradients (those "
-                              "of optax.contrib.dpsgd want a gradient for each row, and get their "
+            raise ConfigError("optimizer: its updates and the gradients differ in shape "
+                              "(optax.contrib.dpsgd needs a gradient for each row, but gets their "
                               "mean)")
         return jax.tree.map(lambda u: -u, updates), _with_numbers(state)
 

@@ -242,7 +242,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     for path, leaf in by_path(params if learned is None else params.get(learned, {})).items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ConfigError(f"parameter {path} is {leaf.dtype}: only float arrays can be "
-                              f"trained; let init return no others")
+                              f"trained; init must return no others")
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at a single device's work: one part of its group's rows.
@@ -253,8 +253,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     with within(calls=calls.add):
         jaxpr, sums = _traced(loss, weights, few, batch)
     if config.network.accuracy and "accuracy" not in sums[2]:
-        raise ConfigError("--accuracy true: this loss returns no sum of the name accuracy (return "
-                          "the second result of shard.token_loss in its third); leave it out")
+        raise ConfigError("--accuracy true: this loss returns no sum named accuracy (add the "
+                          "second result of shard.token_loss); leave it out")
     decisions = plan_sharding(lambda p, b: loss(p, b)[:2], weights, few, mesh=mesh,
                               overrides=overrides, fsdp_min=config.fsdp_min,
                               mesh_axes=network.mesh_axes(config.network) if network else None)
@@ -288,9 +288,9 @@ def _traced(loss, weights, few, batch):
         if isinstance(e, ConfigError) or rows == of_batch:
             raise
         jax.eval_shape(loss, weights, batch)        # raises if the loss is wrong for any batch
-        raise ConfigError(f"this loss can be computed for {of_batch} rows, and not for {rows}, "
-                          f"which are what a device has of --batch {of_batch} at a time "
-                          f"({one_line(e)}); write it for any number of rows") from None
+        raise ConfigError(f"this loss works for {of_batch} rows, but not for {rows}, which a "
+                          f"device has at a time with --batch {of_batch} ({one_line(e)}); write it "
+                          f"for any number of rows") from None
 
 
 def _with_frozen(init, dtype):
@@ -346,8 +346,8 @@ def check_names(given: Any, what: str, known: Any) -> None:
     """Reject names that a run already uses in its log. `what` starts the message."""
     for name in given:
         if not isinstance(name, str) or name in known:
-            raise ConfigError(f"{what} the name {name!r}: expected a text other than "
-                              f"{', '.join(sorted(known))}, which a run logs already")
+            raise ConfigError(f"{what} the name {name!r}: expected a name other than "
+                              f"{', '.join(sorted(known))}, which a run already logs")
 
 
 # -------------------------------------------------------------------------------------------
@@ -373,9 +373,9 @@ def _check_axes(plan, names, why):
         if missing or inside:
             raise ConfigError(f"mesh axis {need}: this loss {missing or inside}; {any_loss(axis)}")
     if why and plan.needs and plan.sizes["tensor"] > 1:
-        raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so no "
-                          f"compiler may split it beside {plan.needs[0]}; give a mesh without "
-                          f"tensor")
+        raise ConfigError(f"mesh axis tensor={plan.sizes['tensor']}: this loss {why}, so the "
+                          f"compiler cannot split it together with {plan.needs[0]}; give a mesh "
+                          f"without tensor")
 
 
 # -------------------------------------------------------------------------------------------

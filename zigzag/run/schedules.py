@@ -32,8 +32,8 @@ def check(c: Any) -> None:
     """Reject config values that don't define a valid schedule."""
     for name in ("warmup", "cooldown"):
         if (value := getattr(c, name) or 0) > 1 and value != int(value):
-            raise ConfigError(f"--{name} {value}: expected a whole number of updates, or a share "
-                              f"of all updates below 1")
+            raise ConfigError(f"--{name} {value}: expected an integer number of updates, or a "
+                              f"share of them below 1")
     for name in ("first_share", "final_share"):
         if (value := getattr(c, name) or 0) > 1:
             raise ConfigError(f"--{name} {value}: expected a share of --lr, from 0 to 1")
@@ -43,8 +43,9 @@ def check(c: Any) -> None:
     for name in ("final_share", "cooldown", "decay_steps"):
         decays = {"wsd"} if name == "cooldown" else {*DECAYS} - {"constant"}
         if getattr(c, name) != getattr(type(c), name) and c.decay not in decays:
-            raise ConfigError(f"--{name} {getattr(c, name)}: --decay {c.decay} has none; leave it "
-                              f"out, or give another --decay ({', '.join(sorted(decays))})")
+            raise ConfigError(f"--{name} {getattr(c, name)}: --decay {c.decay} does not use it; "
+                              f"leave it out, or give another --decay "
+                              f"({', '.join(sorted(decays))})")
 
 
 def fill_in(c: Any) -> None:

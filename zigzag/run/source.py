@@ -52,8 +52,8 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
             source, config.network.vocab_size) if reads_text else None, {})
     record = read_run(source, network.config, "--init_from")
     if "tokenizer" not in record and reads_text:
-        raise ConfigError(f"--init_from {source}: a run of another task, without a tokenizer for "
-                          f"text")
+        raise ConfigError(f"--init_from {source}: a run of a different task, without a tokenizer "
+                          f"for text")
     # The other run may have resumed since this one began.
     begun = run_record(config.out, "--out") if is_run(config.out) else {}
     step = begun.get("base_step")

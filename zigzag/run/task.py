@@ -77,11 +77,10 @@ class Made(Sequence):
 
     def __init__(self, make: Callable, held_out: Sequence, config: Any):
         if not len(held_out):
-            raise ConfigError("fit was given a function that makes examples, and no held-out "
-                              "examples: at least one is needed, for the shapes of a batch")
+            raise ConfigError("fit got a function that makes examples, but no held-out examples: "
+                              "give at least one, for the shapes of a batch")
         if config.epochs:
-            raise ConfigError("--epochs: the examples are made as the run goes, so there is no end "
-                              "of them; give --steps")
+            raise ConfigError("--epochs: a function makes the examples, without end; give --steps")
         self.make, self.held_out, self.seed = make, held_out, config.seed
         self.batch, self.steps = config.batch, config.steps
         self.weights: Callable | None = None    # () -> the current weights
