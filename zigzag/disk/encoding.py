@@ -36,7 +36,7 @@ from zigzag.disk.chats import (
     split_preference,
 )
 from zigzag.disk.lines import Record
-from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
+from zigzag.disk.output import SPLITS, EncodedPiece, Output, dtype_of
 from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted, pieces, read
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
 from zigzag.disk.weights import WrongWeight, as_weights
@@ -51,7 +51,7 @@ SAY_SECONDS = 10
 # -------------------------------------------------------------------------------------------
 # In a worker
 
-def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
+def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> EncodedPiece:
     """Read a piece and encode its documents."""
     ids, marks, starts, held_out = [np.zeros(0, int)], [np.zeros(0, bool)], [], []
     troubles, size, count = [], 0, 0
@@ -80,7 +80,7 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
     if count and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise ConfigError(f"{piece.file.path}: the tokenizer made an id outside 0 to "
                           f"{tokenizer.vocab_size - 1}")
-    return Encoded(ids.astype(dtype_of(tokenizer)), np.array(starts, int),
+    return EncodedPiece(ids.astype(dtype_of(tokenizer)), np.array(starts, int),
                    np.array(held_out, bool), np.concatenate(marks), size, troubles)
 
 
@@ -144,7 +144,7 @@ def serve() -> None:
 # On all cores
 
 def on_cores(count: int, work: Iterable[Piece], tokenizer: Tokenizer, options: Options
-             ) -> Iterator[tuple[Piece, Encoded]]:
+             ) -> Iterator[tuple[Piece, EncodedPiece]]:
     """Encode pieces in `count` processes. Yield each piece with its result, in order."""
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false",
            "PYTHONPATH": str(Path(__file__).parents[2])}

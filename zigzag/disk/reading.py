@@ -156,7 +156,7 @@ def _under(path, name, spool):
             yield from _under(match, name, None)
     elif is_prepared(path := existing(path, name)):
         raise ConfigError(f"{name} was made by data.py: its text is encoded already; give it to "
-                          f"train.py as --data, alone or with --weights")
+                          f"train.py as --data, alone or with --mix")
     elif path.is_dir():
         for file in _walk(path):
             yield path, file
@@ -386,7 +386,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
     if len(forms) > 1:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
-            "folders made by data.py, with --weights")
+            "folders made by data.py, with --mix")
     if options.weight_field and not has_weights and not flag:   # of several --data, any may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
                           f"{lacks(options.weight_field, first)}; it is for lines of JSON and "

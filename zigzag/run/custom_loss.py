@@ -63,10 +63,10 @@ class Value(NamedTuple):
 def must_compare(plan: Plan, say: Callable) -> bool:
     """Return whether to compare the loss with one device's. Do so for a custom loss, and for a
     network's own with --check or after an edit that its tests haven't seen. Print the edit."""
-    why = _why_untested(plan) if plan.trusted else ""
+    why = _why_untested(plan) if plan.is_builtin_loss else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")
-    return not plan.trusted or plan.config.check or bool(why)
+    return not plan.is_builtin_loss or plan.config.check or bool(why)
 
 
 def _why_untested(plan):
@@ -147,7 +147,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         return False
     elif differ:
         raise refusal or _differs(plan, differ)
-    elif plan.trusted:
+    elif plan.is_builtin_loss:
         say(f"check    on this mesh the loss and its gradients are those of one device "
             f"({time.perf_counter() - begin:.1f} s)")
     return True
@@ -187,7 +187,7 @@ def _find_difference(plan, make_batch, compute):
     compiled = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch, key = given[0]
     new_weights = compiled(functools.partial(_new_weights, plan), out_shardings=shardings(
-        plan.stored, plan.mesh)).lower(key).compile()
+        plan.specs_at_rest, plan.mesh)).lower(key).compile()
     on_mesh = compiled(functools.partial(_at_weights, compute)).lower(
         new_weights.out_info, batch).compile()
     beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
@@ -248,7 +248,7 @@ def _named(sums, gradient, held):
 
 
 def _on_mesh(plan, gradients, evaluate, params, batch):
-    places = shardings(plan.stored, plan.mesh)
+    places = shardings(plan.specs_at_rest, plan.mesh)
     chunks = 1 if plan.mode == JIT else plan.config.network.chunks
     staged = permute_layers(params, places, chunks)
     trained, frozen = plan.in_two(staged)
@@ -346,7 +346,7 @@ def _not_traceable(plan, e):
     return ConfigError(
         f"{where}: this loss cannot be computed there ({one_line(e)}){_by_hand(plan)}; what it "
         f"closes over must not lie on a mesh (jax.device_get takes it off), nor may it say where "
-        f"arrays lie; {any_loss(*plan.needs)}, and with --step jit")
+        f"arrays lie; {any_loss(*plan.needs)}, and with --collectives compiler")
 
 
 def _differs(plan, differ):
@@ -361,7 +361,7 @@ def _differs(plan, differ):
         f"--accumulate 1), with noise from batch['seeds'] alone, and what it computes of the time, "
         f"the layers or the experts must go through shard.py (docs/tasks.md, What is refused, has "
         f"a line for each cause){_by_hand(plan)}; {any_loss(*plan.needs)}, and any other with "
-        f"--step jit --accumulate 1")
+        f"--collectives compiler --accumulate 1")
 
 
 def _by_hand(plan):
