@@ -2,11 +2,11 @@
 
     tokens [B, T] -> embed -> [ x + attention(norm(x)) -> x + MLP(norm(x)) ] x L -> norm -> logits
 
-Attention and the MLP each begin with an RMSNorm. Attention uses rotary positions and grouped
-queries. The MLP is a SwiGLU or a mixture of SwiGLU experts. Weights are nested dicts of arrays,
-with all layers stacked along a leading dimension.
+Attention and the MLP each begin with an RMSNorm. Attention uses rotary positions (RoPE) and grouped
+queries (GQA). The MLP is a SwiGLU or a mixture of SwiGLU experts. Weights are nested dicts of
+arrays, with all layers stacked along a leading dimension.
 
-Only `weights` names mesh axes. Wherever it might need a collective, this file calls shard.py:
+Only `weight_table` names mesh axes. Wherever it might need a collective, this file calls shard.py:
 `columns` is the matmul into attention or an MLP, `row` is the matmul out of it, and so on. On a
 single device, these are plain matmuls. Published networks that differ are in published/.
 

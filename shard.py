@@ -118,7 +118,7 @@ from zigzag.parallel.rule import infer_specs as infer_specs
 from zigzag.parallel.rule import plan_sharding as plan_sharding
 
 # -------------------------------------------------------------------------------------------
-# data
+# data: data parallelism
 #
 #   split       the rows of a batch; every device has all weights
 #   collective  one all-reduce of the gradients per update (lax.psum). With --zero 1, it's a
@@ -177,7 +177,7 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 
 
 # -------------------------------------------------------------------------------------------
-# fsdp
+# fsdp: fully sharded data parallelism (ZeRO-3)
 #
 #   split       the rows of a batch, and every large weight along one dimension
 #   collective  an all-gather of a layer's weights where the layer uses them, and another in the
@@ -230,7 +230,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 
 
 # -------------------------------------------------------------------------------------------
-# tensor, with sequence parallelism
+# tensor: tensor parallelism, with sequence parallelism between blocks
 #
 #   split       F, by the weights' specs: a block's first weights [D, F] by columns, its last
 #               [F, D] by rows. Between blocks, the residual stream's sequence if n divides T
@@ -462,7 +462,7 @@ def slots_of(tokens: Array) -> Array:
 
 
 # -------------------------------------------------------------------------------------------
-# seq
+# seq: context parallelism, by ring attention
 #
 #   split       the sequence everywhere, in zigzag order: of 2 n parts, device i has the i-th and
 #               the i-th from the end, so with a causal mask all devices see equally many keys
@@ -579,8 +579,9 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     A query sees the keys of its own document (documents [B, T]; None: one document per row) up to
     its own slot, or all of them with causal=False. To change that:
 
-        window=100                     see only the last 100 of these keys, including the query's
-                                       own; with local=i % 2 == 0, only in every second layer
+        window=100                     a sliding window: see only the last 100 of these keys,
+                                       including the query's own; with local=i % 2 == 0, only in
+                                       every second layer
         softcap=50.0                   scores s become 50 * tanh(s / 50)
         mask(query, key)               False if the query may not see the key
         scores(s, query, key, heads)   new scores, given the (capped) scores s [B, H, T, S] of this
@@ -624,7 +625,7 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 
 
 # -------------------------------------------------------------------------------------------
-# expert
+# expert: expert parallelism
 #
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all sends the tokens to their experts' devices, and another sends the
@@ -689,7 +690,7 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 
 
 # -------------------------------------------------------------------------------------------
-# pipe
+# pipe: pipeline parallelism
 #
 #   split       the layers into stages, and a device's rows into microbatches
 #   collective  a collective-permute of the activations to the next stage in every tick; its

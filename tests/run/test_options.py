@@ -42,7 +42,7 @@ VALUES = {
     "distributed": "true", "patience": "9", "verbose": "true"}
 # {kind of data: the options that only some kinds use, and this one does}
 MODES = {
-    "text": {"tokens", "weights", "weight_field", "pack", "eval_tokens", "sample_temperature"},
+    "text": {"tokens", "mix", "weight_field", "pack", "eval_tokens", "sample_temperature"},
     "pairs": {"fields", "metric", "beams"},
     "arrays": {"metric"}}
 OF_A_KIND = set().union(*MODES.values())

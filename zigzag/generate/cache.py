@@ -23,7 +23,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import axis_size, batch_spec, mark_varying, platform
 from zigzag.generate.decoding import State
 from zigzag.parallel.attention import Pattern, Token, both, in_blocks, self_attention
-from zigzag.parallel.network import Layer
+from zigzag.parallel.network import CacheLayer
 
 # Prefill reads prompts in chunks of this many tokens.
 CHUNK = 256
@@ -32,7 +32,7 @@ CHUNK = 256
 CROSS = ("cross_k", "cross_v", "cross_document")
 
 
-def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
+def layer_specs(layer: CacheLayer, specs: Any, mesh: Any) -> dict[str, P]:
     """Return the specs of a layer's cache on this mesh, given the specs of the layer's weights."""
     def are_tensor_split(names):
         leaves = jax.tree.leaves([specs[name] for name in names if name in specs])
@@ -48,7 +48,7 @@ def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
     return found
 
 
-def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
+def new_layer(layer: CacheLayer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
     """Return an empty layer cache, {name: [rows, K, slots, N]}, rounding slots up for `tensor`."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)

@@ -70,17 +70,19 @@ class ComputeOptions:
                                   # compute in float32 or bfloat16; empty: float32 on CPU only
     # mesh
     remat: str = flag("none", check=remat_of)
-                                  # what to recompute in the backward pass: none, selective, full,
-                                  # full:0.5 (half of the layers), attention, mlp, attention,mlp;
-                                  # or offload: keep each layer's input in host memory
+                                  # activation checkpointing, what to recompute in the backward
+                                  # pass: none, selective, full, full:0.5 (half of the layers),
+                                  # attention, mlp, attention,mlp; or offload: keep each layer's
+                                  # input in host memory
     microbatches: int = flag(1, least=1)
-                                  # cut a device's rows into this many parts for the pipeline
+                                  # micro-batches: cut a device's rows into this many parts for
+                                  # the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
                                   # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
     # model
     lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
     # mesh (rare)
-    kernel: bool = True           # use the device's own attention kernel, if it has one
+    kernel: bool = True           # use the device's own (flash) attention kernel, if it has one
     chunks: int = flag(1, least=1, beside="schedule")
                                   # groups of consecutive layers per pipeline stage
     overlap: bool = False         # send over tensor in parts, multiplying each part while the next
@@ -254,7 +256,7 @@ class Network:
     # Generation: None if the network doesn't generate text.
     extend: Callable | None = None      # a decoding step with a cache; see model.extend
     head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
-    cache_layer: Callable | None = None     # config, i -> Layer, of layer i
+    cache_layer: Callable | None = None     # config, i -> CacheLayer, of layer i
     encode_source: Callable | None = None   # params, source, config, specs -> arrays for the caches
     gives: Callable = lambda config: "text"     # config -> its output; only "text" can generate
     max_positions: Callable = lambda config: sys.maxsize    # config -> the number of positions
