@@ -2,11 +2,11 @@
 
     tokens [B, T] -> embed -> [ x + attention(norm(x)) -> x + MLP(norm(x)) ] x L -> norm -> logits
 
-Attention and the MLP each begin with an RMSNorm. Attention uses rotary positions and grouped
-queries. The MLP is a SwiGLU or a mixture of SwiGLU experts. Weights are nested dicts of arrays,
-with all layers stacked along a leading dimension.
+Attention and the MLP each begin with an RMSNorm. Attention uses rotary positions (RoPE) and grouped
+queries (GQA). The MLP is a SwiGLU or a mixture of SwiGLU experts. Weights are nested dicts of
+arrays, with all layers stacked along a leading dimension.
 
-Only `weights` names mesh axes. Wherever it might need a collective, this file calls shard.py:
+Only `weight_table` names mesh axes. Wherever it might need a collective, this file calls shard.py:
 `columns` is the matmul into attention or an MLP, `row` is the matmul out of it, and so on. On a
 single device, these are plain matmuls. Published networks that differ are in published/.
 
@@ -29,8 +29,8 @@ from zigzag.core.parts import part
 from zigzag.generate import cache as kv_cache
 from zigzag.parallel import low_rank
 from zigzag.parallel.network import (
-    Computed,
-    Layer,
+    CacheLayer,
+    ComputeOptions,
     Network,
     Params,
     Traffic,
@@ -42,7 +42,7 @@ from zigzag.parallel.table import Table, padded
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Computed):
+class Config(ComputeOptions):
     """What a model is. Each field is also a flag."""
     # model
     layers: int = flag(4, least=1)      # number of layers
@@ -73,7 +73,7 @@ class Config(Computed):
                 d_ff=-(-self.d_model * 8 // (3 * 64)) * 64, embed_scale=self.d_model**0.5)
 
 
-def weights(c: Config) -> Params:
+def weight_table(c: Config) -> Params:
     """Return the weight table: for each weight, its dimensions with their mesh axes and its initial
     standard deviation (None: all ones, 0.0: all zeros). D/fsdp splits D over fsdp, unless the axis
     doesn't divide D or the weight has under --fsdp_min elements. To print it: python shard.py."""
@@ -139,12 +139,12 @@ def block(w, x, i, batch, attend, c):
     return x + shard.dropout(y, c.dropout, batch.get("seeds"), 2 * i + 1), aux
 
 
-@shard.part("mlp")      # (--remat mlp recomputes this)
+@shard.recomputable("mlp")      # (--remat mlp recomputes this)
 def mlp(w, h):
     return shard.row((swiglu(*shard.columns(h, w["w_gate"], w["w_up"])), w["w_down"]))
 
 
-@shard.part("mlp")
+@shard.recomputable("mlp")
 def mixture_of_experts(w, h, i, batch, c):
     """Return the output of each token's best experts for h [B, T, D], weighted by their shares; in
     training, also the terms that keep the experts equally busy (see shard.router_terms)."""
@@ -246,9 +246,9 @@ def batch_shapes(config: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 # -------------------------------------------------------------------------------------------
 # Decoding: the same block, with attention to a cache of keys and values (zigzag/generate/cache.py)
 
-def cache_layer(config: Config, i: int) -> Layer:
+def cache_layer(config: Config, i: int) -> CacheLayer:
     """Return what layer i's cache holds: {array: head width}, heads[, window: last tokens]."""
-    return Layer({"k": config.head_dim, "v": config.head_dim}, config.kv_heads)
+    return CacheLayer({"k": config.head_dim, "v": config.head_dim}, config.kv_heads)
 
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
@@ -272,7 +272,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
     return shard.whole_time(x), new
 
 
-NETWORK = Network("decoder", Config, weights, loss, batch_shapes, forward, extend=extend,
+NETWORK = Network("decoder", Config, weight_table, loss, batch_shapes, forward, extend=extend,
                   head_logits=head_logits, cache_layer=cache_layer,
                   block_traffic=lambda config: Traffic())
 init, weight_specs = NETWORK.init, NETWORK.weight_specs

@@ -11,8 +11,9 @@ seq, expert, pipe. Without a mesh, every function that a model calls is just pla
 B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
 L layers, E experts.
 
-A single record, `around()` in zigzag/core/mesh.py, holds the settings that change these functions
-from outside: overlap, strips, --remat. docs/pytorch.md lists PyTorch's names for all of this.
+A single record, `trace_settings()` in zigzag/core/mesh.py, holds the settings that change these
+functions from outside: overlap, strips, --remat. docs/pytorch.md lists PyTorch's names for all of
+this.
 
 Varying types: read this first
 ------------------------------
@@ -76,14 +77,14 @@ from zigzag.core.mesh import (
     BATCH_AXES,
     axis_size,
     cast,
-    is_split,
+    is_tensor_split,
     keep_on_first,
+    local_part,
     mark_varying,
-    own_part,
     pmean_over,
     spec_axes,
     split_rows,
-    sum_if_split,
+    sum_if_tensor_split,
     vary_like,
     varying,
     within,
@@ -110,14 +111,14 @@ from zigzag.parallel.products import (
     time_chunks,
 )
 from zigzag.parallel.products import repeat_kv as repeat_kv
-from zigzag.parallel.remat import part as part
 from zigzag.parallel.remat import policy_of, recomputed, scan_layers
+from zigzag.parallel.remat import recomputable as recomputable
 from zigzag.parallel.rule import explain as explain
 from zigzag.parallel.rule import infer_specs as infer_specs
 from zigzag.parallel.rule import plan_sharding as plan_sharding
 
 # -------------------------------------------------------------------------------------------
-# data
+# data: data parallelism
 #
 #   split       the rows of a batch; every device has all weights
 #   collective  one all-reduce of the gradients per update (lax.psum). With --zero 1, it's a
@@ -143,7 +144,7 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
         total, others = pmean_over((total, others), "seq")
     if "seq" in shared & (varying(total) - varying(count)):
         raise count_of_other_time(axis_size("seq"))
-    return keep_on_first(jax.tree.map(sum_if_split, (total, count, others)), shared)
+    return keep_on_first(jax.tree.map(sum_if_tensor_split, (total, count, others)), shared)
 
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
@@ -176,7 +177,7 @@ def all_rows(x: Array, rows: Array) -> tuple[Array, Array | int]:
 
 
 # -------------------------------------------------------------------------------------------
-# fsdp
+# fsdp: fully sharded data parallelism (ZeRO-3)
 #
 #   split       the rows of a batch, and every large weight along one dimension
 #   collective  an all-gather of a layer's weights where the layer uses them, and another in the
@@ -229,7 +230,7 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 
 
 # -------------------------------------------------------------------------------------------
-# tensor, with sequence parallelism
+# tensor: tensor parallelism, with sequence parallelism between blocks
 #
 #   split       F, by the weights' specs: a block's first weights [D, F] by columns, its last
 #               [F, D] by rows. Between blocks, the residual stream's sequence if n divides T
@@ -262,9 +263,9 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
     [1, F, ...]). The products [B, T, F, ...] cover the whole sequence, but only this device's
     columns F if any of the weights is split. `dtype` is the products' dtype (None: x's).
     gathered=True means that x already has the whole sequence, from time_of_block."""
-    split = any(map(is_split, jax.tree.leaves(weights)))
-    if is_split(x) and not gathered:
-        if split and overlap.asked(x):          # do the same, one part of T at a time
+    split = any(map(is_tensor_split, jax.tree.leaves(weights)))
+    if is_tensor_split(x) and not gathered:
+        if split and overlap.is_on(x):          # do the same, one part of T at a time
             return overlap.gathered(lambda weights, x: [linear(x, w, dtype) for w in weights],
                                     weights, x)
         x = lax.all_gather(x, "tensor", axis=1, tiled=True)     # transpose: a reduce-scatter
@@ -278,7 +279,7 @@ def row(*pairs: tuple[Array, Array]) -> Array:
     """Leave a block: row((h, w)) multiplies activations h [B, T, F, ...] by a weight w [F, ..., D],
     and returns the stream [B, T, D]. The products of several pairs share a single reduction."""
     hs, weights = zip(*pairs)
-    if all(map(is_split, weights)) and overlap.asked(hs[0], axis_size("tensor")):
+    if all(map(is_tensor_split, weights)) and overlap.is_on(hs[0], axis_size("tensor")):
         return checkpoint_name(overlap.scattered(
             lambda weights, hs: sum(row_products(zip(hs, weights))[0]), weights, hs), "stream")
     return into_stream(*row_products(pairs))
@@ -311,7 +312,7 @@ def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
 
 def embed_lookup(table: Array, ids: Array) -> Array:
     """Look up the vectors of ids [B, T] in a table [V, D], and return the stream [B, T, D]."""
-    if not is_split(table):
+    if not is_tensor_split(table):
         return residual_stream(lookup(table, ids))
     # An id whose vector is on another device yields zeros. The sum over tensor adds the vector.
     here = ids - lax.axis_index("tensor") * len(table)
@@ -323,17 +324,18 @@ def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -
     """Return float32 logits [B, T, V] over the whole vocabulary on every device, to choose tokens
     from. head is [D, V] or (head, bias [1, V]). Its columns past vocab_size are padding and get
     -1e30. softcap bounds the logits: softcap * tanh(logits / softcap); 0 means no bound."""
-    if is_split(x) and not is_split(jax.tree.leaves(head)[0]):      # the same logits everywhere
+    if is_tensor_split(x) and not is_tensor_split(jax.tree.leaves(head)[0]):
+        # Every device then computes the same logits.
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     logits = capped(*columns(x, head, dtype=jnp.float32), softcap)
     logits = jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
     return lax.all_gather(logits, "tensor", axis=2, tiled=True,
-                          to="invarying") if is_split(jax.tree.leaves(head)[0]) else logits
+                          to="invarying") if is_tensor_split(jax.tree.leaves(head)[0]) else logits
 
 
 def _vocab_ids(head):
     head = jax.tree.leaves(head)[0]
-    first = lax.axis_index("tensor") * head.shape[1] if is_split(head) else 0
+    first = lax.axis_index("tensor") * head.shape[1] if is_tensor_split(head) else 0
     return first + jnp.arange(head.shape[1])
 
 
@@ -359,9 +361,9 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
     the total weight of the targets that are the argmax. `head` is the same as in `vocab_logits`.
     Cut the stream x into `chunks` chunks of the sequence, so that only one chunk's logits are in
     memory (0: as few chunks as possible with at most 2^25 logits each)."""
-    split_vocab, vocab_ids = is_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
+    split_vocab, vocab_ids = is_tensor_split(jax.tree.leaves(head)[0]), _vocab_ids(head)
     # With an unsplit head and a split stream, each device computes all logits for its own tokens.
-    local = is_split(x) and not split_vocab
+    local = is_tensor_split(x) and not split_vocab
     if local:
         targets, weights = my_time_slice((targets, weights), x)
 
@@ -378,10 +380,10 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
     if chunks == 1:
         sums = sums_of(head, x, targets, weights)
     else:
-        n = axis_size("tensor") if is_split(x) and not local else 1
+        n = axis_size("tensor") if is_tensor_split(x) and not local else 1
         sums = chunked_sums(sums_of, head, [time_chunks(x, chunks, 1), *(
             time_chunks(a, chunks, n) for a in (targets, weights))])
-    return sum_if_split(sums[0]), sum_if_split(sums[1])
+    return sum_if_tensor_split(sums[0]), sum_if_tensor_split(sums[1])
 
 
 # -------------------------------------------------------------------------------------------
@@ -409,25 +411,25 @@ def residual_stream(x: Array) -> Array:
     if n == 1:
         return x
     # x's type may vary even though all devices have the same numbers; pmean fixes the type.
-    x = own_part(x, 1) if x.shape[1] % n == 0 else pmean_over(x, "tensor")
+    x = local_part(x, 1) if x.shape[1] % n == 0 else pmean_over(x, "tensor")
     return checkpoint_name(x, "stream")
 
 
 def my_time_slice(tree: Any, x: Array) -> Any:
     """Cut arrays [B, T, ...] that are whole over tensor to this device's part of the sequence, like
     the stream x."""
-    def own_slice(a):
+    def local_slice(a):
         if a.shape[1] != x.shape[1] * axis_size("tensor"):
             raise ValueError(f"an array of sequence length {a.shape[1]} next to a stream of length "
                              f"{x.shape[1]} on each of {axis_size('tensor')} tensor devices")
-        return own_part(a, 1)
+        return local_part(a, 1)
 
-    return jax.tree.map(own_slice, tree) if is_split(x) else tree
+    return jax.tree.map(local_slice, tree) if is_tensor_split(x) else tree
 
 
 def time_of_block(x: Array) -> Array:
     """Gather the whole sequence of an array [B, T, ...] cut like the stream, as `columns` does."""
-    return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_split(x) else x
+    return lax.all_gather(x, "tensor", axis=1, tiled=True) if is_tensor_split(x) else x
 
 
 def whole_time(x: Array, in_parts: bool = False) -> Array:
@@ -435,7 +437,7 @@ def whole_time(x: Array, in_parts: bool = False) -> Array:
     to pick or pool positions. Its transpose keeps this device's part. in_parts=True means that the
     sequence was cut in plain order instead of by shard_time."""
     needs_all_time("whole_time")
-    if is_split(x):
+    if is_tensor_split(x):
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     if "seq" in varying(x):
         x = lax.all_gather(x, "seq", axis=1, tiled=True, to="invarying")
@@ -460,7 +462,7 @@ def slots_of(tokens: Array) -> Array:
 
 
 # -------------------------------------------------------------------------------------------
-# seq
+# seq: context parallelism, by ring attention
 #
 #   split       the sequence everywhere, in zigzag order: of 2 n parts, device i has the i-th and
 #               the i-th from the end, so with a causal mask all devices see equally many keys
@@ -524,7 +526,7 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
         return (keys, whose, *look_twice(keys, whose < me, *results)), None
 
     early, late = halves(queries)
-    meet = part("attention")(functools.partial(look, attend_to, own=True))
+    meet = recomputable("attention")(functools.partial(look, attend_to, own=True))
     state = keys, me, meet(early, halves(keys)[0]), meet(late, keys)
     (_, _, of_early, of_late), _ = lax.scan(turn, state, None, length=n - 1)
     return jnp.concatenate([of_early.values, of_late.values], 1).astype(queries[0].dtype)
@@ -534,7 +536,8 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 # Attention within a row, and dropout
 
 def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
-           query_info: Any, key_info: Any, asked: attention.Asked = attention.Asked()) -> Array:
+           query_info: Any, key_info: Any,
+           options: attention.AttendOptions = attention.AttendOptions()) -> Array:
     """Compute attention [B, T, H, N] of queries q [B, T, H, N] to keys and values k, v
     [B, S, K, N]. The sequences may be split over seq.
 
@@ -542,7 +545,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
         mask(query_info, key_info)     computes `allowed` for some queries and keys, from trees of
                                        arrays that describe them ([B, T] and [B, S])
-        asked                          whether it's causal, and the options for a kernel"""
+        options                        whether it's causal, and the options for a kernel"""
     needs_all_time("attend")
     tokens = jax.tree.leaves(query_info)[0].shape[1]
     if q.shape[1] != tokens:
@@ -553,16 +556,16 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
         (q, query_info), (k, v, key_info) = queries, keys
         return attention_fn(q, k, v, mask(query_info, key_info))
 
-    known, by_kernel = asked.known, attention.kernel_fits(q, k, v, asked)
+    pattern, by_kernel = options.pattern, attention.kernel_fits(q, k, v, options)
     if "seq" in varying(q):     # generation doesn't split T
         if by_kernel:
-            attend_to = ring_kernel.attend_to(known)
-            queries, keys = (q, known.documents), (k, v, known.documents)
-        out = (causal_ring if asked.causal else ring)(attend_to, queries, vary_like(keys, q))
+            attend_to = ring_kernel.attend_to(pattern)
+            queries, keys = (q, pattern.documents), (k, v, pattern.documents)
+        out = (causal_ring if options.causal else ring)(attend_to, queries, vary_like(keys, q))
     elif by_kernel:
-        out = attention.by_kernel(q, k, v, known)
+        out = attention.by_kernel(q, k, v, pattern)
     else:
-        out = attention.in_blocks(attend_to, queries, keys, asked.causal)
+        out = attention.in_blocks(attend_to, queries, keys, options.causal)
     return named(out, "attend")
 
 
@@ -576,8 +579,9 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     A query sees the keys of its own document (documents [B, T]; None: one document per row) up to
     its own slot, or all of them with causal=False. To change that:
 
-        window=100                     see only the last 100 of these keys, including the query's
-                                       own; with local=i % 2 == 0, only in every second layer
+        window=100                     a sliding window: see only the last 100 of these keys,
+                                       including the query's own; with local=i % 2 == 0, only in
+                                       every second layer
         softcap=50.0                   scores s become 50 * tanh(s / 50)
         mask(query, key)               False if the query may not see the key
         scores(s, query, key, heads)   new scores, given the (capped) scores s [B, H, T, S] of this
@@ -597,11 +601,11 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
         slots, slots if positions is None else positions,
         jnp.zeros_like(slots) if documents is None else documents)])
     window = window if window < q.shape[1] * axis_size("seq") else 0
-    known = attention.Known(causal, window, local if window else None, softcap,
+    pattern = attention.Pattern(causal, window, local if window else None, softcap,
                             None if documents is None else info.document)
-    return attend(attention.self_attention(mask, scores, heads, known), q, k, v, attention.both,
-                  info, info, attention.Asked(
-                      causal, known if kernel and not (mask or scores) else None,
+    return attend(attention.self_attention(mask, scores, heads, pattern), q, k, v, attention.both,
+                  info, info, attention.AttendOptions(
+                      causal, pattern if kernel and not (mask or scores) else None,
                       " and ".join(beyond if causal else [*beyond, "later keys"])))
 
 
@@ -615,13 +619,13 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
         return x
     if slots is None:
         needs_all_time("dropout without slots")
-        time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
+        time = x.shape[1] * (axis_size("tensor") if is_tensor_split(x) else 1)
         slots = slots_of(jax.ShapeDtypeStruct((1, time), jnp.int32))
     return dropped(x, rate, seeds, site, jnp.broadcast_to(my_time_slice(slots, x), x.shape[:2]))
 
 
 # -------------------------------------------------------------------------------------------
-# expert
+# expert: expert parallelism
 #
 #   split       the rows of a batch, and the experts of every layer
 #   collective  an all-to-all sends the tokens to their experts' devices, and another sends the
@@ -642,9 +646,9 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     activation(...), and multiplies by its rows `down` [E, F, D]. `beside` are (h, w) pairs, like
     `row`'s, from an MLP that every token visits; they share the reduction over tensor."""
     shares = shares.astype(x.dtype)
-    if is_split(x):
+    if is_tensor_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
-    elif is_split(down):
+    elif is_tensor_split(down):
         x, shares = mark_varying((x, shares), also={"tensor"})
     B, T, D = x.shape
     n, own, expected = axis_size("expert"), down.shape[0], chosen.size
@@ -654,13 +658,14 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
         tokens = all_to_all(jnp.where(here[..., None], tokens, 0), "expert").reshape(-1, D)
         chosen = lax.all_gather(chosen, "expert", tiled=True)                   # [n B T, best]
         shares = all_gather(shares, "expert", 0)
-        chosen, shares = dispatch.own_choices(chosen - lax.axis_index("expert") * own, shares, own)
+        first = lax.axis_index("expert") * own
+        chosen, shares = dispatch.local_choices(chosen - first, shares, own)
     out = dispatch.mixture(tokens, chosen, shares, up, activation, down, expected)    # [n B T, D]
     if n > 1:
         out = all_to_all(out.reshape(n, -1, D), "expert")
         out = out.sum(0, dtype=jnp.float32).astype(x.dtype)
     partial, whole = row_products(beside)
-    (partial if is_split(down) else whole).append(out.reshape(B, T, D))
+    (partial if is_tensor_split(down) else whole).append(out.reshape(B, T, D))
     return into_stream(partial, whole)
 
 
@@ -685,7 +690,7 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 
 
 # -------------------------------------------------------------------------------------------
-# pipe
+# pipe: pipeline parallelism
 #
 #   split       the layers into stages, and a device's rows into microbatches
 #   collective  a collective-permute of the activations to the next stage in every tick; its
@@ -741,7 +746,7 @@ def share_time(x: Array) -> Array:
     and the others have zeros, so a reduce-scatter sums to x. If tensor already split the sequence,
     cut its parts again; if pipe doesn't divide those, gather x over tensor first."""
     stages = axis_size("pipe")
-    if is_split(x) and x.shape[1] % stages:
+    if is_tensor_split(x) and x.shape[1] % stages:
         x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
     if x.shape[1] % stages:
         raise ConfigError(f"mesh axis pipe={stages}: the {x.shape[1]} tokens on each device do not "
@@ -806,7 +811,7 @@ def _stack_of_stage(block, weights, batch, specs, options):
     def stack(weights, x, numbers, batch):
         x, aux = strips.in_strips(lambda block, x: layers(
             block, weights, x, numbers, specs, of_layers), block, x, batch)
-        return x, jax.tree.map(lambda a: sum_if_split(a.sum(0)), aux)
+        return x, jax.tree.map(lambda a: sum_if_tensor_split(a.sum(0)), aux)
 
     return stack, options
 

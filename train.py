@@ -37,7 +37,7 @@ from zigzag.core.parts import part
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import mix, numbers_at
-from zigzag.parallel.network import own_loss
+from zigzag.parallel.network import network_of_loss
 from zigzag.parallel.storage import stored_to_used
 from zigzag.run import continuing, modes, optimizers, schedules
 from zigzag.run.custom_loss import check_loss, check_traceable
@@ -81,7 +81,8 @@ class Config(MoreOptions):
                                     # clip the gradient's norm to this
     optimizer: str = flag("adamw", one_of=OPTIMIZERS, same=True)
                                     # adamw, or muon for the layers' matrices
-    accumulate: int = flag(1, least=1)  # parts of its batch that each device computes in turn
+    accumulate: int = flag(1, least=1)  # gradient accumulation: parts of its batch (micro-batches)
+                                    # that each device computes in turn
     seed: int = flag(0, same=True)  # seed for the weights, the data order, and dropout
 
     # mesh
@@ -126,7 +127,7 @@ def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
     elsewhere, this first moves it to where the loss expects it."""
     chunks, sum_dtype = plan.config.network.chunks, plan.config.network.sum_dtype
     return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
-        lambda d: P() if plan.takes_specs and d.stacked else d.used, decisions), sum_dtype)
+        lambda d: P() if plan.takes_specs and d.stacked else d.spec_in_loss, decisions), sum_dtype)
 
 
 def make_gradients(plan: Plan) -> Callable:
@@ -149,8 +150,8 @@ def make_gradients(plan: Plan) -> Callable:
         (with pipe=2 as well: three axes)       ({"pipe"}: its stages have the same rows)
 
     modes.as_one_device changes nothing in that case. A custom loss that calls nothing from shard.py
-    has no marks. With --step jit, on_device runs once, on whole arrays, and the compiler inserts
-    every sum."""
+    has no marks. With --collectives compiler, on_device runs once, on whole arrays, and the
+    compiler inserts every sum."""
     axes = plan.axes
 
     def on_device(trained, frozen, batch):      # the weights as stored, and 4 of the 16 rows
@@ -164,7 +165,7 @@ def make_gradients(plan: Plan) -> Callable:
         whole_frozen = gather_weights(plan, frozen, plan.frozen)        # often {}
 
         def loss(whole, frozen, part):          # -> this device's sum, (sum, count, other sums)
-            sums = plan.loss(in_one(whole, frozen), part, plan.used)
+            sums = plan.loss(in_one(whole, frozen), part, plan.specs_in_loss)
             sums = shard.local_sums(sums, axes.same_rows, axes.pools)
             return sums[0], sums
 
@@ -185,13 +186,13 @@ def make_gradients(plan: Plan) -> Callable:
         # Sum once over the remaining axes. `scatter` (in layers, the transpose of their own gather)
         # has already summed what fsdp splits, and jax has summed over tensor in each part.
         grads, sums = total
-        return (shard.sum_gradients(grads, axes.sums, plan.specs[0], plan.moments),
+        return (shard.sum_gradients(grads, axes.sums, plan.pair_at_rest[0], plan.optimizer_specs),
                 shard.sum_gradients(sums, axes.sums))
 
     def gradients(params, batch, frozen={}):
         batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.row_axes, axes.untimed)
-        return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
-                               out_specs=(plan.moments, P()))(params, frozen, batch)
+        return modes.shard_map(on_device, plan, in_specs=(*plan.pair_at_rest, batch_specs),
+                               out_specs=(plan.optimizer_specs, P()))(params, frozen, batch)
 
     return gradients
 
@@ -235,7 +236,7 @@ def make_evaluate(plan: Plan) -> Callable:
         splits_rows = jax.tree.leaves(batch)[0].shape[0] % plan.row_groups == 0
 
         def loss(weights, batch):
-            return shard.local_sums(plan.loss(weights, batch, plan.used), axes.same_rows,
+            return shard.local_sums(plan.loss(weights, batch, plan.specs_in_loss), axes.same_rows,
                                     axes.pools)
 
         def on_device(trained, frozen, batch):
@@ -249,7 +250,7 @@ def make_evaluate(plan: Plan) -> Callable:
 
         batch, batch_specs = shard.shard_time(
             batch, plan.mesh, plan.row_axes if splits_rows else None, axes.untimed)
-        return modes.shard_map(on_device, plan, in_specs=(*plan.specs, batch_specs),
+        return modes.shard_map(on_device, plan, in_specs=(*plan.pair_at_rest, batch_specs),
                                out_specs=P())(params, frozen, batch)
 
     return held_out_sums
@@ -259,13 +260,13 @@ def build(config: Config, mesh: Any, task: Task, shapes: Any, step: Callable | N
           transform: Any = None, schedule: Callable | None = None, typed: bool = True) -> Program:
     """Return the program that trains task.init's weights with task.loss on batches of these shapes
     (plan.py, modes.py). `step`, `transform`, `schedule` are fit's step, optimizer, schedule."""
-    transform_of = optimizers.Chosen(transform, optimizer)
+    transform_of = optimizers.OptimizersByPath(transform, optimizer)
     if step:
-        return part("tasks.own_step", "fit(step=...)").OwnStep(
+        return part("tasks.custom_step", "fit(step=...)").CustomStep(
             step, config, mesh, task, shapes, transform_of, schedule,
             functools.partial(learning_rate, config), make_gradients, make_evaluate).program()
     plan = make_plan(config, mesh, task.init, task.loss, shapes, task.overrides, typed,
-                     own_loss(config, task.loss), schedule, timed=task.timed)
+                     network_of_loss(config, task.loss), schedule, timed=task.timed)
     transform = transform_of(plan.config, plan.trained)
     return make_program(plan, transform, make_step(plan, transform), make_evaluate(plan))
 

@@ -100,7 +100,7 @@ def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Coll
     """Return (a compiled step's collectives, its FLOPs per device, ""). If the compiler can't print
     the program, return `expected`, the usual FLOP count, and a text with the reason."""
     config, mesh = program.config, program.mesh
-    c, devices = config.network, mesh.shape["expert"] if config.step == "shard_map" else 1
+    c, devices = config.network, mesh.shape["expert"] if config.collectives == "explicit" else 1
     # Rows per token that fit on a device of experts; the rows in use are experts_per_token/devices.
     room = min(c.experts_per_token, max(1, c.experts // devices))
     try:

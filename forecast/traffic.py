@@ -55,13 +55,13 @@ def _sends_more(plan):
     return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
             or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
-            or any(d.spec != d.used for d in jax.tree.leaves(plan.decisions))
+            or any(d.spec != d.spec_in_loss for d in jax.tree.leaves(plan.decisions))
             or platform(plan.mesh) == "tpu" and jnp.dtype(c.dtype).itemsize == 4)
 
 
 def _blocks(plan):
     """Return the Traffic of a network's blocks, or None if its activations have no formulas."""
-    by_hand = plan.network and plan.config.step == "shard_map"
+    by_hand = plan.network and plan.config.collectives == "explicit"
     return plan.network.block_traffic(plan.config.network) if by_hand else None
 
 
@@ -92,7 +92,7 @@ class _Run:
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
         self.ticks, self.passes = config.accumulate * count, config.accumulate * count / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
-        self.overlaps = c.overlap and config.step == "shard_map"
+        self.overlaps = c.overlap and config.collectives == "explicit"
         # A microbatch on a device. Between blocks, tensor splits the sequence if it divides it.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time

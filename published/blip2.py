@@ -33,7 +33,7 @@ from published.llama import record_of
 from published.record import an_id, classed, count, pictures, refuse, wrong
 from published.transformer import only
 from zigzag.core.mesh import cast, vary_like
-from zigzag.parallel.network import Layer, Network, Params
+from zigzag.parallel.network import CacheLayer, Network, Params
 from zigzag.parallel.products import lookup, matmul
 from zigzag.parallel.table import Table
 
@@ -259,7 +259,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 
 
-def cache_layer(config: Any, i: int) -> Layer:
+def cache_layer(config: Any, i: int) -> CacheLayer:
     return transformer.cache_layer(config, i)._replace(source=() if i else ("cross_vectors",))
 
 

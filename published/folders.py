@@ -18,7 +18,7 @@ from zigzag.core.options import check_values, flag
 from zigzag.disk.checkpoint import run_record
 from zigzag.disk.tokenizers import copy_files, tokenizer_of
 from zigzag.parallel import low_rank
-from zigzag.parallel.network import Computed, Network, Params, model_type, network_of_record
+from zigzag.parallel.network import ComputeOptions, Network, Params, model_type, network_of_record
 from zigzag.parallel.saved import is_custom, load_run
 
 # -------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
 
 def _may_change(network):
     """The options that only affect how we train and execute a published model."""
-    return {*network.trained, *(f.name for f in dataclasses.fields(Computed))} - {"published"}
+    return {*network.trained, *(f.name for f in dataclasses.fields(ComputeOptions))} - {"published"}
 
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,

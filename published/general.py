@@ -18,7 +18,7 @@ from published.record import Fields, Record, as_config
 from zigzag.core.errors import ConfigError, fill_in
 from zigzag.core.options import check_values, flag
 from zigzag.parallel.network import (
-    Computed,
+    ComputeOptions,
     check_heads,
     check_published,
     of_decoders,
@@ -31,7 +31,7 @@ Shapes = dict[str, jax.ShapeDtypeStruct]    # of a batch
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Computed):
+class Config(ComputeOptions):
     """A model's options. Each field is also a flag; 0 often means that others determine it."""
     layers: int = flag(4, least=1)  # number of layers
     d_model: int = flag(128, least=1)  # width of the residual stream

@@ -49,7 +49,7 @@ from published.record import (
     wrong,
 )
 from zigzag.core.errors import ConfigError, did_you_mean, one_line
-from zigzag.parallel.network import Computed, Network, network_of
+from zigzag.parallel.network import ComputeOptions, Network, network_of
 from zigzag.parallel.rotary import parse_scaling
 
 FAMILIES: Families = {**GPT, **PAIRS, **ENCODERS}
@@ -132,7 +132,8 @@ def whole_context(c: Any) -> Any:
 
 # Options for training and execution, and those that the plain decoder shares with the general
 # network.
-OF_TRAINING = {"dropout", "balance", "router_z", *(f.name for f in dataclasses.fields(Computed))}
+OF_TRAINING = {"dropout", "balance", "router_z",
+               *(f.name for f in dataclasses.fields(ComputeOptions))}
 PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim d_ff vocab_size
     seq_len tied norm_eps rope_theta rope_scaling embed_scale experts experts_per_token"""))
 

@@ -32,7 +32,7 @@ def source_shape(c: Any, rows: int) -> tuple[int, ...]:
     return rows, c.channels, 2 * c.source_len
 
 
-def weights(c: Any, table: Any) -> Params:
+def weight_table(c: Any, table: Any) -> Params:
     """The table of a stem's weights, in the letters of tables.py."""
     if c.stem == "patches":
         return patch_weights(c, table) | {"class_token": table("D", 0.02)}

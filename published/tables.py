@@ -41,7 +41,7 @@ def _embed_weights(c, make):
     if c.own_stem == "tokens":
         weights = {"embed": make("V/tensor W/fsdp", W**-0.5)}
     else:
-        weights = stems.weights(c, make)
+        weights = stems.weight_table(c, make)
     if c.positions in ("learned", "fixed"):
         weights["positions"] = make(f"P {inner}/fsdp", 0.02,
                                     stems.sound_positions if c.positions == "fixed" else None)

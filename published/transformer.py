@@ -49,7 +49,7 @@ from zigzag.core.mesh import axis_size, cast, check_ids, mark_varying, time_part
 from zigzag.generate import cache as kv_cache
 from zigzag.parallel import attention, low_rank, remat
 from zigzag.parallel.network import (
-    Layer,
+    CacheLayer,
     Network,
     Params,
     Traffic,
@@ -78,7 +78,7 @@ def norm(w, name, x, c, kind="", eps=0.0):
 
 def heads_of(q, a, dim):
     """Take this device's query heads from an array of all heads."""
-    return shard.own_part(a, dim) if q.shape[2] < a.shape[dim] else a
+    return shard.local_part(a, dim) if q.shape[2] < a.shape[dim] else a
 
 
 def _known(c, i):
@@ -150,7 +150,7 @@ def _latent_from_cache(w, h, c, i, batch, cache):
     cached = kv_cache.update(cache["latent"], latent, batch["slot"], 1)
     query = kv_cache.query_tokens(batch["slot"], batch["start"], q.shape[1])
     scores = _scores(w, q, c)
-    attend = attention.self_attention(None, scores, c.heads, attention.Known(**_known(c, i)))
+    attend = attention.self_attention(None, scores, c.heads, attention.Pattern(**_known(c, i)))
     wk, wv = (heads_of(q, merged(w[name]), 1) for name in ("wk", "wv"))
     q = jnp.concatenate([q[..., :U], jnp.einsum("bthy,rhy->bthr", q[..., U:], wk)], -1)
     q = _scaled(q, c) * (q.shape[-1] / c.head_dim) ** 0.5
@@ -231,7 +231,7 @@ def _into_dense(w):
     return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
-@shard.part("mlp")
+@shard.recomputable("mlp")
 def feed_forward(w, h, c, i=0, batch=None):
     """Run the MLP or the experts: h [B, T, D] -> [B, T, D], and the experts' loss terms."""
     y, aux = _out_of_block(w, h, c, i, batch, [], shard.columns(h, *_into_dense(w)))
@@ -300,7 +300,7 @@ def embedding(params, batch, c):
         x = x * (c.embed_scale or c.d_model**0.5)   # gives new weights rows of unit size
     else:
         x = stems.stream(params, batch["source"], c)
-        x = shard.residual_stream(own_time(_padded(x)))
+        x = shard.residual_stream(local_time(_padded(x)))
     # If a norm follows the embedding, everything before the norm has the embedding's width.
     if "project_in" in params and not c.embed_norm:
         x = matmul(x, params["project_in"])
@@ -568,7 +568,7 @@ def _source(batch, c):
     known = jax.tree.map(_padded, known)
     shape = known["mask"].shape
     known["slots"] = jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    known = batch | own_time(known)
+    known = batch | local_time(known)
     if "seeds" in batch:        # so that dropout differs from the decoder's
         known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
     return with_positions(known, c)
@@ -579,7 +579,7 @@ def only(batch: Batch, *names: str) -> Batch:
     return {name: batch[name] for name in names if name in batch}
 
 
-def own_time(tree):
+def local_time(tree):
     """Cut arrays [B, T, ...] to this device's part of the sequence, in plain order. They come from
     a source or a picture, which shard_time leaves whole on every device of the seq axis."""
     def part(a):
@@ -708,11 +708,11 @@ def flops(c: Config, tokens: int, table: Params) -> float:
                      + attention_flops(keys, c.heads, c.head_dim, c.v_head_dim or c.head_dim))
 
 
-def cache_layer(c: Config, i: int) -> Layer:
+def cache_layer(c: Config, i: int) -> CacheLayer:
     widths, heads = {"k": c.head_dim, "v": c.v_head_dim or c.head_dim}, c.kv_heads
     if c.kv_rank:
         widths, heads = {"latent": c.rotary_dim + c.kv_rank}, 1
-    return Layer(widths, heads, layer_slots(c, i), kv_cache.CROSS if c.encoder_layers else ())
+    return CacheLayer(widths, heads, layer_slots(c, i), kv_cache.CROSS if c.encoder_layers else ())
 
 
 def source_shape(c: Config) -> tuple[int, ...] | None:

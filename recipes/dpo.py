@@ -119,7 +119,7 @@ def main(argv=None):
     del first           # free its memory for the run
     return train.fit(config, train.Task(init, lambda examples: collate(examples, length) | {
         "reference": np.stack([logs for _, _, logs in examples])}, loss, examples=learned,
-        held_out=held_out, weights=weights, tokenizer=tokenizer, record=record))
+        held_out=held_out, first_weights=weights, tokenizer=tokenizer, record=record))
 
 
 if __name__ == "__main__":

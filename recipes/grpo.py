@@ -131,7 +131,7 @@ def main(argv=None):
     held_out = [(*ids(a, b), [0] * LENGTH, [1] * LENGTH, 1) for a, b in pairs(held_out=True)]
     init, _, _ = train.language(c)
     return train.fit(c, train.Task(init, collate, loss, predict, drawn, held_out, metric=metric,
-                                   weights=weights, tokenizer=tokenizer, record=record))
+                                   first_weights=weights, tokenizer=tokenizer, record=record))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main(argv=None):
     init, loss, _ = train.language(c)
     return train.fit(c, train.Task(
         init, collate, loss, predict, list(encoded(False)), list(encoded(True)), metric=metric,
-        weights=weights, tokenizer=tokenizer, record=record))
+        first_weights=weights, tokenizer=tokenizer, record=record))
 
 
 if __name__ == "__main__":

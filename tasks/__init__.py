@@ -5,10 +5,10 @@ custom steps.
     arrays    arrays with a row per example: pictures, sound, classes            other networks
     examples  reads both from files
     metrics   numbers that compare predictions with references (--metric)
-    own_step  fit(step=...): several networks and losses, state besides the weights
+    custom_step  fit(step=...): several networks and losses, state besides the weights
     adds      the flags that these files add
 
-pairs and arrays have `opened`, a context manager that opens --data and yields a `Learned`
+pairs and arrays have `opened`, a context manager that opens --data and yields a `OpenedData`
 (zigzag/run/task.py): the config with the values derived from the data, the task, its entries in
 config.json, and the description to print. An option for only some kinds of data declares them with
 `of=`; with other data, it is an error.

@@ -10,12 +10,12 @@ from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.run import schedules
-from zigzag.run.task import Learned, Task, language
+from zigzag.run.task import OpenedData, Task, language
 
 
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
-           fingerprint: str = "") -> Iterator[Learned]:
+           fingerprint: str = "") -> Iterator[OpenedData]:
     """Open the .npz, or folder of .npy files, that --data names, and likewise --held_out."""
     network = network_of(config)
     shapes, limits = network.batch_shapes(config.network, 1), network.limits(config.network)
@@ -34,7 +34,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     init, loss, _ = language(config)
     task = Task(init=init, loss=loss, collate=examples.collate_arrays, examples=own.train,
                 held_out=held_out, flops=flops_of_update(config), **scored(config, network))
-    yield Learned(config, lambda: task, {"fingerprint": digest}, description)
+    yield OpenedData(config, lambda: task, {"fingerprint": digest}, description)
 
 
 def scored(config: Any, network: Any) -> dict[str, Callable]:

@@ -22,12 +22,12 @@ from zigzag.generate.prompts import special_ids
 from zigzag.generate.rows import cut_at_end
 from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.run import checks, schedules
-from zigzag.run.task import Learned, Task, language
+from zigzag.run.task import OpenedData, Task, language
 
 
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
-           fingerprint: str = "") -> Iterator[Learned]:
+           fingerprint: str = "") -> Iterator[OpenedData]:
     """Open the JSON lines that --data and --held_out name."""
     tokenizer = tokenizer or Bytes()
     shape = network_of(config).source_shape(config.network)
@@ -37,7 +37,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     config = checks.check_vocabulary(config, tokenizer.vocab_size)
     config = schedules.with_steps(config, len(own.train))
     record = {"fingerprint": digest, "tokenizer_sha256": "", **tokenizer_record(tokenizer)}
-    yield Learned(config, lambda: task_of(config, tokenizer, own.train, held_out), record,
+    yield OpenedData(config, lambda: task_of(config, tokenizer, own.train, held_out), record,
                   description, '--prompt "..."' if len(shape) == 1 else "--source FILE.npy")
 
 

@@ -404,7 +404,7 @@ def check_network(config, mesh):
 
 
 def opened(config, run, tokenizer=None, ready=0, fingerprint=""):
-    """Open the --data of a configuration for the run in this folder; gives a Learned."""
+    """Open the --data of a configuration for the run in this folder; gives an OpenedData."""
     return training.opener(source.kind_of(config))(config, tokenizer, run, ready, fingerprint)
 
 

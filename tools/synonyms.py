@@ -66,6 +66,7 @@ WORDS = {
     "out": "out_dir output output_dir save_dir save_path ckpt_dir checkpoint_dir run_dir log_dir "
            "logdir work_dir",
     "seed": "random_seed rng_seed manual_seed",
+    "mix": "data_weights mixture mixture_weights dataset_weights sampling_weights",
     "vocab_size": "n_vocab vocab num_embeddings padded_vocab_size vocabulary",
 }
 

@@ -76,7 +76,7 @@ class More(Few):
     (["--coordinator", "a:7000", "--processes", 2, "--process_id", 0, "--distributed"],
      "or only --distributed"),
     (["--shards", 0], "at least 1"), (["--out", "gs://bucket/run"], "that every process sees"),
-    (["--step", "jit", "--mesh", "pipe=2,seq=2"], "pipe=2 and seq=2"),
+    (["--collectives", "compiler", "--mesh", "pipe=2,seq=2"], "pipe=2 and seq=2"),
     (["--override", "w_up"], "REGEX=axis"), (["--override", "w_up=-,tensr"], "'tensor'"),
     (["--override", "w_upp=-"], "'layers.w_up'"),
     (["--override", "w_up=-,-,-,fsdp"], "4 dimensions"),

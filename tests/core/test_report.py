@@ -57,7 +57,7 @@ def test_the_header_has_a_line_for_each_process(capsys):
     reporter = report.Reporter(steps=10)
     reporter.header(Config(), fake_mesh(2, 2), ["node-a", "node-b"])
     assert capsys.readouterr().out.splitlines() == [
-        "=== zigzag on 4 x TPU v5 lite | float32 | step by shard_map ===",
+        "=== zigzag on 4 x TPU v5 lite | float32 | explicit collectives ===",
         "devices  process 0 on node-a: 2 x TPU v5 lite",
         "devices  process 1 on node-b: 2 x TPU v5 lite",
         "mesh     data=2 tensor=2"]

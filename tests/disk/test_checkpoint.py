@@ -77,7 +77,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path, text):
     rows of a mixture that depend on when the process began."""
     words = (*SMALL, "--mesh", "data=2,tensor=2", "--steps", 40, "--save_every", 5,
              "--eval_every", 15, "--dropout", 0.1, "--data", text / "1.txt", text / "2.txt",
-             "--weights", 3, 1, "--pack", "documents")
+             "--mix", 3, 1, "--pack", "documents")
     survives_kills(0, int(os.environ.get("KILLS", 4)), tmp_path,
                    lambda out: [started(*words, "--out", out)])
 
@@ -212,7 +212,7 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
 def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
     """A traceback for a damaged config.json, or for a folder that is not a run's."""
     if record is not None:
-        (tmp_path / "config.json").write_bytes(record.replace(b"{", b'{"format": 0, ', 1))
+        (tmp_path / "config.json").write_bytes(record.replace(b"{", b'{"format": 1, ', 1))
     with pytest.raises(ConfigError, match=says):
         checkpoint.read_run(tmp_path, transformer.Config)
 
@@ -220,7 +220,7 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
 def test_a_field_that_is_newer_than_a_run_had_its_default(tmp_path):
     """A run that is continued with another value of a field that was added since."""
     (tmp_path / "config.json").write_text(json.dumps(
-        {"format": 0, "network": "decoder", "layers": 2, "d_model": 64, "data": ["a"]}))
+        {"format": 1, "network": "decoder", "layers": 2, "d_model": 64, "data": ["a"]}))
     check = functools.partial(checkpoint.check_run_folder, str(tmp_path), may={},
                               read_old=functools.partial(read_old, train.Config))
     # (head_dim followed from the width.)
@@ -319,14 +319,14 @@ def test_a_flipped_byte_passes_only_where_nobody_looks(run):
 
 def edit_weights(monkeypatch, change):
     """model.py with another table of weights."""
-    def weights(c):
+    def weight_table(c):
         table = usual(c)
         change(table["layers"], lambda *size: Weight(("L", "D", "F")[:len(size)], size, 0.1,
                                                       ("pipe", "", "")[:len(size)]))
         return table
 
-    usual = model.weights
-    network = dataclasses.replace(model.NETWORK, weights=weights)
+    usual = model.weight_table
+    network = dataclasses.replace(model.NETWORK, weight_table=weight_table)
     monkeypatch.setattr(model, "NETWORK", network)
     monkeypatch.setitem(NETWORKS, "decoder", network)
 

@@ -78,8 +78,8 @@ def test_data_that_was_changed_is_refused(tmp_path, text):
         assert "match data.json" in says("train.bin", change)
     assert "match data.json" in says("data.json", lambda raw: raw.replace(b"uint16", b"uint32"))
     assert "was edited or damaged" in says("tokenizer.model", flip)
-    assert "format 1; this code reads and writes only format 0: make it" in says(
-        "data.json", lambda raw: raw.replace(b'"format": 0', b'"format": 1'))
+    assert "format 2; this code reads and writes only format 1: make it" in says(
+        "data.json", lambda raw: raw.replace(b'"format": 1', b'"format": 2'))
     for raw in (b"{", b"[]", b"null"):
         assert "not a folder made by data.py" in says("data.json", lambda _, raw=raw: raw)
     Corpus(folder)

@@ -131,7 +131,7 @@ def test_documents_and_streams_are_trained(tmp_path, text, two, capsys):
     """The flags of a mixture on the command line: a run that continues with other rows, a loss that
     is not logged, a refusal without the numbers."""
     out = tmp_path / "run"
-    words = [*SMALL, "--data", *two, "--weights", 3, 1, "--held_out", text, "--pack", "documents",
+    words = [*SMALL, "--data", *two, "--mix", 3, 1, "--held_out", text, "--pack", "documents",
              "--batch", 4]
     for steps in (4, 8):
         go(*words, "--steps", steps, "--eval_every", 4, "--out", out,
@@ -142,18 +142,18 @@ def test_documents_and_streams_are_trained(tmp_path, text, two, capsys):
     split = tmp_path / "split"
     (tmp_path / "short.txt").write_text("bala 3")
     assert "the source short has only" in refused(
-        capsys, *SMALL, "--data", two[0], tmp_path / "short.txt", "--weights", 3, 1, "--batch", 8,
+        capsys, *SMALL, "--data", two[0], tmp_path / "short.txt", "--mix", 3, 1, "--batch", 8,
         "--out", split)
     (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{"txt": "no"}\n{broken\n')
     assert "below 4; 2 lines without text; the first is" in refused(
         capsys, *SMALL, "--data", tmp_path / "bad.jsonl", "--batch", 8, "--out", split)
-    go(*SMALL, "--data", *two, "--weights", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
+    go(*SMALL, "--data", *two, "--mix", 3, 1, "--steps", 2, "--batch", 4, "--out", split)
     last = [json.loads(line) for line in open(split / "metrics.jsonl")][-1]
     assert {"eval_loss", "eval_loss_a", "eval_loss_b"} <= set(last)
     assert min(last["eval_loss_a"], last["eval_loss_b"]) <= last["eval_loss"] <= max(
         last["eval_loss_a"], last["eval_loss_b"])
-    for more, says in ((["--weights", 1], "1 for 2 paths"), (["--weights", 1, 0], "above 0"),
-                       (["--weights", "x", 1], "above 0"), (["--pack", "rows"], "stream or doc")):
+    for more, says in ((["--mix", 1], "1 for 2 paths"), (["--mix", 1, 0], "above 0"),
+                       (["--mix", "x", 1], "above 0"), (["--pack", "rows"], "stream or doc")):
         assert says in refused(capsys, "--data", *two, *more, "--out", tmp_path / "no")
 
 

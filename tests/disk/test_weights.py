@@ -261,7 +261,7 @@ def test_a_run_keeps_its_weights(weighted, tmp_path, text, capsys):
     held-out file, that is refused because it has none."""
     words = (*SMALL, "--batch", 8, "--steps", 1, "--weight_field", "w")
     run, made = tmp_path / "run", tmp_path / "made"
-    go(*words, "--data", weighted, text, "--weights", 1, 1, "--held_out", text, "--out", run)
+    go(*words, "--data", weighted, text, "--mix", 1, 1, "--held_out", text, "--out", run)
     assert "tokens have a weight above 0, by 'w'" in capsys.readouterr().out
     assert "weight_field 'w', and '' was given" in refused(
         capsys, "--weight_field", "", "--out", run, "--steps", 2)

@@ -73,7 +73,7 @@ def test_blocks_save_arithmetic_and_memory(monkeypatch):
 
         def loss(q, k, v, a, b):
             return jnp.sum(shard.attend(PLAIN, q, k, v, MASK, a, b,
-                                        attention.Asked(causal)))
+                                        attention.AttendOptions(causal)))
 
         done = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape, info, info).compile()
         return arithmetic.arithmetic(done), done.memory_analysis().temp_size_in_bytes
@@ -157,16 +157,17 @@ def _backward(saved, cotangent):
 one_operation_each_way.defvjp(_forward, _backward)
 
 
-def one_kernel(q, k, v, known):
+def one_kernel(q, k, v, pattern):
     """A device's kernel, as two opaque operations. (With a softcap by its formula.)"""
     slots = np.arange(q.shape[1])
     apart = slots[:, None] - slots
-    allowed = (apart >= 0 if known.causal else apart == apart) & (apart < (known.window or 10**9))
-    documents = jnp.zeros(q.shape[:2], int) if known.documents is None else known.documents
+    allowed = apart >= 0 if pattern.causal else apart == apart
+    allowed &= apart < (pattern.window or 10**9)
+    documents = jnp.zeros(q.shape[:2], int) if pattern.documents is None else pattern.documents
     allowed = allowed & (documents[:, :, None] == documents[:, None, :])
-    if known.softcap:
+    if pattern.softcap:
         return PLAIN(q, k, v, allowed[:, None],
-                     lambda s: known.softcap * jnp.tanh(s / known.softcap))[0]
+                     lambda s: pattern.softcap * jnp.tanh(s / pattern.softcap))[0]
     return one_operation_each_way(q, k, v, allowed)
 
 
@@ -210,15 +211,15 @@ def test_a_kernel_is_given_each_devices_rows_and_heads(monkeypatch, mesh, change
     batch = with_documents(config) if config.pack else batch_of(config)
     want = gradients_of(config, "", batch)
 
-    def kernel(q, k, v, known):
+    def kernel(q, k, v, pattern):
         n = dict(mesh_of(mesh).shape)["tensor"]
         if config.network.heads % n:        # then every device has all of them
             n = 1
         assert q.shape[2] == config.network.heads // n
         assert k.shape[2] == v.shape[2] == math.lcm(config.network.kv_heads, n) // n
-        assert known.documents is None or known.documents.shape == q.shape[:2]
+        assert pattern.documents is None or pattern.documents.shape == q.shape[:2]
         calls.append(q.shape)
-        return one_kernel(q, k, v, known)
+        return one_kernel(q, k, v, pattern)
 
     give_kernel(monkeypatch, kernel=kernel)
     got = gradients_of(config, mesh, batch)
@@ -239,10 +240,10 @@ def test_a_kernel_is_not_used_where_it_knows_too_little(monkeypatch, run, times)
     each."""
     calls, config = [], make()
 
-    def kernel(q, k, v, known):
-        assert known.documents is None or known.documents.shape == q.shape[:2]
+    def kernel(q, k, v, pattern):
+        assert pattern.documents is None or pattern.documents.shape == q.shape[:2]
         calls.append(q.shape)
-        return one_kernel(q, k, v, known)
+        return one_kernel(q, k, v, pattern)
 
     give_kernel(monkeypatch, kernel=kernel)
     with jax.set_mesh(mesh_of("")):
@@ -295,7 +296,7 @@ DOCUMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (2, 16)), 1)
     {}, dict(causal=False), dict(window=5), dict(documents=DOCUMENTS, causal=False),
     dict(window=5, local=np.array(False)),
     dict(documents=DOCUMENTS, window=5, local=np.array(True))])
-def test_cudnn_is_told_what_the_formula_knows(monkeypatch, known):
+def test_cudnn_is_told_what_the_formula_knows(monkeypatch, pattern):
     """A GPU on which documents see each other, or a window that is one key too long. (jax's own
     formula with the same arguments stands for cuDNN.)"""
     plain, rng = jax.nn.dot_product_attention, np.random.default_rng(0)
@@ -305,12 +306,12 @@ def test_cudnn_is_told_what_the_formula_knows(monkeypatch, known):
         return plain(*args, implementation="xla", **given)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
-    known = attention.Known(**known)
+    pattern = attention.Pattern(**pattern)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 16, heads, 8))) for heads in (4, 2, 2))
     slots = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    info = attention.Token(slots, slots, 0 * slots if known.documents is None else DOCUMENTS)
-    want, _ = attention.self_attention(None, None, 4, known)(q, k, v, attention.both(info, info))
-    np.testing.assert_allclose(attention._cudnn(q, k, v, known), want, rtol=1e-5, atol=1e-6)
+    info = attention.Token(slots, slots, 0 * slots if pattern.documents is None else DOCUMENTS)
+    want, _ = attention.self_attention(None, None, 4, pattern)(q, k, v, attention.both(info, info))
+    np.testing.assert_allclose(attention._cudnn(q, k, v, pattern), want, rtol=1e-5, atol=1e-6)
 
 
 def mesh_with(kind):
@@ -340,8 +341,8 @@ def test_a_kernel_is_asked_for_what_it_can(name, dtype, time, width, kind):
 def test_a_ring_asks_for_what_its_kernel_can(name, time, causal, window, kind):
     """Half of a device's tokens that are no whole block; a window, which its parts do not know."""
     mesh = SimpleNamespace(shape={}, abstract_mesh=mesh_with(kind).abstract_mesh)
-    call = attention.Call(causal, "", attention.Known(causal, window), "bfloat16", 1, 1, time, time,
-                          64, True)
+    call = attention.Call(causal, "", attention.Pattern(causal, window), "bfloat16", 1, 1, time,
+                          time, 64, True)
     assert attention.kernel_for(call, True, mesh, ()) == name
 
 
@@ -357,7 +358,7 @@ def test_a_rings_kernel_sees_what_the_ring_does_not_skip(monkeypatch, causal):
     def attend(x, slots):
         return shard.attend(PLAIN, x, x, x, lambda query, key: (
             key[:, None, None, :] <= query[:, None, :, None]), slots, slots,
-            attention.Asked(causal, attention.Known(not causal)))
+            attention.AttendOptions(causal, attention.Pattern(not causal)))
 
     want = PLAIN(x, x, x, (slots.T >= slots)[None, None])[0]
     order = shard.zigzag_order(8, 2)
@@ -444,7 +445,7 @@ ENCODER = dict(causal=False, head="masked", biases="head")
     ("seq=2", ENCODER, ALL + "; by the splash kernel$"), ("seq=2,tensor=2", {}, "splash kernel$"),
     ("seq=2", dict(pack="documents"), RING + ".*splash kernel, within documents"),
     ("pipe=2,tensor=2", dict(microbatches=2, kernel=False, seq_len=512), "in blocks"),
-    ("data=2,tensor=2", dict(step="jit", seq_len=256), "in blocks"),
+    ("data=2,tensor=2", dict(collectives="compiler", seq_len=256), "in blocks"),
     ("tensor=2", dict(encoder_layers=1, source_len=8),
      "all to all, 8 queries and 8 keys: by the splash kernel, within documents"),
 ])
@@ -464,12 +465,12 @@ def test_a_start_says_how_attention_is_computed(monkeypatch, mesh, changes, says
 
         monkeypatch.setattr(module, name, call)
 
-    spy("by_kernel", lambda q, k, v, known: "by the splash kernel" + (
-        "" if known.documents is None else ", within documents"))
-    monkeypatch.setattr(ring_kernel, "attend_to", lambda known: lambda queries, keys, own: (
+    spy("by_kernel", lambda q, k, v, pattern: "by the splash kernel" + (
+        "" if pattern.documents is None else ", within documents"))
+    monkeypatch.setattr(ring_kernel, "attend_to", lambda pattern: lambda queries, keys, own: (
         attention.softmax_attention(queries[0], *keys[:2], jnp.array(True))))
-    spy("attend_to", lambda known: "by the splash kernel" + (
-        "" if known.documents is None else ", within documents"), ring_kernel)
+    spy("attend_to", lambda pattern: "by the splash kernel" + (
+        "" if pattern.documents is None else ", within documents"), ring_kernel)
     spy("causal_ring", lambda *_: RING, shard)
     spy("ring", lambda *_: ALL, shard)
     spy("in_blocks", lambda *_: "in blocks")

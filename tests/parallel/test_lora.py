@@ -133,7 +133,7 @@ MESHES = [
     # Overrides of only some of a matrix and its adapters.
     slow("tensor=2", {}, dict(override=("wo_a=-", "w_up$=-,tensor", "wq_b=-", "w_down$=-"))),
     full("fsdp=2,tensor=2", {}, dict(override=("w[qkvo]$=-", "_a=-,fsdp"), fsdp_min=1)),
-    full("data=2,tensor=2", {}, dict(step="jit"))]
+    full("data=2,tensor=2", {}, dict(collectives="compiler"))]
 
 
 @pytest.mark.parametrize("mesh, what, rest", MESHES)

@@ -11,7 +11,7 @@ from tests.common import assert_same_on, full, peer
 from tests.forecast.test_traffic import ONE_F_ONE_B, sent_and_expected
 from tests.helpers import make, program_of
 from zigzag.core.options import options
-from zigzag.parallel.network import Computed
+from zigzag.parallel.network import ComputeOptions
 
 CASES = [
     ("tensor=4", dict(remat="full")),
@@ -46,7 +46,7 @@ def test_parts_travel_in_place_of_a_gather(mesh, changes):
 
 def test_options_of_computing_ask_for_no_other_network():
     """--overlap that trains the general network in place of model.py."""
-    assert options(Computed).keys() <= OF_TRAINING
+    assert options(ComputeOptions).keys() <= OF_TRAINING
     assert type(make(overlap=True).network) is model.Config
 
 

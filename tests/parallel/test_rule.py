@@ -485,13 +485,13 @@ def test_what_an_override_stores_otherwise_is_given_to_the_loss_as_it_can_use_it
                              stack, X, mesh=abstract_mesh(dict(data=2, fsdp=2, pipe=2, tensor=2)),
                              overrides=overrides)
 
-    assert plan()["up"].used_as is None and plan()["up"].used == plan()["up"].spec == P(
+    assert plan()["up"].in_loss is None and plan()["up"].spec_in_loss == plan()["up"].spec == P(
         "pipe", "fsdp", "tensor")
     for stored, given in [(P(None, "data"), P("pipe")), (P("fsdp", "tensor"), P("pipe", "tensor")),
                           (P(None, "tensor", "fsdp"), P("pipe", "tensor", "fsdp")),
                           (P("tensor", "pipe"), P("pipe")), (P(), P("pipe"))]:
         decision = plan(("up", stored))["up"]
-        assert decision.spec == stored and decision.used == given, stored
+        assert decision.spec == stored and decision.spec_in_loss == given, stored
         assert decision.reason == "override 'up'"
     several = plan(("up|down", P("data")), ("down", P(None, "data")))
     assert several["up"].spec == P("data") and several["down"].spec == P(None, "data")
@@ -524,7 +524,7 @@ def test_rows_of_a_table_are_obeyed():
     for up, stored, given in [(columns, P("tensor"), COLUMN), (columns, P(), COLUMN),
                               (whole, COLUMN, P()), (None, P("tensor"), P("tensor"))]:
         decision = plan(up, rows, [("up", stored)])["up"]
-        assert decision.spec == stored and decision.used == given, (up, stored)
+        assert decision.spec == stored and decision.spec_in_loss == given, (up, stored)
 
 
 # -------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_a_weight_lies_as_its_row_says(changes, mesh):
     split, of a weight that fsdp splits elsewhere (F is larger than D, and free without tensor)."""
     config, mesh = model.Config(**{**DENSE, **changes}), abstract_mesh(mesh)
     found = by_path(model.NETWORK.plan_weights(config, mesh, fsdp_min=1))
-    for path, w in by_path(model.weights(config)).items():
+    for path, w in by_path(model.weight_table(config)).items():
         spec = full_spec(found[path].spec, len(w.shape))
         assert [axis or "" for axis in spec] == [
             axis if mesh.shape.get(axis, 1) > 1 else "" for axis in w.mesh_axes], path
@@ -38,9 +38,9 @@ def test_a_weight_lies_as_its_row_says(changes, mesh):
 def test_an_edited_row_moves_its_weight():
     """/fsdp that a fork moves to another dimension, or takes out, and that stays where it was."""
     def spec_of_up(row):
-        table = model.weights(config)
+        table = model.weight_table(config)
         table["layers"]["w_up"] = Table(L=4, D=config.d_model, F=1024)(row, 0.1)
-        network = dataclasses.replace(model.NETWORK, weights=lambda c: table)
+        network = dataclasses.replace(model.NETWORK, weight_table=lambda c: table)
         specs = network.weight_specs(config, abstract_mesh(dict(fsdp=2, pipe=2)))
         return tuple(full_spec(specs["layers"]["w_up"], 3))
 

@@ -264,9 +264,9 @@ def test_the_forward_pass_reduces_twice_a_layer(changes):
 
 @pytest.mark.parametrize("changes", [{}, dict(tied=True), dict(kv_heads=2)])
 def test_a_compiler_alone_reduces_twice_a_layer(changes):
-    """Specs that do not fit together, which the compiler (--step jit) would gather. There must be
-    two reductions in a layer, one for the embedding, a maximum and a sum for the loss, and no
-    gather."""
+    """Specs that do not fit together, which the compiler (--collectives compiler) would gather.
+    There must be two reductions in a layer, one for the embedding, a maximum and a sum for the
+    loss, and no gather."""
     config, mesh = make(**changes), mesh_of("data=2,tensor=4")
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     places = shardings(net.weight_specs(config, mesh), mesh)

@@ -435,11 +435,11 @@ def test_the_machinery_reads_no_option_that_the_plain_decoder_lacks():
 
 @pytest.mark.parametrize("changes", [{}, dict(experts=4)], ids=["dense", "experts"])
 def test_where_a_weight_lives_follows_from_its_row(changes):
-    """What the docstring of model.weights says, and the rule does otherwise."""
+    """What the docstring of model.weight_table says, and the rule does otherwise."""
     config = model.Config(d_model=256, vocab_size=512, **changes)
     mesh = abstract_mesh(dict(pipe=2, fsdp=2, expert=2, tensor=2))
     decisions = by_path(model.NETWORK.plan_weights(config, mesh))
-    for path, row in by_path(model.weights(config)).items():
+    for path, row in by_path(model.weight_table(config)).items():
         if row.tensor < 0:
             continue
         axes = [{"L": "pipe", "E": "expert"}.get(letter) for letter in row.axes]

@@ -443,11 +443,11 @@ def test_an_option_without_a_name_there_is_not_exported(tmp_path):
     class Config(model.Config):
         sharpen: float = 0.0        # what no published model has
 
-    def weights(c):
+    def weight_table(c):
         extra = {"extra": Table(D=c.d_model)("D")} if c.sharpen > 1 else {}
-        return {**model.weights(c), **extra}
+        return {**model.weight_table(c), **extra}
 
-    network = dataclasses.replace(model.NETWORK, config=Config, weights=weights)
+    network = dataclasses.replace(model.NETWORK, config=Config, weight_table=weight_table)
     for sharpen, says in ((0.0, None), (0.5, "sharpen is 0.5, but"), (2.0, "sharpen is 2.0")):
         config = Config(layers=1, d_model=16, heads=2, vocab_size=11, sharpen=sharpen)
         params = network.init(config, jax.random.key(0))

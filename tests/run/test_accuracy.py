@@ -24,7 +24,7 @@ MESHES = [full("", {}), ("fsdp=2,tensor=2", dict(accumulate=2)),
           slow("pipe=2,seq=2", dict(schedule="1f1b", microbatches=2)),
           *(full(*case) for case in (
               ("seq=2,tensor=2", {}), ("pipe=2,tensor=2", dict(microbatches=2)),
-              ("expert=2,tensor=2", dict(experts=4)), ("tensor=2", dict(step="jit"))))]
+              ("expert=2,tensor=2", dict(experts=4)), ("tensor=2", dict(collectives="compiler"))))]
 
 
 @pytest.mark.parametrize("mesh, changes", MESHES)

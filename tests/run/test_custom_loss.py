@@ -147,7 +147,7 @@ def own_block(causal, mask, head, schedule="gpipe", all_time=False):
         q, k, v = shard.columns(model.norm(x, w["attn_norm"], NET), w["wq"], w["wk"], w["wv"])
         info = {"slot": jnp.broadcast_to(shard.slots_of(q), q.shape[:2])}
         a = shard.attend(attention.softmax_attention, q, k, v, mask, info, info,
-                         attention.Asked(causal))
+                         attention.AttendOptions(causal))
         x = x + shard.row((a, w["wo"]))
         up, = shard.columns(model.norm(x, w["mlp_norm"], NET), w["w_up"])
         return x + shard.row((jax.nn.gelu(up), w["w_down"])), None
@@ -516,14 +516,15 @@ def test_noise_by_the_seeds_of_a_batch_trains_anywhere():
 @pytest.mark.parametrize("name", ["coupled rows", slow("a penalty"), slow("a mean")])
 def test_where_a_loss_is_refused_the_step_that_is_named_trains_it(name):
     """Its evaluation, too: batches of held-out examples are those of one device there."""
-    assert theirs(name, "data=2,tensor=2", step="jit") == pytest.approx(theirs(name), rel=5e-5)
+    assert theirs(name, "data=2,tensor=2", collectives="compiler") == pytest.approx(
+        theirs(name), rel=5e-5)
     assert theirs(name, "tensor=2") == pytest.approx(theirs(name), rel=5e-5)
 
 
 def test_a_refused_loss_leaves_nothing_behind(tmp_path):
     """A run that is refused after its folder was made blocks the next one."""
     loss, given, _ = THEIRS["coupled rows"]
-    with refuses("--mesh data=2: .*--step jit --accumulate 1"):
+    with refuses("--mesh data=2: .*--collectives compiler --accumulate 1"):
         learn(make(batch=16, out=str(tmp_path / "run")), "data=2", loss=loss, **given)
     assert not list(tmp_path.iterdir())
 
@@ -564,7 +565,7 @@ def test_a_loss_may_print_and_distil(capfd):
         made = through_perceptron(p, b["x"]) - through_perceptron(teacher, b["x"])
         return jnp.sum(made ** 2), len(b["x"])
 
-    with refuses("jax.device_get copies them off.*--step jit"):
+    with refuses("jax.device_get copies them off.*--collectives compiler"):
         run(functools.partial(distils, params), "data=2")
     distils = functools.partial(distils, jax.device_get(params))
     assert run(distils, "data=2")[0] == pytest.approx(run(distils, "")[0])
@@ -736,7 +737,7 @@ def test_how_a_loss_runs_follows_from_what_it_calls(loss, mode):
         program = program_on(mesh, given, loss)
         alone = mode == "untyped" and size == 1     # nothing is left to split
         assert program.plan.mode == ("untyped, tensor whole" if alone else mode), mesh
-    assert program_on("data=2", given, loss, step="jit").plan.mode == "jit"
+    assert program_on("data=2", given, loss, collectives="compiler").plan.mode == "jit"
 
 
 def edited_mlp(w, h):
@@ -778,7 +779,8 @@ def test_an_edited_model_is_compared_until_test_all_has_passed(monkeypatch):
     longer runs as the network's own; one device that compares itself with itself."""
     asked, lines, config = [], [], make(steps=2)
     monkeypatch.setattr(tested, "why_untested", edited_since("model.py was edited", asked))
-    for mesh, changes in (("", {}), ("", dict(accumulate=2)), ("tensor=2", dict(step="jit"))):
+    for mesh, changes in (("", {}), ("", dict(accumulate=2)),
+                          ("tensor=2", dict(collectives="compiler"))):
         learn(make(steps=2, **changes), mesh, lines)
     assert not asked and not any("check  " in line for line in lines)
     rows, _ = learn(config, "data=2,tensor=2", lines)

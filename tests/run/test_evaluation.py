@@ -60,7 +60,7 @@ from zigzag.run.continuing import record_of
 VECTORS = list(np.random.default_rng(0).normal(size=(203, 8)).astype(np.float32))
 
 
-def own_loss(params, batch):
+def network_of_loss(params, batch):
     error = batch["x"] @ params["w"] - batch["x"]
     return jnp.sum(error ** 2), len(batch["x"]), {"far": jnp.sum(jnp.abs(error) > 1),
                                                   "errors": jnp.sum(jnp.abs(error), 0)}
@@ -68,7 +68,7 @@ def own_loss(params, batch):
 
 # A task with 203 held-out examples.
 OWN = dict(init=lambda key: {"w": jax.random.normal(key, (8, 8)) / 3}, examples=VECTORS,
-           held_out=VECTORS, collate=lambda e: {"x": np.stack(e)}, loss=own_loss,
+           held_out=VECTORS, collate=lambda e: {"x": np.stack(e)}, loss=network_of_loss,
            predict=lambda p, b: {"y": b["x"] @ p["w"], "id": b["x"].argmax(-1)})
 
 
@@ -275,7 +275,7 @@ def test_other_sums_count_once_where_devices_have_the_same_rows(mesh):
 def test_other_sums_that_do_not_add_up_over_held_out_rows_are_refused():
     """A number that depends on how many devices there are, logged as if it did not."""
     def loss(params, batch):
-        s, n, others = own_loss(params, batch)
+        s, n, others = network_of_loss(params, batch)
         return s, n, others if "seeds" in batch else {"one": jnp.ones(())}
 
     with refuses("its held-out other sum 'one' by"):

@@ -24,7 +24,7 @@ from zigzag.run.continuing import record_of
 KNOWN = options(train.Config)
 # A value for each option that is not its default, as words of a command line.
 VALUES = {
-    "data": "a", "held_out": "a", "weights": "1", "weight_field": "w", "pack": "stream",
+    "data": "a", "held_out": "a", "mix": "1", "weight_field": "w", "pack": "stream",
     "fields": "a b",
     "steps": "7", "epochs": "1", "tokens": "9", "minutes": "1", "lr": "0.5", "warmup": "2",
     "decay": "linear", "cooldown": "0.5",
@@ -32,7 +32,8 @@ VALUES = {
     "clip": "2", "optimizer": "muon", "beta1": "0.8", "beta2": "0.8", "accumulate": "2",
     "seed": "1", "batch": "16", "max_skipped": "3", "model": "tiny", "init_from": "run",
     "shards": "1", "mesh": "data=8", "zero": "1", "override": "wq=-,-,-", "fsdp_min": "9",
-    "step": "jit", "check": "true", "out": "run", "change": "lr", "save_every": "3", "keep": "2",
+    "collectives": "compiler", "check": "true", "out": "run", "change": "lr", "save_every": "3",
+    "keep": "2",
     "log": "wandb", "verify": "off", "eval_every": "3", "eval_first": "true", "eval_tokens": "99",
     "metric": "f1", "beams": "2", "best": "smallest:eval_loss",
     "sample_temperature": "0.5", "bench": "true", "topology": "v5e:2x2", "plot": "run",
@@ -41,7 +42,7 @@ VALUES = {
     "distributed": "true", "patience": "9", "verbose": "true"}
 # {kind of data: the options that only some kinds use, and this one does}
 MODES = {
-    "text": {"tokens", "weights", "weight_field", "pack", "eval_tokens", "sample_temperature"},
+    "text": {"tokens", "mix", "weight_field", "pack", "eval_tokens", "sample_temperature"},
     "pairs": {"fields", "metric", "beams"},
     "arrays": {"metric"}}
 OF_A_KIND = set().union(*MODES.values())
@@ -61,7 +62,7 @@ def test_the_table_has_every_option():
 @pytest.mark.parametrize("kind", MODES)
 @pytest.mark.parametrize("name", KNOWN)
 def test_an_option_acts_on_a_kind_of_data_or_is_refused(kind, name):
-    """--pack or --weights that a run on pairs lists among its options, and does not use."""
+    """--pack or --mix that a run on pairs lists among its options, and does not use."""
     given, config = {name: VALUES[name]}, make()
     if name in OF_A_KIND - MODES[kind]:
         with refuses(f"--{name} {VALUES[name]}: no effect on {kind}"):
@@ -153,7 +154,7 @@ def test_sizes_keep_zero_for_derived():
     assert (config.network.kv_heads, config.network.head_dim, config.network.d_ff) == (8, 16, 384)
 
 
-@pytest.mark.parametrize("found", [None, "0", FORMAT + 1])
+@pytest.mark.parametrize("found", [None, "1", FORMAT + 1])
 def test_a_run_folder_of_another_format_is_refused(tmp_path, found):
     """A run of other code whose values are read as if they were ours."""
     record = record_of(run_of(steps=40)) | {"tokenizer": "bytes"}
@@ -165,7 +166,7 @@ def test_a_run_folder_of_another_format_is_refused(tmp_path, found):
     path.write_text(json.dumps(record if found is None else record | {"format": found}))
     for read in (lambda: continued("--out", tmp_path), lambda: load_run(tmp_path),
                  lambda: checkpoint.best_step(tmp_path)):
-        with refuses("format .*reads and writes only format 0"):
+        with refuses("format .*reads and writes only format 1"):
             read()
 
 

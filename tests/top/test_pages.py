@@ -160,7 +160,7 @@ RUN_BY = {
     "def main():\n    config": "test_all.py",
     "shard.whole_time(y)": "test_the_task_by_hand",
     "shard.all_rows(texts": "run/test_custom_loss.py",
-    "generator_loss": "tasks/test_own_step.py",
+    "generator_loss": "tasks/test_custom_step.py",
     'GPT["phi"]': "published/test_families.py",
     "NETWORK = Network(": "test_a_network_of_your_own",
     "import data, train": "test_a_network_of_your_own",

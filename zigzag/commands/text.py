@@ -21,16 +21,16 @@ from zigzag.generate.rows import context_of
 from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.run import checks, schedules
 from zigzag.run.evaluation import NEW_IDS, preview
-from zigzag.run.task import Learned, Task, language
+from zigzag.run.task import OpenedData, Task, language
 
 
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
-           fingerprint: str = "") -> Iterator[Learned]:
+           fingerprint: str = "") -> Iterator[OpenedData]:
     """Open the corpora of --data and of --held_out. zigzag/disk/corpus.py explains `ready` and
     `fingerprint`."""
     with opened_sources(
-            config.data, bool(config.weights), config.held_out, run, ready, tokenizer,
+            config.data, bool(config.mix), config.held_out, run, ready, tokenizer,
             fingerprint, "data" in config.change, config.network.vocab_size,
             config.weight_field) as sources:
         if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
@@ -42,7 +42,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
         config = schedules.with_steps(config, len(rows))
         record = {"fingerprint": sources.fingerprint, "tokenizer": sources.tokenizer.kind,
                   "tokenizer_sha256": sources.record.get("tokenizer_sha256", "")}
-        yield Learned(config, lambda: task_of(config, sources, rows), record,
+        yield OpenedData(config, lambda: task_of(config, sources, rows), record,
                       sources.described(config.network.seq_len),
                       sources.prompt_flags if config.data else '--prompt "def main("')
 
@@ -86,7 +86,7 @@ def pack_of(config: Any, sources: Sources) -> str:
 def training_rows(config: Any, sources: Sources) -> Sequence:
     """Return the rows that the decoder learns from."""
     return mixed([data.rows_of(corpus, "train", config.network.seq_len, pack_of(config, sources),
-                               config.seed) for corpus in sources.corpora], config.weights)
+                               config.seed) for corpus in sources.corpora], config.mix)
 
 
 def task_of(config: Any, sources: Sources, rows: Sequence | None = None) -> Task:

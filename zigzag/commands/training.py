@@ -87,7 +87,8 @@ def opened(config: Any, is_quiet: bool = False) -> Iterator[tuple[Any, Task, Rep
                      f"{config.network.seq_len:,} tokens (--seq_len) with a learning rate of up to "
                      f"{config.lr:.3g} (--lr)")
         say.line(f"data     {learned.description}")
-        yield config, dataclasses.replace(learned.make_task(), record=record, weights=weights), say
+        yield config, dataclasses.replace(learned.make_task(), record=record,
+                                          first_weights=weights), say
         if learned.prompt_flags and newest_step(config.out) >= config.steps:
             say.line(f"sample   python sample.py --run {shlex.quote(config.out)} "
                      f"{learned.prompt_flags}")

@@ -34,14 +34,14 @@ TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions
          "encoded": False}      # an encoder's output; has_time adds names that start with source
 
 
-class Around(NamedTuple):
+class TraceSettings(NamedTuple):
     """Settings that change what shard.py's functions do while jax traces a loss."""
     tensor: int = 1             # the future size of the tensor axis: the rule traces a function
                                 # before there is a mesh, and `repeat_kv` must know the size
     overlap: bool = False       # --overlap: `columns` and `row` send parts while multiplying
     strip: int = 0              # `layers`, on a TPU: the fewest tokens in a strip; 0: no strips
-    again: tuple[str, ...] = ()     # --remat attention,mlp: the `part`s of a layer to recompute in
-                                # the backward pass
+    recomputed: tuple[str, ...] = ()    # --remat attention,mlp: the parts of a layer to recompute
+                                # in the backward pass
     timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline splits by T
     part_of_time: bool = False  # true in the head of a pipelined loss that sees one stage's part of
                                 # the sequence; functions that need all of it then raise
@@ -49,17 +49,17 @@ class Around(NamedTuple):
 
 
 # A jax user context, not a plain global, because jax's tracing cache includes it in its keys.
-_AROUND = jax.make_user_context(Around())
+_SETTINGS = jax.make_user_context(TraceSettings())
 
 
-def around() -> Around:
+def trace_settings() -> TraceSettings:
     """Return the settings for the code that jax is tracing now."""
-    return _AROUND.value
+    return _SETTINGS.value
 
 
 def within(**changes: Any) -> Any:
-    """Enter a context in which some fields of `around()` change."""
-    return _AROUND(around()._replace(**changes))
+    """Enter a context in which some fields of `trace_settings()` change."""
+    return _SETTINGS(trace_settings()._replace(**changes))
 
 
 # -------------------------------------------------------------------------------------------
@@ -321,23 +321,24 @@ def varying(*trees: Any) -> set[str]:
 
 
 def axis_size(axis: str) -> int:
-    """Return a mesh axis's size, or 1 if the compiler splits it (--step jit) or it's missing."""
+    """Return a mesh axis's size, or 1 if it's missing or the compiler splits it (--collectives
+    compiler)."""
     sizes, manual = ambient()
     return sizes[axis] if axis in manual else 1
 
 
-def is_split(x: Any) -> bool:
+def is_tensor_split(x: Any) -> bool:
     """Return whether the tensor axis's devices hold different parts of x. Types don't say which
     dimension is split; the caller must know."""
     return "tensor" in varying(x)
 
 
-def sum_if_split(x: jax.Array) -> jax.Array:
+def sum_if_tensor_split(x: jax.Array) -> jax.Array:
     """Sum x over tensor if the tensor axis's devices hold different parts of the sum."""
-    return lax.psum(x, "tensor") if is_split(x) else x
+    return lax.psum(x, "tensor") if is_tensor_split(x) else x
 
 
-def own_part(x: jax.Array, dim: int) -> jax.Array:
+def local_part(x: jax.Array, dim: int) -> jax.Array:
     """Return this device's part, along one dimension, of an array that every device of tensor
     holds whole."""
     size = x.shape[dim] // axis_size("tensor")

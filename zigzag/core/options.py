@@ -58,7 +58,7 @@ class Option(NamedTuple):
     one_of: Collection[Any] = ()    # the only values allowed
     check: Callable | None = None   # a function that raises a ConfigError for bad values
     same: bool = False      # it affects results, so it must stay the same when the run resumes; so
-                            # must all fields of a network except Computed's
+                            # must all fields of a network except ComputeOptions's
     change: str = ""        # the word for --change that allows a new value anyway
     of: Sequence[str] = ()  # the kinds of data (files in tasks/) that use it; (): all
     recorded: bool = True   # whether config.json records it; False: it applies only to a single

@@ -89,7 +89,8 @@ class Reporter:
         is_here = not getattr(config, "topology", "")      # an option of forecast/
         if not is_here:
             what += " that are not here: compiled, not run"
-        self.line(f"=== zigzag on {what} | {config.network.dtype} | step by {config.step} ===")
+        self.line(f"=== zigzag on {what} | {config.network.dtype} | {config.collectives} "
+                  f"collectives ===")
         if is_here:
             for process, name in enumerate(host_names):
                 own = sum(d.process_index == process for d in mesh.devices.flat)

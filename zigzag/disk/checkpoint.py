@@ -74,7 +74,7 @@ WAITS_FROM = 2**28
 # config.json
 
 # The format of config.json and the files next to it. `run_record` rejects any other.
-FORMAT = 0
+FORMAT = 1
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:

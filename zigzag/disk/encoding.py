@@ -27,7 +27,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError, RunError, one_line
 from zigzag.core.parts import part
 from zigzag.disk.lines import Marked, Record
-from zigzag.disk.output import SPLITS, Encoded, Output, dtype_of
+from zigzag.disk.output import SPLITS, EncodedPiece, Output, dtype_of
 from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted, pieces, read
 from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
 from zigzag.disk.weights import WrongWeight, as_weights
@@ -42,7 +42,7 @@ SAY_SECONDS = 10
 # -------------------------------------------------------------------------------------------
 # In a worker
 
-def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
+def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> EncodedPiece:
     """Read a piece and encode its documents."""
     ids, marks, starts, held_out = [np.zeros(0, int)], [np.zeros(0, bool)], [], []
     troubles, size, count = [], 0, 0
@@ -71,7 +71,7 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> Encoded:
     if count and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise ConfigError(f"{piece.file.path}: the tokenizer made an id outside 0 to "
                           f"{tokenizer.vocab_size - 1}")
-    return Encoded(ids.astype(dtype_of(tokenizer)), np.array(starts, int),
+    return EncodedPiece(ids.astype(dtype_of(tokenizer)), np.array(starts, int),
                    np.array(held_out, bool), np.concatenate(marks), size, troubles)
 
 
@@ -111,7 +111,7 @@ def serve() -> None:
 # On all cores
 
 def on_cores(count: int, work: Iterable[Piece], tokenizer: Tokenizer, options: Options
-             ) -> Iterator[tuple[Piece, Encoded]]:
+             ) -> Iterator[tuple[Piece, EncodedPiece]]:
     """Encode pieces in `count` processes. Yield each piece with its result, in order."""
     env = {**os.environ, "TOKENIZERS_PARALLELISM": "false",
            "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -89,13 +89,13 @@ def rounded(weights: Sequence[float]) -> np.ndarray:
     """Scale and round the weights to integers that sum to ROUND, a thousand."""
     weights = np.array(weights, float)
     if not ((weights > 0) & (weights < np.inf)).all():
-        raise ConfigError(f"--weights {' '.join(map(str, weights))}: expected numbers above 0")
+        raise ConfigError(f"--mix {' '.join(map(str, weights))}: expected numbers above 0")
     weights = weights / weights.max()       # their sum may be infinite
     exact = weights / weights.sum() * ROUND
     shares = np.floor(exact).astype(np.int64)
     shares[np.argsort(shares - exact, kind="stable")[:ROUND - shares.sum()]] += 1
     if (shares == 0).any():
-        raise ConfigError(f"--weights {' '.join(map(str, weights))}: each share must be at least "
+        raise ConfigError(f"--mix {' '.join(map(str, weights))}: each share must be at least "
                           f"0.001")
     return shares
 

@@ -23,7 +23,7 @@ from zigzag.disk.reading import Trouble
 from zigzag.disk.tokenizers import Tokenizer
 
 # The format of data.json and the files next to it. `Corpus` rejects any other.
-FORMAT = 0
+FORMAT = 1
 SPLITS = ("train", "held_out")
 SAVE_SECONDS = 5.0
 PART = 2**20        # tokens per write
@@ -31,7 +31,7 @@ PART = 2**20        # tokens per write
 MARKS = {"weights": np.dtype("float32"), "learned": np.dtype("uint8")}
 
 
-class Encoded(NamedTuple):
+class EncodedPiece(NamedTuple):
     """A piece's documents, or parts of them."""
     tokens: np.ndarray      # all documents, concatenated
     starts: np.ndarray      # where documents begin in `tokens`
@@ -75,7 +75,7 @@ class Output:
         """Return how many numbers are in a file so far."""
         return self.files[kind].tell() // self.dtypes[kind].itemsize
 
-    def add(self, found: Encoded) -> None:
+    def add(self, found: EncodedPiece) -> None:
         """Write a piece's documents."""
         starts = found.starts + self.count()
         for kind, values in (("bin", found.tokens), ("docs", starts), ("order", found.held_out),

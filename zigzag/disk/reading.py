@@ -393,7 +393,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
     if len(forms) > 1:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
-            "folders made by data.py, with --weights")
+            "folders made by data.py, with --mix")
     if options.weight_field and not has_weights and not flag:   # of several --data, any may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
                           f"{lacks(options.weight_field, first)}; it works on lines of JSON and "

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import axis_size, batch_spec, mark_varying, platform
 from zigzag.generate.decoding import State
-from zigzag.parallel.attention import Known, Token, both, in_blocks, self_attention
-from zigzag.parallel.network import Layer
+from zigzag.parallel.attention import Pattern, Token, both, in_blocks, self_attention
+from zigzag.parallel.network import CacheLayer
 
 # Prefill reads prompts in chunks of this many tokens.
 CHUNK = 256
@@ -32,23 +32,23 @@ CHUNK = 256
 CROSS = ("cross_k", "cross_v", "cross_document")
 
 
-def layer_specs(layer: Layer, specs: Any, mesh: Any) -> dict[str, P]:
+def layer_specs(layer: CacheLayer, specs: Any, mesh: Any) -> dict[str, P]:
     """Return the specs of a layer's cache on this mesh, given the specs of the layer's weights."""
-    def are_split(names):
+    def are_tensor_split(names):
         leaves = jax.tree.leaves([specs[name] for name in names if name in specs])
         return mesh.shape["tensor"] > 1 and any("tensor" in spec for spec in leaves)
 
     rows, = batch_spec(mesh) or (None,)
     by_slots = P(rows, None, "tensor") if mesh.shape["tensor"] > 1 else P(rows)
-    by_heads = layer.heads % mesh.shape["tensor"] == 0 and are_split(layer.weights)
+    by_heads = layer.heads % mesh.shape["tensor"] == 0 and are_tensor_split(layer.weights)
     found = dict.fromkeys(layer.widths, P(rows, "tensor") if by_heads else by_slots)
     found |= dict.fromkeys(layer.source, P(rows))
-    if "cross_k" in layer.source and are_split(["cross_wk"]):
+    if "cross_k" in layer.source and are_tensor_split(["cross_wk"]):
         found |= dict.fromkeys(CROSS[:2], by_slots)
     return found
 
 
-def new_layer(layer: Layer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
+def new_layer(layer: CacheLayer, rows: int, slots: int, dtype: Any, tensor: int = 1) -> State:
     """Return an empty layer cache, {name: [rows, K, slots, N]}, rounding slots up for `tensor`."""
     if layer.window:
         slots = min(slots, -(-layer.window // CHUNK) * CHUNK + CHUNK)
@@ -101,8 +101,8 @@ class Attend:
         self.layer = self.layer | {name: update(self.layer[name], a, self.slot, self.kv_heads)
                                    for name, a in (("k", k), ("v", v))}
         query = query_tokens(self.slot, self.start, q.shape[1])
-        known = Known(True, window, local, softcap)
-        return attend(self_attention(mask, scores, self.heads, known), q, self.layer["k"],
+        pattern = Pattern(True, window, local, softcap)
+        return attend(self_attention(mask, scores, self.heads, pattern), q, self.layer["k"],
                       self.layer["v"], query, self.start, self.heads, self.kv_heads,
                       folds=scores is None)
 
@@ -119,12 +119,12 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
     which already include the queries' own keys. `attention` is a function(q, k, v, (query, key))
     from attention.self_attention. `folds` moves query heads that share a kv head into the T of q,
     so that we don't have to repeat keys."""
-    shards, own_heads = _slot_shards(k, kv_heads), q.shape[2]
-    if shards > 1 and own_heads < heads:
+    shards, local_heads = _slot_shards(k, kv_heads), q.shape[2]
+    if shards > 1 and local_heads < heads:
         q = lax.all_gather(q, "tensor", axis=2, tiled=True)
     (B, T, H, N), (_, K, size, _) = q.shape, k.shape
-    own_slots = (lax.axis_index("tensor") * size if shards > 1 else 0) + jnp.arange(size)
-    key = _key_tokens(query, start, own_slots, size * shards)
+    local_slots = (lax.axis_index("tensor") * size if shards > 1 else 0) + jnp.arange(size)
+    key = _key_tokens(query, start, local_slots, size * shards)
     folds = folds and K < H
     if folds:
         q = q.reshape(B, T, K, H // K, N).swapaxes(2, 3).reshape(B, -1, K, N)
@@ -141,7 +141,7 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
     out = in_blocks(attend_to, (q, query), (k.swapaxes(1, 2), v.swapaxes(1, 2), key), False)
     if folds:
         out = out.reshape(B, T, H // K, K, -1).swapaxes(2, 3).reshape(B, T, H, -1)
-    return out if shards == 1 else _join(out, own_heads).astype(q.dtype)
+    return out if shards == 1 else _join(out, local_heads).astype(q.dtype)
 
 
 def _key_tokens(query, start, slots, total):
@@ -152,13 +152,13 @@ def _key_tokens(query, start, slots, total):
     return Token(slots, jnp.maximum(slots - start, 0), jnp.where(slots < start, -1, 0))
 
 
-def _join(out, own_heads):
+def _join(out, local_heads):
     """Combine every device's attention `out`, each to its own slots, into attention to all slots
-    for this device's `own_heads` heads. The last number in each vector of `out` is the logsumexp of
-    its scores."""
+    for this device's `local_heads` heads. The last number in each vector of `out` is the logsumexp
+    of its scores."""
     values, logsum = out[..., :-1], out[..., -1:]
     share = jnp.exp(logsum - lax.pmax(logsum, "tensor"))
     values = values * share / lax.psum(share, "tensor")
-    if own_heads == values.shape[2]:
+    if local_heads == values.shape[2]:
         return lax.psum(values, "tensor")
     return lax.psum_scatter(values, "tensor", scatter_dimension=2, tiled=True)

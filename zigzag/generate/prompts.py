@@ -52,7 +52,8 @@ class Flags(*added("OfSampling"), hosts.Processes):
     tokens: int = flag(256, least=1)    # number of new ids
     temperature: float = 0.8    # 0: greedy
     top_k: int = 0              # sample from the k most likely ids; 0: all
-    top_p: float = 1.0          # sample from the most likely ids, up to this total probability
+    top_p: float = 1.0          # nucleus sampling: from the most likely ids, up to this total
+                                # probability
     min_p: float = 0.0          # sample from ids with at least this share of the largest
                                 # probability
     repetition_penalty: float = 1.0     # above 1: penalize ids that already occur in the text

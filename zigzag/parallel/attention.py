@@ -29,8 +29,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import ambient, around, mark_varying, may_unroll, untyped, varying
-from zigzag.parallel.remat import part, recomputed
+from zigzag.core.mesh import ambient, mark_varying, may_unroll, trace_settings, untyped, varying
+from zigzag.parallel.remat import recomputable, recomputed
 
 # SCORES: the maximum number of scores per device in memory at once. BLOCK: the minimum number of
 # queries per block; smaller blocks save too little work. Each block adds compile time, so
@@ -63,7 +63,7 @@ def join(a: Partial, b: Partial) -> Partial:
 # -------------------------------------------------------------------------------------------
 # Softmax attention, by its formula
 
-class Known(NamedTuple):
+class Pattern(NamedTuple):
     """The options that kernels support: which keys a query sees, and how scores change."""
     causal: bool = True                 # a query sees no later key
     window: int = 0                     # see only the last `window` keys, including its own; 0: all
@@ -72,10 +72,10 @@ class Known(NamedTuple):
     documents: Array | None = None      # [B, T]: a token sees only its own; None: one per row
 
 
-class Asked(NamedTuple):
+class AttendOptions(NamedTuple):
     """The options of a shard.attend call, besides its arrays and functions."""
     causal: bool = False                # no query sees a later key, so half the work can be skipped
-    known: Known | None = None          # the options to give the device's own kernel;
+    pattern: Pattern | None = None          # the options to give the device's own kernel;
                                         # None: no kernel may compute this call
     beyond: str = "a custom function"   # for messages: how the call differs from plain causal
                                         # softmax attention
@@ -104,35 +104,35 @@ def softmax_attention(q: Array, k: Array, v: Array, seen: Array, change: Callabl
     return out.swapaxes(1, 2), jax.nn.logsumexp(scores, -1)
 
 
-def sees(known: Known, query: Token, key: Token) -> Array:
+def sees(pattern: Pattern, query: Token, key: Token) -> Array:
     """Return whether each query sees each key, [B, T, S]."""
     seen = key.document == query.document
-    seen = seen & (key.slot <= query.slot) if known.causal else seen
-    if not known.window:
+    seen = seen & (key.slot <= query.slot) if pattern.causal else seen
+    if not pattern.window:
         return seen
-    near = key.slot > query.slot - known.window
-    return seen & (near if known.local is None else jnp.where(known.local, near, True))
+    near = key.slot > query.slot - pattern.window
+    return seen & (near if pattern.local is None else jnp.where(pattern.local, near, True))
 
 
-def self_attention(mask: Callable | None, scores: Callable | None, heads: int, known: Known
+def self_attention(mask: Callable | None, scores: Callable | None, heads: int, pattern: Pattern
                    ) -> Callable:
     """Return a function attention(q, k, v, tokens) for shard.attend and the cache. A query sees the
-    keys in its document that both `known` and mask(query, key) allow. scores(s, query, key,
+    keys in its document that both `pattern` and mask(query, key) allow. scores(s, query, key,
     numbers) returns new scores to use instead of s [B, H, T, S]; `numbers` [H] are the indices of
     this device's query heads among all `heads`."""
     def attention(q, k, v, tokens):
         query, key = tokens
-        seen = sees(known, query, key)
+        seen = sees(pattern, query, key)
         seen = seen & mask(query, key) if mask else seen
 
         def change(s):
-            s = known.softcap * jnp.tanh(s / known.softcap) if known.softcap else s
+            s = pattern.softcap * jnp.tanh(s / pattern.softcap) if pattern.softcap else s
             if not scores:      # return early: the cache may fold heads into T, so s has fewer
                 return s
             first = lax.axis_index("tensor") * s.shape[1] if s.shape[1] < heads else 0
             return scores(s, query, key, first + jnp.arange(s.shape[1]))
 
-        changes = change if scores or known.softcap else None
+        changes = change if scores or pattern.softcap else None
         return softmax_attention(q, k, v, seen[:, None], changes)
 
     return attention
@@ -151,8 +151,8 @@ class Call(NamedTuple):
     """One call of shard.attend, recorded while jax traces a loss."""
     causal: bool
     beyond: str         # how it differs from plain causal softmax attention; "": not at all
-    known: Known | None     # for a kernel; None: no kernel may compute it. Here window, softcap and
-                        # documents are bools (whether there are any), and local is always None
+    pattern: Pattern | None     # for a kernel; None: no kernel may compute it. Here window, softcap
+                        # and documents are bools (whether there are any), and local is always None
     dtype: str
     rows: int
     heads: int
@@ -169,7 +169,9 @@ def describe(call: Call, mesh: Any, manual: Sequence[str]) -> str:
     n = mesh.shape["seq"]
     own = call._replace(queries=call.queries // n)      # the trace used whole sequences
     kernel = kernel_for(own, n > 1, mesh, manual)
-    how = f"by the {kernel} kernel" + ", within documents" * call.known.documents if kernel else ""
+    how = f"by the {kernel} kernel" if kernel else ""
+    if kernel and call.pattern.documents:
+        how += ", within documents"
     if n == 1:
         return how or "by the plain formula, in blocks of queries"
     return "around a ring: " + (
@@ -209,7 +211,7 @@ def in_blocks(attend_to: Callable, queries: tuple, keys: tuple, causal: bool) ->
     causal, scores = causal and S == T, B * H * T * S // compilers
     ends, parts = block_ends(scores, T, causal, not may_unroll())
 
-    @part("attention")
+    @recomputable("attention")
     def one(queries, keys):
         return attend_to(queries, keys)[0]
 
@@ -256,72 +258,72 @@ def kernel_name(dtype: Any, time: int, width: int, mesh: Any = None, softcap: bo
 def kernel_for(call: Call, ring: bool, mesh: Any, manual: Iterable[str]) -> str:
     """Return the name of the kernel that shard.attend uses for this call, with or without a `ring`
     over seq, or '' if none. The compiler can't split a kernel, so all mesh axes must be manual."""
-    known, T = call.known, call.queries
+    pattern, T = call.pattern, call.queries
     is_own = all(size == 1 or axis in manual for axis, size in mesh.shape.items())
-    if known is None or not (call.same_shape and is_own):
+    if pattern is None or not (call.same_shape and is_own):
         return ""
     if not ring:
-        return kernel_name(call.dtype, T, call.width, mesh, known.softcap,
-                           call.rows * T * T if known.documents else 0)
+        return kernel_name(call.dtype, T, call.width, mesh, pattern.softcap,
+                           call.rows * T * T if pattern.documents else 0)
     # ring_kernel.py supports no window, and is causal if and only if the ring is.
     name = kernel_name(call.dtype, T // 2 if call.causal else T, call.width, mesh)
-    fits = name == "splash" and not known.window and bool(known.causal) == call.causal
+    fits = name == "splash" and not pattern.window and bool(pattern.causal) == call.causal
     return name if fits else ""
 
 
-def kernel_fits(q: Array, k: Array, v: Array, asked: Asked) -> bool:
+def kernel_fits(q: Array, k: Array, v: Array, options: AttendOptions) -> bool:
     """Return whether a kernel can compute attend's result for these arguments on the ambient mesh.
-    Also report the call to around().calls, if set."""
-    known = asked.known and asked.known._replace(
-        window=bool(asked.known.window), local=None, softcap=bool(asked.known.softcap),
-        documents=asked.known.documents is not None)
+    Also report the call to trace_settings().calls, if set."""
+    pattern = options.pattern and options.pattern._replace(
+        window=bool(options.pattern.window), local=None, softcap=bool(options.pattern.softcap),
+        documents=options.pattern.documents is not None)
     same_shape = k.shape == v.shape and q.shape[1:4:2] == k.shape[1:4:2]        # T and N
     (rows, queries, heads, width), keys = q.shape, k.shape[1]
-    call = Call(asked.causal, asked.beyond, known, q.dtype.name, rows, heads, queries, keys, width,
-                same_shape)
-    if around().calls:
-        around().calls(call)
+    call = Call(options.causal, options.beyond, pattern, q.dtype.name, rows, heads, queries, keys,
+                width, same_shape)
+    if trace_settings().calls:
+        trace_settings().calls(call)
     mesh = jax.sharding.get_abstract_mesh()
     return bool(kernel_for(call, "seq" in varying(q), mesh, mesh.manual_axes))
 
 
-def by_kernel(q: Array, k: Array, v: Array, known: Known) -> Array:
+def by_kernel(q: Array, k: Array, v: Array, pattern: Pattern) -> Array:
     """Compute attention with the device's kernel, even inside a shard_map: q [B, T, H, N], k and v
     [B, T, K, N] -> [B, T, H, N]."""
     def run(qkv, traced):
-        here = known._replace(**traced)
+        here = pattern._replace(**traced)
         if kernel_name(q.dtype, q.shape[1], q.shape[3]) != "splash":
             return _cudnn(*qkv, here)
         if here.local is None:
             return _splash(*qkv, here)
         near = here._replace(local=None)
-        return lax.cond(here.local, *[functools.partial(_splash, known=either) for either in (
+        return lax.cond(here.local, *[functools.partial(_splash, pattern=either) for either in (
             near, near._replace(window=0))], *qkv)
 
-    return without_types(run)((q, k, v), {"documents": known.documents, "local": known.local})
+    return without_types(run)((q, k, v), {"documents": pattern.documents, "local": pattern.local})
 
 
-def _cudnn(q, k, v, known):
-    assert not known.softcap
-    window, mask = (known.window - 1, 0) if known.window else None, None
-    if known.documents is not None or known.local is not None:
+def _cudnn(q, k, v, pattern):
+    assert not pattern.softcap
+    window, mask = (pattern.window - 1, 0) if pattern.window else None, None
+    if pattern.documents is not None or pattern.local is not None:
         # Replace the window with a mask [B, 1, T, T] ([1, 1, T, T] without documents): cuDNN may
         # not accept both.
         slots = jnp.arange(q.shape[1])[None]
-        info = Token(slots, slots, 0 * slots if known.documents is None else known.documents)
-        window, mask = None, sees(known, *both(info, info))[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=known.causal,
+        info = Token(slots, slots, 0 * slots if pattern.documents is None else pattern.documents)
+        window, mask = None, sees(pattern, *both(info, info))[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=pattern.causal,
                                         local_window_size=window, implementation="cudnn")
 
 
-def _splash(q, k, v, known):
+def _splash(q, k, v, pattern):
     # Because of this name, --remat selective saves the kernel's output and logsumexp.
-    kernel = splash_kernel(q.shape, known, residual_checkpoint_name="product")
-    documents = known.documents, known.documents
+    kernel = splash_kernel(q.shape, pattern, residual_checkpoint_name="product")
+    documents = pattern.documents, pattern.documents
     return by_row_or_head(kernel, q, k, v, documents)[0].swapaxes(1, 2)
 
 
-def splash_kernel(shape: Sequence[int], known: Known, **options: Any) -> Callable:
+def splash_kernel(shape: Sequence[int], pattern: Pattern, **options: Any) -> Callable:
     """Return jax's TPU kernel for queries of shape [B, T, H, N]; call it with by_row_or_head. With
     documents, it takes a single row; otherwise it takes all rows as the heads of one row."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -330,18 +332,18 @@ def splash_kernel(shape: Sequence[int], known: Known, **options: Any) -> Callabl
     block = math.gcd(T, 512)
     sizes = splash.BlockSizes(**{f"block_{name}": block for name in (
         "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")})
-    mask = (masks.LocalMask((T, T), (known.window - 1, 0), 0) if known.window else
-            masks.CausalMask((T, T)) if known.causal else masks.FullMask((T, T)))
-    heads = H * (B if known.documents is None else 1)
+    mask = (masks.LocalMask((T, T), (pattern.window - 1, 0), 0) if pattern.window else
+            masks.CausalMask((T, T)) if pattern.causal else masks.FullMask((T, T)))
+    heads = H * (B if pattern.documents is None else 1)
     return splash.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * heads), block_sizes=sizes,
-        attn_logits_soft_cap=known.softcap or None, **options)
+        attn_logits_soft_cap=pattern.softcap or None, **options)
 
 
 def by_row_or_head(kernel: Callable, q: Array, k: Array, v: Array,
                    documents: tuple[Array | None, Array | None]) -> list[Array]:
     """Run a splash_kernel, and return its results as arrays [B, H, T, ...]. `documents` is the pair
-    (queries' documents, keys' documents), each [B, T], or (None, None) if `known` has none."""
+    (queries' documents, keys' documents), each [B, T], or (None, None) if `pattern` has none."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     B, T, H, N = q.shape
     rows = [x.swapaxes(1, 2) for x in (q * N ** -0.5, k, v)]                # [B, H, T, N]

@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.mesh import ambient, mark_varying, platform, zeros_of
-from zigzag.parallel.products import Adapted
+from zigzag.parallel.products import LoraWeight
 
 
 def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
@@ -45,8 +45,8 @@ def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     multiply = functools.partial(grouped_product, counts=counts, expected=expected)
 
     def product(x, w):
-        is_adapted = isinstance(w, Adapted)
-        y = multiply(x, w.w) + multiply(product(x, w.a), w.b) if is_adapted else multiply(x, w)
+        is_lora = isinstance(w, LoraWeight)
+        y = multiply(x, w.w) + multiply(product(x, w.a), w.b) if is_lora else multiply(x, w)
         return checkpoint_name(y, "product")
 
     rows = jnp.where(ours, x[order // K], 0)
@@ -146,7 +146,7 @@ def _by_blocks(x, w, counts, expected):
     return by_blocks(x, w, counts)
 
 
-def own_choices(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
+def local_choices(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
     """Keep only this device's experts, numbered 0 ... own - 1, in (chosen, shares) [R, K]. Replace
     every other choice with `own`. In the results, K is at most `own`."""
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zigzag.core.mesh import ambient, around, axis_size, is_split, platform
+from zigzag.core.mesh import ambient, axis_size, is_tensor_split, platform, trace_settings
 
 PLATFORMS = ("tpu",)
 LEAST = 4096    # minimum tokens per strip (with 2,048 on v5e, matmuls get too small)
@@ -32,7 +32,7 @@ def least(config: Any) -> int:
     """Return the minimum number of tokens per strip for a run of our own network, or 0 for no
     strips. --overlap has its own way to send while it multiplies."""
     c = config.network
-    return 0 if c.overlap or config.step == "jit" or getattr(c, "experts", 0) else LEAST
+    return 0 if c.overlap or config.collectives == "compiler" or getattr(c, "experts", 0) else LEAST
 
 
 def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
@@ -47,8 +47,8 @@ def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
 
 def in_strips(layers: Callable, block: Callable, x: Array, batch: Any) -> tuple[Array, Any]:
     """Run layers(block, x), which calls block(w, x, i, batch) per layer, in strips of rows."""
-    time = x.shape[1] * (axis_size("tensor") if is_split(x) else 1)
-    n = count(len(x), time, ambient()[0], platform(), around().strip)
+    time = x.shape[1] * (axis_size("tensor") if is_tensor_split(x) else 1)
+    n = count(len(x), time, ambient()[0], platform(), trace_settings().strip)
     if n == 1:
         return layers(lambda w, x, i: block(w, x, i, batch), x)
     batches = [jax.tree.map(lambda a: jnp.split(a, n)[k], batch) for k in range(n)]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import cast
 from zigzag.disk import checkpoint
-from zigzag.parallel.products import Adapted
+from zigzag.parallel.products import LoraWeight
 from zigzag.parallel.table import Weight
 
 
@@ -71,7 +71,7 @@ def _over_fsdp(w):
 
 def adapted(w: dict[str, Any]) -> dict[str, Any]:
     """Return a layer's weights, with each weight and its adapters combined into an Adapted."""
-    pairs = {name: Adapted(w[name], w[f"{name}_a"], w[f"{name}_b"])
+    pairs = {name: LoraWeight(w[name], w[f"{name}_a"], w[f"{name}_b"])
              for name in w if f"{name}_a" in w and f"{name}_b" in w}
     return {name: x for name, x in w.items() if not _is_adapter(name, w)} | pairs
 

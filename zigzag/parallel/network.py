@@ -8,7 +8,7 @@ The table and the loss determine the weights' initial values, counts and shardin
     network_of_record   find a run's network from its config.json
     config_of_run       read the config of a run's network
     describe            describe which network a config uses, and why
-    own_loss            find the network whose built-in loss a function is
+    network_of_loss            find the network whose built-in loss a function is
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Computed:
+class ComputeOptions:
     """How to compute a network. These options don't change results, except for rounding and which
     weights are trained. This is the base class of every network's config."""
     # training
@@ -70,17 +70,19 @@ class Computed:
                                   # compute in float32 or bfloat16; empty: float32 on CPU only
     # mesh
     remat: str = flag("none", check=remat_of)
-                                  # what to recompute in the backward pass: none, selective, full,
-                                  # full:0.5 (half of the layers), attention, mlp, attention,mlp;
-                                  # or offload: keep each layer's input in host memory
+                                  # activation checkpointing, what to recompute in the backward
+                                  # pass: none, selective, full, full:0.5 (half of the layers),
+                                  # attention, mlp, attention,mlp; or offload: keep each layer's
+                                  # input in host memory
     microbatches: int = flag(1, least=1)
-                                  # cut a device's rows into this many parts for the pipeline
+                                  # micro-batches: cut a device's rows into this many parts for
+                                  # the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
                                   # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
     # model
     lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
     # mesh (rare)
-    kernel: bool = True           # use the device's own attention kernel, if it has one
+    kernel: bool = True           # use the device's own (flash) attention kernel, if it has one
     chunks: int = flag(1, least=1, beside="schedule")
                                   # groups of consecutive layers per pipeline stage
     overlap: bool = False         # send over tensor in parts, multiplying each part while the next
@@ -118,13 +120,13 @@ def check_published(c: Any) -> None:
 
 def facts_of_network(config: type) -> list[str]:
     """Return the options of a network's config that must stay the same when a run resumes: all
-    except those in Computed that don't change results."""
+    except those in ComputeOptions that don't change results."""
     return [name for name, option in options(config).items()
-            if option.same or name not in options(Computed)]
+            if option.same or name not in options(ComputeOptions)]
 
 
 # The options that may change when a run resumes.
-COMPUTED = tuple(name for name, option in options(Computed).items() if not option.same)
+COMPUTED = tuple(name for name, option in options(ComputeOptions).items() if not option.same)
 
 
 def check_heads(c: Any) -> None:
@@ -206,7 +208,7 @@ def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
                           f"that divides the heads is tensor={nearest_divisor(heads, size)}")
 
 
-class Layer(NamedTuple):
+class CacheLayer(NamedTuple):
     """The shape of a single layer's cache."""
     widths: dict[str, int]  # {array: its head width}
     heads: int              # the number of heads in each array
@@ -242,8 +244,8 @@ class Network:
     """A kind of model: its name, config class, weights and functions. A comment a, b -> c describes
     a function of (a, b) that returns c."""
     name: str                           # the name in a run's config.json
-    config: type                        # the config class, a subclass of Computed
-    weights: Callable                   # config -> a tree of table.Weight
+    config: type                        # the config class, a subclass of ComputeOptions
+    weight_table: Callable              # config -> a tree of table.Weight
     loss: Callable                      # params, batch, config[, specs] -> sum, count[, others]
     batch_shapes: Callable              # config, rows -> shapes of a batch
     apply: Callable | None = None       # params, tokens, config, ... -> logits: `forward`, below
@@ -254,7 +256,7 @@ class Network:
     # Generation: None if the network doesn't generate text.
     extend: Callable | None = None      # a decoding step with a cache; see model.extend
     head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
-    cache_layer: Callable | None = None     # config, i -> Layer, of layer i
+    cache_layer: Callable | None = None     # config, i -> CacheLayer, of layer i
     encode_source: Callable | None = None   # params, source, config, specs -> arrays for the caches
     gives: Callable = lambda config: "text"     # config -> its output; only "text" can generate
     max_positions: Callable = lambda config: sys.maxsize    # config -> the number of positions
@@ -282,7 +284,7 @@ class Network:
 
     def table(self, config: Any) -> Params:
         """Return the full weight table, with adapters if config.lora_rank is above 0."""
-        return low_rank.with_adapters(self.weights(config), config.lora_rank)
+        return low_rank.with_adapters(self.weight_table(config), config.lora_rank)
 
     def init(self, config: Any, key: Array) -> Params:
         """Return new float32 weights, which depend on the key and the paths, not on the mesh."""
@@ -323,7 +325,7 @@ class Network:
         return tokens * (products + attention_flops(
             c.layers * c.seq_len, c.heads, c.head_dim, c.head_dim))
 
-    def cache_layers(self, config: Any) -> list[Layer]:
+    def cache_layers(self, config: Any) -> list[CacheLayer]:
         return [self.cache_layer(config, i) for i in range(config.layers)]
 
     # Weights on a mesh
@@ -381,7 +383,7 @@ def describe(config: Any) -> str:
     return f"{place}: {why}" if (why := network.why(config)) else place
 
 
-def own_loss(config: Any, loss: Callable) -> Network | None:
+def network_of_loss(config: Any, loss: Callable) -> Network | None:
     """Return the config's network if `loss` is that network's own, as run/task.py makes it. The
     tests compare such a loss with a single device. Return None for any other loss, even a wrapper:
     that is a custom loss, and a run checks it against a single device before the first step."""

@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zigzag.core.mesh import add_to, around, axis_size, float32_zeros, mark_varying
+from zigzag.core.mesh import add_to, axis_size, float32_zeros, mark_varying, trace_settings
 
 
-def asked(x: Array, parts: int = 1) -> bool:
+def is_on(x: Array, parts: int = 1) -> bool:
     """Return whether to multiply x [B, T, ...] in parts: if --overlap is set and `parts` divides T.
     `parts` is 1 if each device already holds just its part of the sequence."""
-    return around().overlap and axis_size("tensor") > 1 and x.shape[1] % parts == 0
+    return trace_settings().overlap and axis_size("tensor") > 1 and x.shape[1] % parts == 0
 
 
 def gathered(product: Callable, weights: Any, x: Array) -> Any:

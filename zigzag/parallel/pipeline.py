@@ -35,13 +35,13 @@ from zigzag.core.errors import ConfigError, any_loss
 from zigzag.core.mesh import (
     add_to,
     ambient,
-    around,
     axis_size,
     cast,
     has_time,
-    is_split,
+    is_tensor_split,
     mark_varying,
     split_rows,
+    trace_settings,
     unknown_time,
     vary_like,
     varying,
@@ -177,7 +177,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
         return lambda x: jax.tree.map(lambda a, axes: mark_varying(a, also=axes), fn(x), types)
 
     sizes = {"seq": ambient()[0]["seq"], "tensor": axis_size("tensor")}
-    if not can_skip(sizes, around().overlap):
+    if not can_skip(sizes, trace_settings().overlap):
         return jax.tree.map(lambda a, b: jnp.where(busy, a, b), typed(work)(x), typed(idle)(x))
     return lax.cond(busy, typed(work), typed(idle), x)
 
@@ -185,7 +185,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
 def needs_all_time(function: str) -> None:
     """Reject a shard.py function in the head of a pipelined loss if each stage has only part of the
     sequence."""
-    if around().part_of_time:
+    if trace_settings().part_of_time:
         raise ConfigError(f"mesh axis pipe={axis_size('pipe')}: the head of this loss calls "
                           f"shard.{function}, but each stage has part of the sequence; give "
                           f"pipelined_loss all_time=True; {any_loss()}")
@@ -194,11 +194,11 @@ def needs_all_time(function: str) -> None:
 def time_of_stage(tree: Any, x: Array) -> Any:
     """Cut a batch's arrays [B, T, ...] along T to the tokens of x, this stage's part from
     shard.share_time. Arrays without T (a source, a seed per row) stay as they are."""
-    stages, n = axis_size("pipe"), axis_size("tensor") if is_split(x) else 1
+    stages, n = axis_size("pipe"), axis_size("tensor") if is_tensor_split(x) else 1
 
     def part(path, a):
         name = getattr(path[0], "key", "") if path else ""
-        is_timed = has_time(name, dict(around().timed))
+        is_timed = has_time(name, dict(trace_settings().timed))
         if a.ndim < 2 or a.shape[1] != x.shape[1] * stages * n or is_timed is False:
             return a
         if is_timed is None:

@@ -21,12 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.mesh import (
     add_to,
-    around,
     axis_size,
-    is_split,
+    is_tensor_split,
+    local_part,
     mark_varying,
-    own_part,
     platform,
+    trace_settings,
     vary_like,
     zeros_of,
 )
@@ -34,7 +34,7 @@ from zigzag.core.mesh import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class LoraWeight:
     """A weight with a LoRA adapter, representing w + a b, with w [F, ..., D, ...], a [F, ..., r]
     and b [r, D, ...]. We never compute the sum: x w + (x a) b costs less, and then the gradients
     of a and b don't require a gradient of w. Expert weights have an extra leading dimension, E."""
@@ -51,15 +51,15 @@ class Adapted:
         return self.w.ndim
 
 
-def merged(w: Array | Adapted) -> Array:
+def merged(w: Array | LoraWeight) -> Array:
     """Return the weight as a single array: w, or w + a b if it has an adapter."""
-    return w.w + jnp.tensordot(w.a, w.b, 1) if isinstance(w, Adapted) else w
+    return w.w + jnp.tensordot(w.a, w.b, 1) if isinstance(w, LoraWeight) else w
 
 
-def matmul(x: Array, w: Array | Adapted, contract: int = 1, dtype: Any = None) -> Array:
+def matmul(x: Array, w: Array | LoraWeight, contract: int = 1, dtype: Any = None) -> Array:
     """Multiply x [B, T, F, ...] by w [F, ..., D] -> [B, T, D]: contract the last `contract`
     dimensions of x with the first ones of w. The result has `dtype`, or x's dtype if None."""
-    if isinstance(w, Adapted):
+    if isinstance(w, LoraWeight):
         low_rank = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
         # Because of this name, --remat selective saves the sum instead of both products.
         return checkpoint_name(matmul(x, w.w, contract, dtype) + low_rank, "product")
@@ -135,7 +135,7 @@ def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[
     tensor, and products that every device has in full."""
     partial, whole = [], []
     for h, w in pairs:
-        (partial if is_split(w) else whole).append(matmul(h, w, w.ndim - 1))
+        (partial if is_tensor_split(w) else whole).append(matmul(h, w, w.ndim - 1))
     return partial, whole
 
 
@@ -146,20 +146,20 @@ def repeat_kv(w: Any, heads: int) -> Any:
     is the sum over its copies, both on a device (the transpose of the repeat) and across devices
     (the transpose of the mark)."""
     def repeated(w):
-        if isinstance(w, Adapted):
-            return Adapted(repeated(w.w), w.a, repeated(w.b))
-        count = math.lcm(w.shape[1], max(axis_size("tensor"), around().tensor))
-        if is_split(w) or count == w.shape[1] or heads % count:
+        if isinstance(w, LoraWeight):
+            return LoraWeight(repeated(w.w), w.a, repeated(w.b))
+        count = math.lcm(w.shape[1], max(axis_size("tensor"), trace_settings().tensor))
+        if is_tensor_split(w) or count == w.shape[1] or heads % count:
             return w
         times = count // w.shape[1]
         if axis_size("tensor") > 1:
-            return own_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
+            return local_part(jnp.repeat(mark_varying(w, also={"tensor"}), times, 1), 1)
         # This is for the rule, which traces the block before there's a mesh; tensor will have
-        # around().tensor devices. The rule can trace through an einsum, but not through a repeat.
+        # trace_settings().tensor devices. The rule can trace an einsum, but not a repeat.
         return jnp.einsum("dkn,kj->djn", w, jnp.repeat(jnp.eye(w.shape[1], dtype=w.dtype), times,
                                                        1))
 
-    return jax.tree.map(repeated, w, is_leaf=lambda w: isinstance(w, Adapted))
+    return jax.tree.map(repeated, w, is_leaf=lambda w: isinstance(w, LoraWeight))
 
 
 # -------------------------------------------------------------------------------------------

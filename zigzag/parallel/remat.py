@@ -21,7 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from zigzag.core.errors import ConfigError, did_you_mean
-from zigzag.core.mesh import around, may_unroll, within
+from zigzag.core.mesh import may_unroll, trace_settings, within
 
 # On a single CPU or GPU, `scan_layers` unrolls up to this many layers. With 6, 12 and 16 layers on
 # a CPU, steps were 5 to 10% faster than with a loop, and compiling took 0.5 to 2 seconds longer.
@@ -95,7 +95,7 @@ def policy_of(text: str) -> Callable:
     return POLICIES[remat_of(text).policy]
 
 
-def part(name: str) -> Callable:
+def recomputable(name: str) -> Callable:
     """Decorate fn(w, h, ...), a part of a layer: with --remat `name`, it keeps only w and h for its
     backward pass."""
     def decorate(fn):
@@ -104,7 +104,7 @@ def part(name: str) -> Callable:
             def run(w, h):
                 return fn(w, h, *others, **more)
 
-            return (recomputed(run) if name in around().again else run)(w, h)
+            return (recomputed(run) if name in trace_settings().recomputed else run)(w, h)
 
         return call
 
@@ -124,7 +124,7 @@ def scan_layers(body: Callable, x: Any, stack: Any, remat: str, gathers: bool) -
         # A loop copies whatever it keeps for the backward pass into arrays that span all layers.
         unrolls = remat == "none" and may_unroll() and (
             len(jax.tree.leaves(stack)[0]) <= UNROLLED)
-        with within(again=how.parts):
+        with within(recomputed=how.parts):
             return lax.scan(lambda x, layer: body(named(x), layer), x, stack, unroll=unrolls)
 
     kept = body

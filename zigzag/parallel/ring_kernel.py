@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from zigzag.parallel.attention import (
-    Known,
+    Pattern,
     by_row_or_head,
     join,
     look,
@@ -28,13 +28,13 @@ from zigzag.parallel.attention import (
 )
 
 
-def attend_to(known: Known) -> Callable:
+def attend_to(pattern: Pattern) -> Callable:
     """Return attend_to(queries, keys, own) for a ring. Queries and keys come with their documents,
     or None. A query sees all keys, except that in causal attention it sees its `own` keys only up
     to its slot. The last of the `own` keys belongs to the last query."""
     def attend(queries: tuple, keys: tuple, own: bool = False) -> tuple[Array, Array]:
         def run(qkv, documents):
-            seen = Known(known.causal and own, softcap=known.softcap, documents=documents[0])
+            seen = Pattern(pattern.causal and own, softcap=pattern.softcap, documents=documents[0])
             kernel = splash_kernel(qkv[0].shape, seen, save_residuals=True)
             values, logsum = by_row_or_head(with_logsum(kernel), *qkv, documents)
             return values.swapaxes(1, 2), logsum

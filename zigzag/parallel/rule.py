@@ -89,13 +89,13 @@ class Decision:
     stacked: bool = False       # whether dimension 0 counts layers, so that `pipe` may split it
     # The dimensions contracted with an activation, and those left in the result of that matmul.
     matmul_dims: tuple = ((), ())
-    used_as: P | None = None    # the spec that the loss uses, if different from `spec`
+    in_loss: P | None = None    # the spec that the loss uses, if different from `spec`
     is_trained: bool = True
 
     @property
-    def used(self) -> P:
+    def spec_in_loss(self) -> P:
         """The leaf's spec as the loss receives it; `spec` is the stored leaf's."""
-        return self.spec if self.used_as is None else self.used_as
+        return self.spec if self.in_loss is None else self.in_loss
 
 
 def matrices_of_layers(decisions: Any) -> Any:
@@ -140,7 +140,7 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     for path, pattern, spec in apply_overrides(shapes, overrides, sizes):
         i, stored = places[path], drop_trivial_axes(spec, mesh)
         used = _spec_the_loss_gets(stored, decisions[i], mesh_axes is not None)
-        decisions[i] = dataclasses.replace(decisions[i], spec=stored, used_as=used,
+        decisions[i] = dataclasses.replace(decisions[i], spec=stored, in_loss=used,
                                            reason=f"override {pattern!r}")
     return jax.tree.unflatten(tree, decisions)
 
@@ -501,7 +501,7 @@ def _spec_the_loss_gets(stored, decision, has_table):
     stays where the override puts it, except on the dimension that counts layers, because a device
     uses all of its own layers. The weight is gathered over any other axis."""
     entries = []
-    for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.used)):
+    for d, (axis, rule) in enumerate(itertools.zip_longest(stored, decision.spec_in_loss)):
         if rule in ("pipe", "expert") or has_table and rule == "tensor":
             axis = rule
         elif not (axis == "tensor" and not has_table

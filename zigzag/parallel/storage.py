@@ -24,7 +24,7 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
     """Convert weights inside a shard_map from each decision's `spec` to its `used` spec. In the
     backward pass, the transposes (reduce-scatters and zero padding) split gradients by `spec`."""
     sizes, manual = ambient()
-    if not manual:          # --step jit: the compiler inserts the collectives
+    if not manual:          # --collectives compiler: the compiler inserts the collectives
         return weights
 
     def gather(w, axis, dim, spec):
@@ -35,7 +35,7 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
             w, axis, axis=dim, tiled=True, to="invarying"), spec)(w)
 
     def convert(w, decision):
-        stored, used = full_spec(decision.spec, w.ndim), full_spec(decision.used, w.ndim)
+        stored, used = full_spec(decision.spec, w.ndim), full_spec(decision.spec_in_loss, w.ndim)
         for dim, axis in enumerate(stored):
             if axis in manual and axis != used[dim]:
                 w = gather(w, axis, dim, P(*stored))

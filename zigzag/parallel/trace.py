@@ -536,20 +536,20 @@ class _Walk:
         """Return the Facts, with each group replaced by the root of its union-find tree."""
         roles = [defaultdict(set) for _ in leaves]
         reductions, sent = Counter(), Counter()
-        first_use, is_made = {}, {}
+        first_use, is_generated = {}, {}
         groups = [[self.find(group) for group in leaf.groups] for leaf in leaves]
         for when, (leaf, d, role) in enumerate(self.uses):
             roles[leaf][d].add(role)
             first_use.setdefault(leaf, when)
             if role in ("free", "indexed", "batch", "grouped", "contracted"):
-                is_made.setdefault(groups[leaf][d], role != "contracted")
+                is_generated.setdefault(groups[leaf][d], role != "contracted")
         reshards, onward = set(), defaultdict(set)
         for a, b, only_way in self.reshards:
             a, b = self.find(a), self.find(b)
             reshards.add((a, b))
             if only_way:
                 onward[a].add(b)
-        made = reached({group for group, first in is_made.items() if first}, reshards)
+        made = reached({group for group, first in is_generated.items() if first}, reshards)
         counted_once = {(self.find(group), key): cost for group, key, *cost in self.costs}
         for (group, _), (count, size) in counted_once.items():
             reductions[group] += count

@@ -47,23 +47,22 @@ def check_config(c: Any) -> None:
         if name not in known:
             raise ConfigError(f"--change {name}: expected some of {', '.join(known)}"
                               + did_you_mean(name, known))
-    if c.weights and len(c.weights) != len(c.data):
-        raise ConfigError(f"--weights {' '.join(c.weights)}: {len(c.weights)} for {len(c.data)} "
+    if c.mix and len(c.mix) != len(c.data):
+        raise ConfigError(f"--mix {' '.join(c.mix)}: {len(c.mix)} for {len(c.data)} "
                           f"paths of --data; expected one for each")
     try:
-        rounded([float(w) for w in c.weights] or [1.0])
+        rounded([float(w) for w in c.mix] or [1.0])
     except ValueError as e:
         raise e if isinstance(e, ConfigError) else ConfigError(
-            f"--weights {' '.join(c.weights)}: expected numbers above 0") from None
+            f"--mix {' '.join(c.mix)}: expected numbers above 0") from None
     if c.batch % c.accumulate:
         raise ConfigError(f"--batch {c.batch} does not divide into --accumulate {c.accumulate} "
                           f"parts")
     if c.edited and (not c.init_from or c.init_from != c.model):
         raise ConfigError("--edited needs a published model: give --model FOLDER")
     for name in ("sum_dtype", "overlap"):
-        if c.step == "jit" and (value := getattr(c.network, name)):
-            raise ConfigError(f"--{name} {value}: with --step jit the compiler chooses; give "
-                              f"--step shard_map")
+        if c.collectives == "compiler" and (value := getattr(c.network, name)):
+            raise ConfigError(f"--{name} {value}: needs --collectives explicit")
     if "://" in c.out:
         folder = c.out.split("://")[1].split("/")[-1] or "out"
         raise ConfigError(f"--out {c.out}: object stores are not supported yet; give a folder that "
@@ -110,10 +109,10 @@ def check_batch(c: Any, mesh: Any) -> None:
                           f"({axes}) x {c.accumulate} accumulated parts = {parts}; the nearest "
                           f"that does is --batch {nearest_multiple(parts, c.batch)}")
     idle = [f"{a}={sizes[a]}" for a in ("pipe", "seq") if sizes[a] > 1]
-    if c.step == "jit" and idle:
-        raise ConfigError(f"mesh axis {' and '.join(idle)}: with --step jit the compiler splits no "
-                          f"work over it, and every device would do all of it; give its devices "
-                          f"to data, fsdp, expert or tensor")
+    if c.collectives == "compiler" and idle:
+        raise ConfigError(f"mesh axis {' and '.join(idle)}: with --collectives compiler, the "
+                          f"compiler splits no work over it, and every device would do all of it; "
+                          f"give its devices to data, fsdp, expert or tensor")
     rows, microbatches = c.batch // parts, c.network.microbatches
     if rows % microbatches:
         raise ConfigError(f"--microbatches {microbatches} does not divide the {rows} rows that a "

@@ -63,10 +63,10 @@ class Value(NamedTuple):
 def must_compare(plan: Plan, say: Callable) -> bool:
     """Return whether to compare the loss with one device's. Do so for a custom loss, and for a
     network's own with --check or after an edit that its tests haven't seen. Print the edit."""
-    why = _why_untested(plan) if plan.trusted else ""
+    why = _why_untested(plan) if plan.is_builtin_loss else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")
-    return not plan.trusted or plan.config.check or bool(why)
+    return not plan.is_builtin_loss or plan.config.check or bool(why)
 
 
 def _why_untested(plan):
@@ -148,7 +148,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         return False
     elif differ:
         raise refusal or _differs(plan, differ)
-    elif plan.trusted:
+    elif plan.is_builtin_loss:
         say(f"check    on this mesh the loss and its gradients match one device's "
             f"({time.perf_counter() - begin:.1f} s)")
     return True
@@ -188,7 +188,7 @@ def _find_difference(plan, make_batch, compute):
     compiled = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch, key = given[0]
     new_weights = compiled(functools.partial(_new_weights, plan), out_shardings=shardings(
-        plan.stored, plan.mesh)).lower(key).compile()
+        plan.specs_at_rest, plan.mesh)).lower(key).compile()
     on_mesh = compiled(functools.partial(_at_weights, compute)).lower(
         new_weights.out_info, batch).compile()
     beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
@@ -249,7 +249,7 @@ def _named(sums, gradient, held):
 
 
 def _on_mesh(plan, gradients, evaluate, params, batch):
-    places = shardings(plan.stored, plan.mesh)
+    places = shardings(plan.specs_at_rest, plan.mesh)
     chunks = 1 if plan.mode == JIT else plan.config.network.chunks
     staged = permute_layers(params, places, chunks)
     trained, frozen = plan.in_two(staged)
@@ -347,7 +347,7 @@ def _not_traceable(plan, e):
     return ConfigError(
         f"{where}: this loss cannot run there ({one_line(e)}){_by_hand(plan)}; it must not close "
         f"over arrays on a mesh (jax.device_get copies them off it), or place arrays itself; "
-        f"{any_loss(*plan.needs)}, and with --step jit")
+        f"{any_loss(*plan.needs)}, and with --collectives compiler")
 
 
 def _differs(plan, differ):
@@ -361,7 +361,7 @@ def _differs(plan, differ):
         f"over rows (compare rows with shard.all_rows and --accumulate 1), take noise only from "
         f"batch['seeds'], and use shard.py for work along the sequence, the layers or the experts "
         f"(docs/tasks.md, What is refused, lists the causes){_by_hand(plan)}; "
-        f"{any_loss(*plan.needs)}, and any other with --step jit --accumulate 1")
+        f"{any_loss(*plan.needs)}, and any other with --collectives compiler --accumulate 1")
 
 
 def _by_hand(plan):

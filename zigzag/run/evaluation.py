@@ -154,7 +154,7 @@ def _held_out_sums(program, task, state, first, last):
     config, groups = program.config, row_groups(program.mesh)
     while first < last:
         rows = min(rows_at_once(config), last - first)
-        if config.step == "shard_map" and "all_rows" not in program.plan.names:
+        if config.collectives == "explicit" and "all_rows" not in program.plan.names:
             rows = rows // groups * groups or rows      # fewer rows than groups: one padded batch
         # Rows that a loss compares stay in the same batch. With jit, any loss may compare rows.
         batch = _batch(program, task, first, rows)

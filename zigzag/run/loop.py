@@ -113,7 +113,7 @@ def prepare(loop: Loop) -> Callable | None:
     state = folder.restore(say.line) if folder else None
     if state is None:
         watchdog.arm("initializing the weights")
-        state = loop.state or first_state(program, loop.task.weights)
+        state = loop.state or first_state(program, loop.task.first_weights)
     else:
         frozen = loop.state["frozen"] if loop.state else {}     # no checkpoint holds them
         state = {**averages.from_disk(state), "frozen": frozen}
@@ -281,7 +281,7 @@ def report_header(program: Program, say: Reporter) -> None:
     say.detail(explain(*of))
     if not say.verbose:
         say.line(f"memory   {held_lines(*of)[0]}")
-    if stages > 1 and config.step == "shard_map":
+    if stages > 1 and config.collectives == "explicit":
         c = config.network
         say.line("pipe     " + timeline(stages, c.microbatches, c.schedule, c.chunks,
                                         plan.skips_idle))

@@ -9,8 +9,8 @@ train.make_gradients, wrapped by `shard_map` and `as_one_device`.
                   splits that code over tensor
     tensor whole  like untyped, but the compiler must not split it, or tensor has size 1: the mesh
                   may store weights split over tensor, but the loss uses them whole
-    jit           --step jit: no shard_map. The step's function runs once, on whole arrays, and the
-                  compiler inserts every sum over devices
+    jit           --collectives compiler: no shard_map. The step's function runs once, on whole
+                  arrays, and the compiler inserts every sum over devices
 """
 
 from typing import Any, Callable
@@ -28,10 +28,11 @@ MANUAL = {BY_HAND: AXES, TYPED: WITHOUT_TENSOR, UNTYPED: WITHOUT_TENSOR, TENSOR_
           JIT: ()}
 
 
-def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str) -> str:
+def mode_of(collectives: str, names: set[str], takes_specs: bool, splits_tensor: bool, why: str
+            ) -> str:
     """Return the mode of a loss that calls the functions `names` from shard.py. `why` says why the
     compiler must not split the loss over tensor; '' if it may."""
-    if step == "jit":
+    if collectives == "compiler":
         return JIT
     if DIFFERENTIATED not in names and not (why and splits_tensor):
         if names & {"columns", "row"}:
@@ -44,7 +45,7 @@ def mode_of(step: str, names: set[str], takes_specs: bool, splits_tensor: bool, 
 def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callable:
     """Wrap fn to run on every device with that device's pieces of the arguments. This is
     jax.shard_map over this mode's manual axes, with --overlap and the plan's other settings. With
-    --step jit, return fn itself."""
+    --collectives compiler, return fn itself."""
     if plan.mode == JIT:
         return fn
     if "tensor" not in plan.manual:

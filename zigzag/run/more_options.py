@@ -39,7 +39,7 @@ class MoreOptions(*added("OfTraining"), Processes):
                                     # none: stop keeping it
 
     # data (rare)
-    weights: tuple[str, ...] = flag((), same=True, of=("text",))
+    mix: tuple[str, ...] = flag((), same=True, of=("text",))
                                     # mixing weights for several --data, one per path (0.7 0.3)
     pack: str = flag("", one_of=("", "stream", "documents"), same=True, of=("text",))
                                     # stream: rows of running text; documents: whole documents,
@@ -76,8 +76,9 @@ class MoreOptions(*added("OfTraining"), Processes):
     # mesh (rare)
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how to store weights; the last match wins
     fsdp_min: int = 4096            # fewest elements in a weight that fsdp or zero splits
-    step: str = flag("shard_map", one_of=("shard_map", "jit"))
-                                    # shard_map, or jit to leave all collectives to the compiler
+    collectives: str = flag("explicit", one_of=("explicit", "compiler"))
+                                    # who makes the collectives: explicit (shard.py writes them)
+                                    # or compiler
     check: bool = flag(False, recorded=False)
                                     # before the first step, check the loss and its gradients on the
                                     # mesh against one device's, on a small batch

@@ -30,7 +30,7 @@ def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
 # -------------------------------------------------------------------------------------------
 # fit(optimizer=...)
 
-class Chosen:
+class OptimizersByPath:
     """The optimizer of each weight: default(config, decisions), unless fit got its own. That is an
     optax transformation, or several as {regular expression for paths: transformation}. The first
     match wins, "*" matches all paths, and None in place of a transformation freezes the weights."""

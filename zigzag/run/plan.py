@@ -111,14 +111,14 @@ class Plan:
         return row_groups(self.mesh)
 
     @property
-    def trusted(self) -> bool:
+    def is_builtin_loss(self) -> bool:
         """Return whether this is a network's own loss, which the tests compare with one device."""
         return self.network is not None
 
     @property
     def counts(self) -> tuple[int, int]:
         """Return the number of parameters, and how many of them a token visits."""
-        if self.trusted:
+        if self.is_builtin_loss:
             return self.network.parameters(self.config.network)
         return (count(self.params),) * 2
 
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED), not self.trusted)
+        return compiler_options(self.mesh, self.mode in (TYPED, UNTYPED), not self.is_builtin_loss)
 
     @property
     def row_axes(self) -> Any:
@@ -159,19 +159,20 @@ class Plan:
     def needs(self) -> list[str]:
         """Return the axes, as axis=size, over which the loss must split its own work."""
         decisions = jax.tree.leaves(self.decisions)
-        in_use = {"pipe", "seq"}.union(*(spec_axes(d.used) for d in decisions)) & SPLITS.keys()
+        in_use = {"pipe", "seq"}.union(*(spec_axes(d.spec_in_loss) for d in decisions))
+        in_use &= SPLITS.keys()
         needed = {*in_use, *(["tensor"] if self.mode == BY_HAND else [])} & {*self.manual}
         return [f"{a}={n}" for a, n in self.sizes.items() if a in needed and n > 1]
 
     @property
-    def stored(self) -> Any:
+    def specs_at_rest(self) -> Any:
         """Return the specs of the weights as stored."""
         return jax.tree.map(lambda d: d.spec, self.decisions)
 
     @property
-    def used(self) -> Any:
+    def specs_in_loss(self) -> Any:
         """Return the specs of the weights as the loss takes them, before the gather over fsdp."""
-        return jax.tree.map(lambda d: d.used, self.decisions)
+        return jax.tree.map(lambda d: d.spec_in_loss, self.decisions)
 
     @property
     def trained(self) -> Any:
@@ -184,14 +185,14 @@ class Plan:
         return self.in_two(self.decisions)[1]
 
     @property
-    def specs(self) -> tuple[Any, Any]:
+    def pair_at_rest(self) -> tuple[Any, Any]:
         """Return the specs of the trained and the frozen weights, as stored."""
-        return self.in_two(self.stored)
+        return self.in_two(self.specs_at_rest)
 
     @property
-    def moments(self) -> Any:
+    def optimizer_specs(self) -> Any:
         """Return the optimizer state's specs for trained weights; --zero 1 splits it over data."""
-        trained, _ = self.specs
+        trained, _ = self.pair_at_rest
         if not self.config.zero:
             return trained
         shapes, _ = self.in_two(self.params)
@@ -246,7 +247,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at a single device's work: one part of its group's rows.
-    rows, trusted = config.batch // row_groups(mesh) // config.accumulate, network is not None
+    rows, builtin = config.batch // row_groups(mesh) // config.accumulate, network is not None
     few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
     calls = set()       # the distinct calls to shard.attend
@@ -263,18 +264,18 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
-    if splits_tensor or not trusted and rows < config.batch:
+    if splits_tensor or not builtin and rows < config.batch:
         decisions = see_matrices(decisions, loss, weights, batch)
 
     names = names_in(jaxpr) if typed else set()
-    why = "" if trusted else why_not_split(jaxpr, weights)
-    mode = mode_of(config.step, names, typed and takes_specs, splits_tensor, why)
+    why = "" if builtin else why_not_split(jaxpr, weights)
+    mode = mode_of(config.collectives, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
         decisions = _whole_over_tensor(decisions, why)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.network.dtype, config.accumulate, names, tuple(sorted(calls, key=str)),
-                schedule, tuple(timed.items()), strips.least(config) if trusted else 0, learned)
+                schedule, tuple(timed.items()), strips.least(config) if builtin else 0, learned)
     _check_axes(plan, names, why)
     return plan
 
@@ -300,7 +301,7 @@ def _with_frozen(init, dtype):
 def _whole_over_tensor(decisions, why):
     """Keep the decisions on how to store weights, but let the loss use them whole over tensor."""
     return jax.tree.map(lambda d: dataclasses.replace(
-        d, used_as=without_axis(d.used, "tensor"),
+        d, in_loss=without_axis(d.spec_in_loss, "tensor"),
         reason=d.reason + f"; gathered: this loss {why}" * ("tensor" in spec_axes(d.spec))),
         decisions)
 
@@ -389,7 +390,7 @@ class Program:
     start: Any              # (key, weights instead of init's or None) -> state
     step: Any               # (state, batch) -> state, metrics
     evaluate: Any           # (params, batch, frozen) -> sum, count, other sums
-    own: Any = None         # fit's custom step, if any: an own_step.OwnStep
+    own: Any = None         # fit's custom step, if any: a custom_step.CustomStep
 
     @property
     def config(self) -> Any:
@@ -434,8 +435,8 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
                                else (weights, {}))
         return state(trained, frozen, optimizer.init(trained), jnp.zeros((), jnp.int32))
 
-    opt = state_specs(optimizer, plan.in_two(plan.params)[0], plan.moments)
-    places = shardings(state(*plan.specs, opt, P()), mesh)
+    opt = state_specs(optimizer, plan.in_two(plan.params)[0], plan.optimizer_specs)
+    places = shardings(state(*plan.pair_at_rest, opt, P()), mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch = jax.tree.map(lambda x: x.update(sharding=rows), plan.batch)

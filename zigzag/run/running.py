@@ -39,7 +39,7 @@ from zigzag.run.loop import (
     report_header,
 )
 from zigzag.run.plan import Program, in_one, shapes_hash
-from zigzag.run.task import Made, Task
+from zigzag.run.task import GeneratedExamples, Task
 
 
 @contextlib.contextmanager
@@ -49,8 +49,8 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     done). On exit, save the state if a signal arrived (in `stop`), wait for pending saves, and
     print how the run ended. learning_rate(config, update) is train.py's; `log` is fit's."""
     config, plan = program.config, program.plan
-    is_made = isinstance(task.examples, Made)
-    record = task.record or (first_example(task) if config.out and not is_made else {})
+    is_generated = isinstance(task.examples, GeneratedExamples)
+    record = task.record or (first_example(task) if config.out and not is_generated else {})
     facts = {"shapes": shapes_hash(plan.params), **record,
              **(tokenizer_record(task.tokenizer) if task.tokenizer else {})}
     hosts.assert_same_everywhere(facts)     # check_start has compared the configs
@@ -65,7 +65,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         say.line(line)
     first = None
     if config.network.lora_rank and config.out:     # no checkpoint holds frozen weights
-        first = first_state(program, task.weights)
+        first = first_state(program, task.first_weights)
         with jax.set_mesh(program.mesh):
             facts["base_weights"] = low_rank.fingerprint(first["frozen"])
     folder = open_folder(program, facts, continuing.rates(config, schedule_of(config)), say,
@@ -73,7 +73,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     with folder or contextlib.nullcontext(), jax.set_mesh(program.mesh):
         loop = Loop(program, task, folder, say, log, first)
         del first
-        if is_made:
+        if is_generated:
             task.examples.weights = lambda: program.permute(
                 in_one(loop.state["params"], loop.state["frozen"]), back=True)
         report_header(program, say)
@@ -111,7 +111,7 @@ def first_example(task: Task) -> dict[str, str]:
 def has_own_weights(program: Program) -> bool:
     """Return whether the weights belong to a custom task instead of the config's network."""
     plan, config = program.plan, program.config
-    if plan.trusted or config.network.lora_rank:
+    if plan.is_builtin_loss or config.network.lora_rank:
         return False
     return not config.network.vocab_size or shapes_hash(plan.params) != shapes_hash(
         network_of(config).weight_shapes(config.network))

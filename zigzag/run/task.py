@@ -1,4 +1,4 @@
-"""The `Task` that a run learns, for train.fit, and `Learned`, which tasks/ makes from --data."""
+"""The `Task` that a run learns, for train.fit, and `OpenedData`, which tasks/ makes from --data."""
 
 import dataclasses
 import functools
@@ -41,8 +41,8 @@ class Task:
                                         # examples, in order; a run also logs each source's loss
     bits_per_nat: float | None = None   # the held-out loss times this gives bits per byte
     # the weights, and where they are stored
-    weights: Callable | None = None     # shapes (with shardings) -> the first weights of a new run,
-                                        # instead of init's
+    first_weights: Callable | None = None   # shapes (with shardings) -> the first weights of a new
+                                        # run, instead of init's
     overrides: Overrides = ()           # (path regex, PartitionSpec) pairs, in addition to
                                         # --override; the last match wins
     # the batch
@@ -67,10 +67,11 @@ def with_sequence(task: Task, config: Any) -> Task:
     """If a task makes its examples with a function, replace that with a sequence of them."""
     if not callable(task.examples) or hasattr(task.examples, "__getitem__"):
         return task
-    return dataclasses.replace(task, examples=Made(task.examples, task.held_out, config))
+    return dataclasses.replace(
+        task, examples=GeneratedExamples(task.examples, task.held_out, config))
 
 
-class Made(Sequence):
+class GeneratedExamples(Sequence):
     """A run's examples in order, as a sequence that holds one update's examples at a time. They
     depend on the seed and the earlier updates, so a run that stops and resumes makes the same
     examples. Before there are weights, while fit checks the loss, held-out examples stand in."""
@@ -105,7 +106,7 @@ class Made(Sequence):
         return self.examples[number]
 
 
-class Learned(NamedTuple):
+class OpenedData(NamedTuple):
     """A run's data, once opened: what a context manager in tasks/ yields."""
     config: Any                     # with the data's vocabulary, and the steps for --epochs
     make_task: Callable[[], Task]   # makes the task

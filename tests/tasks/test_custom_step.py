@@ -500,8 +500,8 @@ def test_a_flax_model_with_batch_statistics_trains():
         return {**state, "params": {**state["params"], "stats": stats}}, numbers
 
     task = init, step, loss
-    rows, one = run(task, step="jit")
-    others, other = run(task, "data=2,fsdp=2,tensor=2", step="jit")
+    rows, one = run(task, collectives="compiler")
+    others, other = run(task, "data=2,fsdp=2,tensor=2", collectives="compiler")
     assert_same_rows(rows, others, rel=2e-5)
     mean = np.asarray(one.params["stats"]["BatchNorm_0"]["mean"])
     np.testing.assert_allclose(other.params["stats"]["BatchNorm_0"]["mean"], mean, atol=1e-5)

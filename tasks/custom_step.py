@@ -10,7 +10,7 @@ weights (a running average, statistics, a buffer).
         update(state, name, gradient)       the state after the optimizer updates that tree
 
 Only the losses run in shards, inside train.make_step's shard_map. Everything else in a step is
-ordinary jax on whole arrays, which the compiler splits. OwnStep prepares a step in four stages:
+ordinary jax on whole arrays, which the compiler splits. CustomStep prepares a step in four stages:
 
     calls       traces the step once with shapes, to see which gradients it requests
     places      gives the rule all losses at once, so each weight gets a single place for them all
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         return f"gradients({getattr(self.loss, '__name__', 'loss')}, ..., {self.name!r}, ...)"
 
 
-class OwnStep:
+class CustomStep:
     """A user's step, with its plans.
 
     make_optimizer(config, decisions, name)     makes a tree's optimizer
