@@ -203,8 +203,8 @@ def test_a_run_of_another_task_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("record, says", [
-    (b"", "no run there"), (b"{", "cannot be read"), (b"[1]", "cannot be read"),
-    (b"null", "cannot be read"), (b"\xff", "cannot be read"), (None, "cannot be read"),
+    (b"", "no run there"), (b"{", "cannot read"), (b"[1]", "cannot read"),
+    (b"null", "cannot read"), (b"\xff", "cannot read"), (None, "cannot read"),
     (b'{"name": 1}', "no configuration"),
     (b'{"layers": 2, "published": "{}"}', "with its model_type"),
     (b'{"layers": 2, "published": "[3"}', "with its model_type"),
@@ -225,7 +225,7 @@ def test_a_field_that_is_newer_than_a_run_had_its_default(tmp_path):
                               read_old=functools.partial(read_old, train.Config))
     # (head_dim followed from the width.)
     check({"layers": 2, "experts": 0, "head_dim": 8, "data": ("a",)})
-    with pytest.raises(ConfigError, match="head_dim 8, and 9 was given; experts 0, and 2 was g"):
+    with pytest.raises(ConfigError, match="head_dim 8, not 9; experts 0, not 2"):
         check({"layers": 2, "head_dim": 9, "experts": 2})
 
 

@@ -263,7 +263,7 @@ def test_a_run_keeps_its_weights(weighted, tmp_path, text, capsys):
     run, made = tmp_path / "run", tmp_path / "made"
     go(*words, "--data", weighted, text, "--mix", 1, 1, "--held_out", text, "--out", run)
     assert "tokens have a weight above 0, by 'w'" in capsys.readouterr().out
-    assert "weight_field 'w', and '' was given" in refused(
+    assert "weight_field 'w', not ''" in refused(
         capsys, "--weight_field", "", "--out", run, "--steps", 2)
     rows = [*rows_of_text(400)]
     for number in range(2):

@@ -269,7 +269,7 @@ def test_bad_flags_and_files_are_one_line(capsys, monkeypatch, tmp_path):
         ("--prompts nowhere: No such file", "--prompts", "nowhere"),
         ("latin: not UTF-8", "--score", tmp_path / "latin"),
         ("no run there", "--run", tmp_path / "none", "--prompts", some),
-        ("min_p=1.5", "--min_p", 1.5), ("expected a text", "--stop", ""),
+        ("min_p=1.5", "--min_p", 1.5), ("expected text", "--stop", ""),
         ("--system works only in a conversation", "--system", "x", "--prompt", "a"),
         ("--json", "--logprobs", "--prompt", "a"), ("--batch 0", "--batch", 0),
         ("--shards 0: expected at least 1", "--shards", 0),

@@ -111,7 +111,7 @@ def test_a_page_about_a_run(tmp_path, capsys):
     assert "8 rows of 32 tokens" in page.text and f"; 8 devices; the step of the run {run}." in (
         page.text)
     for said, *words in ((f"--layers 2: --run {run} has layers 1; leave", "--layers", 2),
-                         (f"--run {run} has model tiny; leave out", "--model", "1.2b")):
+                         (f"--run {run} has model tiny; leave one out", "--model", "1.2b")):
         assert said in refused(capsys, tmp_path / "page.html", "--run", run, *words,
                                main=explain.main)
 

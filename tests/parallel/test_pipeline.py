@@ -267,6 +267,6 @@ def test_an_array_as_long_as_the_time_is_cut_only_if_the_task_says_so(mesh):
 
 def test_a_time_that_an_array_does_not_have_is_refused():
     """timed={"scale": True} for an array of another length, which would stay whole."""
-    with pytest.raises(ConfigError, match="'scale': True}: .*rows of .3., beside 16 tokens"):
+    with pytest.raises(ConfigError, match="'scale': True}: .*rows of .3., but a row has 16"):
         first_update(scaled, "seq=2", timed={"scale": True},
                      extra={"scale": np.ones((16, 3), "float32")})

@@ -267,7 +267,7 @@ def test_a_weight_that_an_edit_gave_other_axes_is_one_line_at_export(edit, monke
                                          '"w_gate": make("L/pipe D/fsdp D/tensor", into)')])
     module, config = edit("axes")
     params = module.init(config.network, jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"layers.w_gate has the shape .* 32, 32\], there .* 64"):
+    with pytest.raises(ConfigError, match=r"layers.w_gate has the shape .* 32, 32\], not .* 64"):
         published.save_hf(tmp_path / "a", params, config.network)
 
 
@@ -277,13 +277,13 @@ MASK, SCORES = "its attention has a mask", "its attention has custom scores"
 NO_LLAMA = {"a window of 100": MASK, "a window": MASK, "a mask by document": MASK,
             "a mask of long texts": MASK, "a soft cap": SCORES, "ALiBi": SCORES,
             "documents of 100": "its attention has documents",
-            "pieces of 100": "its attention has parts, of 99 tokens to 99, in a row of 199",
+            "pieces of 100": "its attention has parts, from 99 tokens to 99, in a row of 199",
             "attention by hand": "its attention does not call attend",
             "an activation": "its logits differ by", "a norm": "its logits differ by",
             "a window by name": "its attention has a window",
             "a window in every second layer": "its attention has a window",
             "a soft cap by name": "its attention has a softcap",
-            "a wider MLP": r"layers.w_down has the shape \[2, 128, 32\], there \[2, 64, 32\]"}
+            "a wider MLP": r"layers.w_down has the shape \[2, 128, 32\], not \[2, 64, 32\]"}
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_every_decay_is_optaxs_over_all_updates(decay):
     last = 0.01 if decay == "constant" else 0.001
     np.testing.assert_allclose(rates(config, 30)[19:], last, rtol=1e-6)
     if decay == "constant":
-        with refuses("--decay_steps 20: --decay constant has none"):
+        with refuses("--decay_steps 20: --decay constant does not use it"):
             flags.change(config, decay_steps=20)
         return
     held = rates(flags.change(config, steps=30, decay_steps=20))
@@ -104,8 +104,8 @@ def test_values_that_make_no_schedule_are_refused():
             (dict(decay="cosin"), "--decay cosin: .*did you mean 'cosine'"),
             (dict(warmup=2.5), "--warmup 2.5: expected an integer number of updates, or a share"),
             (dict(decay="exponential", final_share=0.0), "never reaches 0"),
-            (dict(decay="constant", final_share=0.1), "--final_share 0.1: --decay constant has"),
-            (dict(cooldown=0.1), "--cooldown 0.1: --decay cosine has none.*another --decay .wsd"),
+            (dict(decay="constant", final_share=0.1), "--final_share 0.1: --decay constant does"),
+            (dict(cooldown=0.1), "--cooldown 0.1: --decay cosine does not.*another --decay .wsd"),
             (dict(final_share=3.0), "a share of --lr"), (dict(beta2=1.0), "--beta2 1.0"),
             (dict(first_share=-1.0), "--first_share -1.0")):
         with refuses(says):
