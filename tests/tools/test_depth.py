@@ -85,8 +85,8 @@ def test_what_depth_does_not_fit_is_one_line(capsys):
     for number in (0, -1):
         with refuses(f"--depth {number}: must be a number of at least 1"):
             train.parse(["--depth", str(number)])
-    assert "--batch 32 does not divide among 3 groups" in refused(
-        capsys, "--depth", 2, "--mesh", "data=3")
+    assert "--batch 8 does not divide among 8 groups" in refused(
+        capsys, "--depth", 1, "--mesh", "data=8", "--accumulate", 2)
     with pytest.raises(SystemExit):
         train.main(["--depth", "6", "--help"])
     assert re.search(r"--d_model .*\[192\]", capsys.readouterr().out)
