@@ -5,6 +5,7 @@
     traffic     the bytes that each axis should send, to compare with a compiled program
     dry_run     --mesh auto finds the fastest mesh; --topology reports on a compiled program
     bench       train.py --bench and --minutes: a few steps, measured here
+    depth       --depth: a model's sizes and its training from one number
     adds        the flags and the commands that forecast/ adds
 
 Needed by learn/. Imports zigzag/ and the five files. Without it, a run prints only the bytes that

@@ -12,6 +12,10 @@ class OfTraining:
     # training
     minutes: float = flag(0.0, recorded=False)  # train for this long instead of --steps, based on
                                     # the speed of a few trial steps
+    # model
+    depth: int | None = flag(None, least=1, same=True)
+                                    # layers of a model whose width, heads, batch, steps, lr, warmup
+                                    # and weight_decay follow by scaling rules, unless given
 
     # measuring
     bench: bool = flag(False, recorded=False)

@@ -1,5 +1,5 @@
 """python train.py --bench: time training steps, and compare their speed with a plain matmul's.
-Also converts --minutes to a step count. For sample.py --bench, see generation_speed.py."""
+Also times a few steps for --minutes and --depth. For sample.py --bench, see generation_speed.py."""
 
 import contextlib
 import dataclasses
@@ -16,21 +16,24 @@ import jax
 import jax.numpy as jnp
 
 import train
+from forecast import depth
 from forecast.estimate import USUAL_COUNT
-from zigzag.commands import programs
-from zigzag.commands.training import opener
+from zigzag.commands import programs, training
+from zigzag.commands.continued import continued
 from zigzag.core import hosts
 from zigzag.core.chips import memory_in_use, mfu
 from zigzag.core.errors import human_bytes
 from zigzag.core.mesh import platform
+from zigzag.core.options import Values
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_shapes
+from zigzag.disk.checkpoint import newest_step
 from zigzag.run import source
 from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
 from zigzag.run.plan import Program
 from zigzag.run.task import Task
 
-# Updates before timing; timed updates; and timed updates for --minutes.
+# Updates before timing; timed updates; and timed updates for --minutes and --depth.
 WARM, TIMED, FEW = 6, 60, 20
 
 
@@ -57,25 +60,43 @@ def run(config: Any) -> None:
         bench(config, mesh, task)
 
 
-def steps_in(minutes: float, config: Any, mesh: Any, task: Task) -> int:
-    """Return how many steps of a new run fit in this time. Measure the speed on a few steps and
-    discard their results. Compiling, evaluations and saves don't count."""
+def timed(given: Values, config: Any) -> Any:
+    """Return the config of a run with --minutes or --depth. If the run is new, first time a few
+    steps, whose results are discarded: --minutes becomes the steps that fit in it, and --depth
+    prints its cost. Compiling, evaluations and saves don't count."""
+    config, mesh = programs.on_machine(config)
+    minutes, is_new = given.pop("minutes", 0), not newest_step(config.out)
+    if config.mesh != given.get("mesh", ""):        # --mesh auto has chosen one
+        given["mesh"] = config.mesh
+    if is_new:          # otherwise the run has its steps already
+        with training.opened(config, is_quiet=True) as (small, task, _):
+            step = seconds_of_step(small, mesh, task)
+        if minutes:
+            given["steps"] = max(1, round(60 * minutes / step))
+    config = continued(given)
+    if is_new and jax.process_index() == 0:
+        if minutes:
+            print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {config.steps:,} steps")
+        if config.depth:
+            print(depth.about(config, step))
+    return config
+
+
+def seconds_of_step(config: Any, mesh: Any, task: Task) -> float:
+    """Measure how long a step takes."""
     say = BenchReporter(WARM + FEW)
     say.is_quiet = True
     train_some(config, mesh, task, say)
     step = hosts.process_allgather(statistics.median(say.took[WARM:]))[0]
-    steps = max(1, round(60 * minutes / step))
-    if jax.process_index() == 0:
-        print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {steps:,} steps")
     hosts.watchdog.arm("beginning")
-    return steps
+    return step
 
 
 @contextlib.contextmanager
 def opened(config: Any) -> Iterator[tuple[Any, Task]]:
     """Open --data in a temporary folder. Yield the config for it, and the task."""
     _, tokenizer, _ = source.first_weights(config)
-    with tempfile.TemporaryDirectory() as folder, opener(source.kind_of(config))(
+    with tempfile.TemporaryDirectory() as folder, training.opener(source.kind_of(config))(
             config, tokenizer, Path(folder) / "run") as learned:
         yield learned.config, learned.make_task()
 

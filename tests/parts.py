@@ -24,7 +24,7 @@ class Part(NamedTuple):
 PARTS = {
     "published": Part("models that others made: networks, folders in and out, presets",
                       pages=("published.md", "networks.md")),
-    "forecast": Part("`--topology`, `--mesh auto`, `--bench`, expected bytes"),
+    "forecast": X),
     "tools": Part("chat, chats as `--data`, choices, scores, beams, plots, loggers"),
     "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, steps of your own"),
     "recipes": Part("algorithms and recorded runs"),
@@ -41,7 +41,7 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 14_400, "published": 5_350, "forecast": 960, "tools": 1_270, "tasks": 1_010,
+BUDGETS = {"zigzag": 14_400, "published": 5_350, "forecast": 1_070, "tools": 1_270, "tasks": 1_010,
            "recipes": 1_530, "learn": 3_040}
 
 

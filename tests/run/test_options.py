@@ -26,8 +26,8 @@ KNOWN = options(train.Config)
 VALUES = {
     "data": "a", "held_out": "a", "mix": "1", "weight_field": "w", "pack": "stream",
     "fields": "a b",
-    "steps": "7", "epochs": "1", "tokens": "9", "minutes": "1", "lr": "0.5", "warmup": "2",
-    "decay": "linear", "cooldown": "0.5",
+    "steps": "7", "epochs": "1", "tokens": "9", "minutes": "1", "depth": "2", "lr": "0.5",
+    "warmup": "2", "decay": "linear", "cooldown": "0.5",
     "decay_steps": "5", "first_share": "0.1", "final_share": "0.1", "weight_decay": "0.2",
     "clip": "2", "optimizer": "muon", "beta1": "0.8", "beta2": "0.8", "accumulate": "2",
     "seed": "1", "batch": "16", "max_skipped": "3", "model": "tiny", "init_from": "run",

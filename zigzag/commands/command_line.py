@@ -44,16 +44,19 @@ def parse(argv: Argv, script: str | None) -> Any:
 
 
 def config_of_flags(given: Values) -> Any:
-    """Return a new run's config. --model and --init_from choose the network and its fields; the
-    other flags change them."""
+    """Return a new run's config. --model, --init_from or --depth choose the network and fields;
+    the other flags change them."""
     network, fields, source = chosen(given)
     return make_config(network, fields | given | source, given)
 
 
 def chosen(given: Values) -> tuple[Network, Values, Values]:
-    """Return (the network that the flags `given` choose, its fields from --model or --init_from,
-    the values of these two flags that a run records)."""
+    """Return (the network that the flags `given` choose, fields from --model, --init_from or
+    --depth, the values of the first two that a run records)."""
     name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
+    if (depth := given.get("depth", 0)) > 0:
+        fields = part("forecast.depth", f"--depth {depth}").chosen(given)
+        return train.model.NETWORK, fields, {"model": name, "init_from": ""}
     if run and "model" in given:
         raise ConfigError(f"--model {name} --init_from {run}: both choose the model; give only one")
     if run:
@@ -135,7 +138,8 @@ def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
 def _show_help(given, is_all, script):
     """Print the flags, with the values that `given` leads to."""
     network, fields, source = chosen(given)
-    values = dataclasses.asdict(network.config(**fields)) | source if given else {}
+    own = {name: value for name, value in fields.items() if name in options(network.config)}
+    values = fields | dataclasses.asdict(network.config(**own)) | source if given else {}
     values |= {name: as_given(value) for name, value in given.items()} | {"published": ""}
     plain, others = train.model.Config, [*NETWORKS.values()] if is_all else [network]
     groups, last = groups_of(plain, train.Config, others, is_all), LAST

@@ -36,15 +36,9 @@ def main(argv: Argv = None) -> None:
         for flag, command in commands().items():
             if getattr(config, flag):
                 return part(command.module, f"--{flag}").run(config)
+        if given.get("minutes") or given.get("depth"):
+            config = part("forecast.bench", "--minutes").timed(given, config)
         config, mesh = programs.on_machine(config)
-        if minutes := given.pop("minutes", 0):
-            if config.mesh != given.get("mesh", ""):        # --mesh auto has chosen one
-                given["mesh"] = config.mesh
-            if not newest_step(config.out):     # otherwise the run has its steps already
-                with opened(config, is_quiet=True) as (small, task, _):
-                    given["steps"] = part("forecast.bench", "--minutes").steps_in(
-                        minutes, small, mesh, task)
-            config = programs.on_machine(continued(given))[0]
         with opened(config) as (config, task, say):
             train.fit(config, task, mesh=mesh, say=say)
 

@@ -1,0 +1,68 @@
+"""python train.py --depth 6: a decoder's sizes and its training options from a single number.
+docs/running.md explains the rules and cites the papers they come from.
+
+    chosen      choose the options
+    about       describe them and their cost
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import train
+from zigzag.core.errors import ConfigError
+from zigzag.core.flags import flat
+from zigzag.core.options import Values, options
+from zigzag.disk.reading import is_prepared
+from zigzag.disk.tokenizers import Bytes, read_record
+from zigzag.parallel.network import flops_of_update
+
+WIDTH = 32          # of the stream, per layer
+TOKENS = 20         # to train on, per parameter
+MEMORY = 0.2        # the share of a run after which weight decay has shrunk old updates by 1/e
+
+
+def chosen(given: Values) -> Values:
+    """Return the options that --depth chooses. Flags in `given` replace them, so the options that
+    depend on those use the given values."""
+    depth, network = given["depth"], train.model.NETWORK
+    for name in ("layers", "model", "init_from"):
+        if name in given:
+            raise ConfigError(f"--depth {depth} --{name} {given[name]}: both choose the model; "
+                              f"give one of them")
+    head = 32 if depth < 8 else 64
+    width = given.get("d_model") or -(-depth * WIDTH // head) * head
+    sizes = {"layers": depth, "d_model": width, "heads": max(1, width // head)}
+    own = {name: value for name, value in given.items() if name in options(network.config)}
+    c = network.config(**{**sizes, "vocab_size": vocabulary(given), **own})
+
+    tokens = given.get("tokens") or TOKENS * network.parameters(c)[1]
+    flops = network.training_flops(c, tokens)
+    rows = 0.2920 * flops**0.3271 / c.seq_len
+    batch = 2 ** max(0, round(math.log2(rows)))     # a power of two, which meshes divide
+    steps = math.ceil(tokens / (given.get("batch", batch) * c.seq_len))
+    lr = rounded(0.3118 * flops**-0.1250)
+    # Each update shrinks weights by lr * weight_decay. At most 1, for a run of a few steps.
+    updates = MEMORY * given.get("steps", steps)
+    weight_decay = rounded(1 / max(1, given.get("lr", lr) * updates))
+    return {**sizes, "batch": batch, "steps": steps, "lr": lr, "weight_decay": weight_decay,
+            "warmup": 0.05}
+
+
+def vocabulary(given: Values) -> int:
+    """Return the number of ids in the data, without opening them."""
+    made = [Path(path) for path in given.get("data", ()) if is_prepared(Path(path))]
+    return read_record(made[0] / "data.json")["vocab_size"] if made else Bytes.vocab_size
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def about(config: Any, seconds: float) -> str:
+    """Describe the options of a run with --depth, and what it costs at this many seconds a step."""
+    values, steps = flat(config), config.steps
+    names = "d_model", "heads", "batch", "steps", "lr", "warmup", "weight_decay"
+    what = ", ".join(f"{name} {values[name]:,}" for name in names)
+    return (f"depth    {config.depth}: {what}; {flops_of_update(config) * steps:.2g} FLOPs, "
+            f"{steps * seconds / 60:,.1f} minutes at {seconds * 1e3:,.0f} ms a step")
