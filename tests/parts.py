@@ -24,7 +24,7 @@ class Part(NamedTuple):
 PARTS = {
     "published": Part("models that others made: networks, folders in and out, presets",
                       pages=("published.md", "networks.md")),
-    "forecast": X),
+    "forecast": Part("`--topology`, `--mesh auto`, `--bench`, `--minutes`, `--depth`"),
     "tools": Part("chat, chats as `--data`, choices, scores, beams, plots, loggers"),
     "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, steps of your own"),
     "recipes": Part("algorithms and recorded runs"),
