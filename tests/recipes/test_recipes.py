@@ -3,8 +3,10 @@
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -146,6 +148,53 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr"):
         assert found[name.replace("_stderr", "") + ("_stderr" * ("stderr" in name)) + ",none"] == (
             pytest.approx(want[name]))
+
+
+# A nanoGPT whose steps take 10 ms, and whose loss is the mean of its targets.
+NANOGPT = {"train.py": """
+import sys, torch
+given = dict(word[2:].split("=") for word in sys.argv[2:])
+for i in range(int(given["max_iters"]) + 1):
+    print(f"iter {i}: loss 1.0000, time 10.00ms, mfu 0.01%")
+open(given["out_dir"] + "/asked", "w").write(f"{given['lr_decay_iters']} {i} seed 1337"
+    if "lr_decay_iters" in given else "")
+torch.save({"model": {}, "model_args": {"block_size": 32}}, given["out_dir"] + "/ckpt.pt")
+""", "model.py": """
+import torch
+GPTConfig = dict
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        print("number of parameters: 0")
+    def forward(self, x, y):
+        assert x.shape == y.shape == (1, 32)
+        return None, y.float().mean()
+"""}
+
+
+@pytest.mark.full
+def test_five_minutes_beside_nanogpt(text, tmp_path):
+    """A schedule that does not end with the minutes; other held-out bytes, or targets that are
+    inputs; a second line on the standard output."""
+    peer("torch")
+    for name, content in NANOGPT.items():
+        (tmp_path / name).write_text(content)
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [ROOT / "recipes/five_minutes.sh", text], text=True, capture_output=True,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+             "MINUTES": "0.01", "SEED": "7", "OUT": str(out), "NANOGPT": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    *_, row = [row for row in rows_in(out / "metrics.jsonl") if "bits_per_byte" in row]
+    held_out = np.fromfile(out / "data/held_out.bin", np.uint16)
+    targets = held_out[1:(len(held_out) - 1) // 32 * 32 + 1]
+    bits = targets.mean() * row["bits_per_byte"] / row["eval_loss"]
+    assert done.stdout == (f"bits per byte after 0.01 minutes: zigzag "
+                           f"{row['bits_per_byte']:.3f}, nanoGPT {bits:.3f}\n")
+    assert json.loads((out / "config.json").read_text())["seed"] == 7
+    assert (out / "nanogpt/asked").read_text() == "60 60 seed 7"
+    same = np.fromfile(out / "nanogpt/train.bin", np.uint16)
+    np.testing.assert_array_equal(same, np.fromfile(out / "data/train.bin", np.uint16))
 
 
 # -------------------------------------------------------------------------------------------
