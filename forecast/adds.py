@@ -9,7 +9,7 @@ from zigzag.core.parts import Command, Unused
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
-    # training
+    # training (rare)
     minutes: float = flag(0.0, recorded=False)  # train for this long instead of --steps, based on
                                     # the speed of a few trial steps
     # model

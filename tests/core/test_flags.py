@@ -46,7 +46,7 @@ class More(Few):
 @pytest.mark.parametrize("words, says", [
     (["--layer", 3], "--layers"), (["--layers", "three"], "an integer"),
     (["--lr", "nan"], "finite"), (["--lr", "-1"], "at least 0"), (["--shards", 3], "8"),
-    (["--layers"], "needs a value"), (["layers=3"], "alone"), (["--heads", 5], "divide"),
+    (["--layers"], "needs a value"), (["layers=3"], "no flag in front"), (["--heads", 5], "divide"),
     (["--batch", 3, "--mesh", "data=2,tensor=4"], "--batch 4"),
     (["--heads", 4, "--kv_heads", 3], "kv_heads"), (["--mesh", "tensr=2"], "'tensor'"),
     (["--mesh", "tensor=0"], "at least 1"), (["--mesh", "tensor=2", "--shards", 4], "disagree"),
@@ -235,7 +235,7 @@ def test_a_bug_stays_a_traceback():
     (errors.ConfigError("two\n  lines"), 2, "error: two lines"),
     (KeyboardInterrupt(), 130, "interrupted: "),
     (type("JaxRuntimeError", (RuntimeError,), {})("RESOURCE_EXHAUSTED: 9 GB\nmore"), 1,
-     "error: out of memory: RESOURCE_EXHAUSTED: 9 GB; a larger --mesh")])
+     "error: out of memory: RESOURCE_EXHAUSTED: 9 GB; try a larger --mesh")])
 def test_each_end_has_its_status_and_one_line(capsys, error, status, line):
     """A wrong exit status: schedulers restart by it, and would retry a refusal with status 1 for
     ever."""

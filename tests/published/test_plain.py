@@ -197,9 +197,9 @@ def test_an_edit_is_obeyed_where_there_is_a_kernel(edit, monkeypatch, name, mesh
     usual = on_no_mesh(make(kv_heads=2, microbatches=2))[1]
     assert name == "a second norm scale" or abs(want[1] - usual) > 1e-6     # (it is an edit)
 
-    def kernel(q, k, v, known):
+    def kernel(q, k, v, pattern):
         calls.append(name)
-        return one_kernel(q, k, v, known)
+        return one_kernel(q, k, v, pattern)
 
     monkeypatch.setattr(attention, "_splash", kernel)
     give_kernel(monkeypatch, "splash")
