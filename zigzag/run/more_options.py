@@ -44,6 +44,8 @@ class MoreOptions(*added("OfTraining"), Processes):
     pack: str = flag("", one_of=("", "stream", "documents"), same=True, of=("text",))
                                     # stream: rows of running text; documents: whole documents,
                                     # which can't see each other; '': stream, except for chats
+    field: str = flag("text", same=True, change="data", of=("text",))
+                                    # field or column that holds the text (JSON lines, .parquet)
     weight_field: str = flag("", same=True, change="data", of=("text",))
                                     # field with loss weights in JSON lines: one number per line,
                                     # or a list with one per token
