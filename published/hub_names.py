@@ -5,14 +5,12 @@
     --data hf://datasets/org/name/texts/*.jsonl     a file, a folder or a pattern
 
     with_commit     org/name -> org/name@COMMIT, which a run records
-    config_of       that name -> the cache's folder, which has its config.json
-    weights_of      the same, with its weights
-    tokenizer_of    that name -> its tokenizer
+    config_of  weights_of  tokenizer_of     that name -> its files in the cache
     files           an address in --data -> a path in the cache
 
-The package huggingface_hub downloads into its cache, and reads the environment (HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE, HF_ENDPOINT). We ask the hub only for files that the cache lacks, by name: never for
-a pickle or a program. For a folder, the functions return the folder itself.
+The package huggingface_hub has the cache, and reads the environment (HF_HOME, HF_TOKEN,
+HF_HUB_OFFLINE). We ask the hub only for files that the cache lacks, by name: never for a pickle or
+a program. For a folder, these functions return the folder itself.
 """
 
 import difflib
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from zigzag.core.errors import ConfigError, did_you_mean, note, one_line, optional_package
-from zigzag.core.files import read_json
 from zigzag.disk.tokenizers import BESIDE, KINDS, Tokenizer, published_tokenizer
 
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", re.A)
@@ -62,24 +59,28 @@ class Repository(NamedTuple):
 
     def refusal(self, error: Exception) -> ConfigError:
         """Return the ConfigError for an exception of huggingface_hub."""
-        errors, cache = self.hub.errors, Path(self.hub.constants.HF_HUB_CACHE)
+        errors = self.hub.errors
         login = "set HF_TOKEN or run `hf auth login`"
         if isinstance(error, errors.GatedRepoError):
             why = f"its owner decides who may download it; ask for that on its page, then {login}"
         elif isinstance(error, errors.RepositoryNotFoundError):
-            names = [path.name.partition("--")[2].replace("--", "/")
-                     for path in cache.glob(f"{self.kind}s--*--*")]
-            near = ", ".join(difflib.get_close_matches(self.name, names, 3))
-            why = f"the hub has no such {self.kind}, or it is private ({login})" + (
-                f"; the nearest names in the cache: {near}" if near else "")
+            why = f"the hub has no such {self.kind}, or it is private ({login}){self.nearest()}"
         elif isinstance(error, errors.RevisionNotFoundError):
             why = f"it has no revision {self.revision!r}; expected a branch, a tag or a commit"
         elif isinstance(error, OSError) and error.errno:
-            why = f"{one_line(error)}; the cache is {cache}, and HF_HOME names another place for it"
+            why = (f"{one_line(error)}; the cache is {self.hub.constants.HF_HUB_CACHE}, and "
+                   f"HF_HOME names another place for it")
         else:
             return Silent(f"{self.given}: no answer from the hub ("
                           f"{one_line(error.__cause__ or error)})")
         return ConfigError(f"{self.given}: {why}")
+
+    def nearest(self) -> str:
+        """Return the end of a message: the names in the cache that are most like this one."""
+        known = [path.name.partition("--")[2].replace("--", "/") for path in Path(
+            self.hub.constants.HF_HUB_CACHE).glob(f"{self.kind}s--*--*")]
+        near = ", ".join(difflib.get_close_matches(self.name, set(known) - {self.name}, 3))
+        return f"; the nearest names in the cache: {near}" if near else ""
 
     def fetched(self, *names: str, is_first: bool = False) -> list[Path]:
         """Return the paths of those of these files that the repository has, or of the first alone.
@@ -101,18 +102,24 @@ class Repository(NamedTuple):
                     break
         without = f"{silence}, and the cache lacks {', '.join(unknown)}"
         if silence and not found:
-            raise Silent(without)
+            raise Silent(without + self.nearest())
         if silence:
             note(f"{without}; this goes on without them")
         return found
+
+    def folder(self) -> Path:
+        """Return the cache's folder for this revision of a model, with its config.json."""
+        if found := self.fetched("config.json"):
+            return found[0].parent
+        raise ConfigError(f"{self.given}: no config.json in it; expected a published model")
 
 
 # -------------------------------------------------------------------------------------------
 # Models
 
 def repository(name: str | Path) -> Repository | None:
-    """Return the repository that a name means; None for a folder, and for a preset."""
-    match = NAME.fullmatch(str(name))
+    """Return the repository that a name means; None for a folder, a Path, or a preset."""
+    match = NAME.fullmatch(name) if isinstance(name, str) else None
     if not match or Path(name).is_dir():
         return None
     return Repository(f"--model {name} (no folder, so a name of the hub)", match[1],
@@ -122,7 +129,7 @@ def repository(name: str | Path) -> Repository | None:
 def with_commit(name: str | Path) -> str | Path:
     """Return a name of the hub with the commit that it means now."""
     repo = repository(name)
-    return f"{repo.name}@{_folder(repo).name}" if repo else name
+    return f"{repo.name}@{repo.folder().name}" if repo else name
 
 
 def at_commit(name: str | Path) -> Repository | None:
@@ -132,28 +139,19 @@ def at_commit(name: str | Path) -> Repository | None:
     return repo if repo and COMMIT.fullmatch(repo.revision) else None
 
 
-def _folder(repo):
-    """Return the cache's folder for a model, after fetching its config.json."""
-    if found := repo.fetched("config.json"):
-        return found[0].parent
-    raise ConfigError(f"{repo.given}: no config.json in it; expected a published model")
-
-
 def config_of(name: str | Path) -> Path:
     """Return a model's folder, with its config.json."""
     repo = at_commit(name)
-    return _folder(repo) if repo else Path(name)
+    return repo.folder() if repo else Path(name)
 
 
 def weights_of(name: str | Path) -> Path:
     """Return a model's folder, with its weights too, if these are safetensors."""
     repo = at_commit(name)
     for file in repo.fetched(WEIGHTS, INDEX, is_first=True) if repo else ():
-        index = read_json(file) if file.name == INDEX else None
-        parts = index.get("weight_map") if isinstance(index, dict) else None
-        if isinstance(parts, dict):     # the folder's reader rejects any other index
-            repo.fetched(*sorted({str(part) for part in parts.values() if re.fullmatch(
-                r"[\w-][\w.-]*\.safetensors", str(part), re.A)}))
+        if file.name == INDEX:      # the folder's reader checks that its parts are there
+            text = file.read_text(errors="replace")
+            repo.fetched(*sorted(set(re.findall(r'"([\w-][\w.-]*\.safetensors)"', text, re.A))))
     return config_of(name)
 
 
@@ -179,18 +177,23 @@ def files(address: str) -> str:
     path = match[3].rstrip("/")
     if path and isinstance(found := repo.ask(repo.hub.try_to_load_from_cache, path), str):
         return found
-    wanted, silence = [path, f"{path}/*"] if path else ["*"], None
+    wanted, there, silence = [path, f"{path}/*"] if path else ["*"], [], None
     try:
-        names = repo.ask(repo.hub.HfApi().list_repo_files)
-        if not any(fnmatch(name, pattern) for name in names for pattern in wanted):
-            raise ConfigError(f"{repo.given}: no such file{did_you_mean(path, names)}")
+        there = repo.ask(repo.hub.HfApi().list_repo_files)
     except Silent as e:
         silence = e
+    if path in there:
+        return str(*repo.fetched(path))
+    names = [name for name in there if any(fnmatch(name, pattern) for pattern in wanted)]
+    if not names and not silence:
+        raise ConfigError(f"{repo.given}: no such file{did_you_mean(path, there)}")
     try:
-        folder = repo.ask(repo.hub.snapshot_download, allow_patterns=wanted,
-                          local_files_only=bool(silence))
+        folder = Path(repo.ask(repo.hub.snapshot_download, allow_patterns=wanted,
+                               local_files_only=bool(silence)))
     except Silent as e:
         raise silence or e
     if silence:
         note(f"{silence}; this reads the files that its cache has")
-    return str(Path(folder, path))
+    elif not all((folder / name).exists() for name in names):
+        raise Silent(f"{repo.given}: the hub stopped answering")
+    return str(folder / path)

@@ -21,7 +21,8 @@ class MoreOptions(*added("OfTraining"), Processes):
 
     # model
     model: str = "tiny"             # a model's name, for example 124m (other flags change its
-                                    # sizes), or a folder with its weights
+                                    # sizes), a folder with its weights, or its
+                                    # name on the hub (org/name)
     init_from: str = flag("", same=True)    # a run to take the model and first weights from
 
     # mesh
