@@ -76,11 +76,11 @@ class Repository(NamedTuple):
         return ConfigError(f"{self.given}: {why}")
 
     def nearest(self) -> str:
-        """Return the end of a message: the names in the cache that are most like this one."""
+        """Return the end of a message: if the cache lacks this name, the nearest that it has."""
         known = [path.name.partition("--")[2].replace("--", "/") for path in Path(
             self.hub.constants.HF_HUB_CACHE).glob(f"{self.kind}s--*--*")]
-        near = ", ".join(difflib.get_close_matches(self.name, set(known) - {self.name}, 3))
-        return f"; the nearest names in the cache: {near}" if near else ""
+        near = [] if self.name in known else difflib.get_close_matches(self.name, known, 3)
+        return f"; the nearest names in the cache: {', '.join(near)}" if near else ""
 
     def fetched(self, *names: str, is_first: bool = False) -> list[Path]:
         """Return the paths of those of these files that the repository has, or of the first alone.
