@@ -6,6 +6,7 @@ optional: delete it if you only train the decoder in model.py.
     clip  swin  sam  blip2      vision models built from transformer.py, general.py, windows.py
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
     record  arrays_of_folder  folders           read and write a folder
+    hub_names   names of the Hugging Face hub: models, and datasets as --data
     reference   check that an edited network still computes the published model
     presets     model shapes by name
 
@@ -25,15 +26,16 @@ import jax
 from jax.sharding import Mesh
 
 import model
-from published import blip2, clip, folders, sam, swin, transformer
+from published import blip2, clip, folders, hub_names, sam, swin, transformer
 from published.arrays_of_folder import read_config
 from published.general import lacking
 from published.llama import families_of, family_of
 from published.llama import start_id as start_id
 from published.presets import PRESETS as FIELDS
 from published.presets import fields_of_preset
+from zigzag.core.hosts import assert_same_everywhere
 from zigzag.core.mesh import best_dtype
-from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
+from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.engine import Engine
 from zigzag.generate.rows import check_writes
 from zigzag.parallel.network import Network, Params, model_type
@@ -76,9 +78,11 @@ def config_of(fields: dict[str, Any]) -> Any:
 PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}
 
 
-def is_folder(name: str) -> bool:
-    """Whether --model NAME names a folder: gpt2 is a preset, gpt2/ is a folder."""
-    return name not in PRESETS and Path(name).is_dir()
+def folder_of(name: str) -> str:
+    """Return the folder that --model NAME names, or a name of the hub with its commit; "" for a
+    preset: gpt2 is a preset, gpt2/ is a folder."""
+    is_preset = name in PRESETS or not (Path(name).is_dir() or hub_names.repository(name))
+    return "" if is_preset else hub_names.with_commit(name).rstrip("/")
 
 
 def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
@@ -93,14 +97,17 @@ def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
 
 def hf_config(folder: str | Path, **fields: Any) -> Any:
     """The config of a published model, with these fields overridden."""
+    folder = hub_names.with_commit(folder)
     return folders.hf_config(network_of_folder(folder), folder, **fields)
 
 
 def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields: Any
             ) -> tuple[Params, Any]:
-    """Load (weights, config) from a Hugging Face folder. Weights go straight into their shards on
-    the mesh, or onto one device if `mesh` is None. `fields` override options for training and
-    running the model. With `edited`, load even if the network's code computes something else."""
+    """Load (weights, config) from a Hugging Face folder, or a name of the hub (org/name@REVISION).
+    Weights go straight into their shards on the mesh, or onto one device if `mesh` is None.
+    `fields` override options for training and running the model. With `edited`, load even if the
+    network's code computes something else."""
+    folder = hub_names.with_commit(folder)
     return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 
 
@@ -109,10 +116,12 @@ def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
     """Load (weights, config, tokenizer) for sample.py --model. The weights have the form that
     decoding uses, a list of layers, in the dtype that suits the devices best. Only a decoder inside
     a larger model builds the stacked layers of training first."""
+    folder = hub_names.with_commit(folder)
+    assert_same_everywhere({"model": folder})       # each process asked the hub, or its own cache
     network = network_of_folder(folder)
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
     check_writes(network, config, f"--model {folder}", mesh)
-    tokenizer = published_tokenizer(folder, config.vocab_size)
+    tokenizer = hub_names.tokenizer_of(folder, config.vocab_size)
     return *_for_decoding(network, config, folder, mesh, edited), tokenizer
 
 

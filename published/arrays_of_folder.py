@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from published.hub_names import config_of, weights_of
 from published.record import Fields, listed
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import check_others, read_json, write_json
@@ -128,7 +129,7 @@ def _listed(names):
 
 def read_config(path: str | Path) -> Fields:
     """Read a folder's config.json."""
-    file = Path(path) / "config.json"
+    file = config_of(path) / "config.json"
     config = read_json(file)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{file}: no model_type in it; expected the config.json of a published "
@@ -140,8 +141,8 @@ class Folder:
     """A folder's arrays by name, memory-mapped so that we only read the parts in use."""
 
     def __init__(self, path: str | Path):
-        self.path, self.arrays = Path(path), {}
         self.config = read_config(path)
+        self.path, self.arrays = weights_of(path), {}
         index, files = self._index(), {}
         for file in sorted({*index.values()}) or ["model.safetensors"]:
             arrays = _mapped(self.path / file)
@@ -158,7 +159,8 @@ class Folder:
         index = self.path / "model.safetensors.index.json"
         if not index.exists():
             raise ConfigError(f"{self.path}: neither model.safetensors nor its index is there "
-                              f"(zigzag reads no other format)")
+                              f"(zigzag reads no other format: a .bin is a pickle, which can run "
+                              f"code)")
         record = read_json(index)
         files = record.get("weight_map") if isinstance(record, dict) else None
         if not isinstance(files, dict) or not files:

@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -144,3 +145,4 @@ def export(argv: Sequence[str] | None = None) -> None:
     without = "its tokens are bytes" if tokenizer else "the run has none"
     print(f"{out}: the weights of {options.run} in {options.dtype}, "
           + (f"with {', '.join(files)}" if files else f"without a tokenizer: {without}"))
+    print(f"upload it: hf upload ORG/NAME {shlex.quote(options.export)}")

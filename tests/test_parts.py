@@ -58,7 +58,8 @@ def test_what_remains_trains_samples_and_passes_its_tests(bare, text):
 
 # What asks for a part, and the line in which it ends without it.
 ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model", "smollm2"],
-                      ["model.py", "--export", "to"], ["shard.py", "--model", "gpt2"]),
+                      ["model.py", "--export", "to"], ["shard.py", "--model", "gpt2"],
+                      ["data.py", "hf://datasets/org/name"]),
         "forecast": (["train.py", "--mesh", "auto"],)}
 FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": ("plot", "log"),
          "tasks": ("metric", "beams")}

@@ -25,7 +25,7 @@ KNOWN = options(train.Config)
 # A value for each option that is not its default, as words of a command line.
 VALUES = {
     "data": "a", "held_out": "a", "mix": "1", "weight_field": "w", "pack": "stream",
-    "fields": "a b",
+    "field": "f", "fields": "a b",
     "steps": "7", "epochs": "1", "tokens": "9", "minutes": "1", "depth": "2", "lr": "0.5",
     "warmup": "2", "decay": "linear", "cooldown": "0.5",
     "decay_steps": "5", "first_share": "0.1", "final_share": "0.1", "weight_decay": "0.2",
@@ -42,7 +42,8 @@ VALUES = {
     "distributed": "true", "patience": "9", "verbose": "true"}
 # {kind of data: the options that only some kinds use, and this one does}
 MODES = {
-    "text": {"tokens", "mix", "weight_field", "pack", "eval_tokens", "sample_temperature"},
+    "text": {"tokens", "mix", "field", "weight_field", "pack", "eval_tokens",
+             "sample_temperature"},
     "pairs": {"fields", "metric", "beams"},
     "arrays": {"metric"}}
 OF_A_KIND = set().union(*MODES.values())

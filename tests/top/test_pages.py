@@ -78,7 +78,8 @@ def resolves(name):
 # Commands
 
 # The published models in the pages' commands, each with the options of such a model.
-FOLDERS = {"smollm2": model.Config(vocab_size=64, heads=9, d_model=576),
+SMOLLM2 = model.Config(vocab_size=64, heads=9, d_model=576)
+FOLDERS = {"smollm2": SMOLLM2, "HuggingFaceTB/SmolLM2-135M-Instruct": SMOLLM2,
            "t5-folder": published.PRESETS["t5-small"], "vit-folder": published.PRESETS["vit-base"]}
 PARSERS = {
     "train": train.parse, "shard": train.parse,
@@ -113,7 +114,7 @@ def test_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(published, "hf_config", FOLDERS.get)
     for name in FOLDERS:
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
     for file, words in commands(page):
         if any(re.fullmatch("[A-Z]+", word) for word in words):     # RUN, DIR: to fill in
             continue

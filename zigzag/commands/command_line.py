@@ -65,9 +65,9 @@ def chosen(given: Values) -> tuple[Network, Values, Values]:
         return train.model.NETWORK, resized(PRESETS[name], given), {"model": name, "init_from": ""}
     else:
         published = part("published", f"--model {name}")
-        if not published.is_folder(name):
+        if not (folder := published.folder_of(name)):
             return *published.preset(name, given), {"model": name, "init_from": ""}
-        config, folder = published.hf_config(name), name.rstrip("/")
+        config = published.hf_config(folder)
         source = {"model": folder, "init_from": folder}
     network = network_of(config)
     return network, fields_of_weights(given, network, config), source
@@ -213,6 +213,8 @@ def asked_of_run(given: Values, old: Any) -> Values:
     began with this model, leave those out: other flags may have changed them since."""
     if given.keys().isdisjoint(("model", "init_from")):
         return dict(given)
+    if old.model.startswith(f"{given.get('model')}@"):      # of the hub, and `old` has its commit
+        given = given | {"model": old.model}
     network, fields, source = chosen(given)
     if source == {"model": old.model, "init_from": old.init_from}:
         return given | source

@@ -32,7 +32,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
     with opened_sources(
             config.data, bool(config.mix), config.held_out, run, ready, tokenizer,
             fingerprint, "data" in config.change, config.network.vocab_size,
-            config.weight_field) as sources:
+            config.weight_field, config.field) as sources:
         if tokenizer and not tokenizer_record(tokenizer).items() <= sources.record.items():
             raise ConfigError(f"--data {' '.join(config.data)}: its tokens are not from the "
                               f"tokenizer of {config.init_from or config.out}; give the text "

@@ -3,6 +3,7 @@
     part("published", "--model gpt2")      load the module, or fail with a one-line message
     has_part("forecast")                   return whether this copy has the part
     added("OfTraining")                    list what this copy's parts declare under this name
+    here(["hf://datasets/org/name"])       return where paths are on this machine
 
 Neither zigzag/ nor any of the five files imports a part. They load its modules here, by name. A
 part's adds.py declares what it adds to the command lines:
@@ -18,7 +19,7 @@ import collections
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.options import PARTS, ROOT
@@ -60,3 +61,17 @@ def added(name: str) -> list[Any]:
 def commands() -> dict[str, Command]:
     """Return {flag: Command} for all of this copy's parts."""
     return {**collections.ChainMap(*added("COMMANDS"))}
+
+
+# {how an address begins: the module whose `files` returns where it is on this machine}
+ADDRESSES = {"hf://": "published.hub_names"}
+
+
+def here(paths: Sequence[str]) -> list[str]:
+    """Return where these paths of --data are on this machine. If a path is an address, the part
+    that reads such addresses downloads what isn't here yet."""
+    found = []
+    for path in paths:
+        module = ADDRESSES.get("".join(str(path).partition("://")[:2]))
+        found.append(part(module, f"--data {path}").files(path) if module else path)
+    return found

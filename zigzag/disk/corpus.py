@@ -37,7 +37,7 @@ from zigzag.core.files import (
     taken_back,
     write_json,
 )
-from zigzag.core.parts import part
+from zigzag.core.parts import here, part
 from zigzag.disk.encoding import (
     about_learned,
     encode_files,
@@ -73,7 +73,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     """Encode the text at the paths (default: the source of Python's library) into `out`. Use the
     given tokenizer, train a new one with vocab_size subwords, or use bytes. If the same encoding
     was interrupted there, resume it; after a different one, start over. Return the Corpus."""
-    out = Path(out)
+    out, paths = Path(out), here(paths)
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     check_can_make(str(out))
@@ -217,10 +217,13 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     begins in the body of the `with`. A resumed run uses its existing corpus, identified by its
     fingerprint. With ready > 0, process 0 has already made the corpus, and it must appear within
     `ready` seconds."""
-    given = Path(path[0]) if len(path) == 1 and path[0] else None
     changed = run / f"{name}-{fingerprint[:12]}"
     is_changed = changes and ready or (changed / "data.json").exists()
     made = changed if is_changed else run / name
+    is_generated = not changes and all(
+        path.exists() for path in (run / "config.json", made / "data.json"))
+    path = path if is_generated else here(path)
+    given = Path(path[0]) if len(path) == 1 and path[0] else None
     if token_files(path):
         yield TokenFiles(path, vocab_size, tokenizer, flag)
     elif given and (given / "data.json").exists():
@@ -228,8 +231,7 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     elif given and (given / "unfinished").exists():
         raise ConfigError(f"{flag} {given}: an interrupted encoding; run the same data.py command "
                           f"again")
-    elif ready or not changes and all(
-            path.exists() for path in (run / "config.json", made / "data.json")):
+    elif ready or is_generated:
         if ready and not appears((made / "data.json").exists, run, ready):
             raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
                               f"give a folder that every process sees")
@@ -344,12 +346,12 @@ def _vocabulary(corpus):
 @contextlib.contextmanager
 def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], run: Path,
                    ready: float = 0, tokenizer: Tokenizer | None = None, fingerprint: str = "",
-                   changes: bool = False, vocab_size: int = 0, weight_field: str = ""
-                   ) -> Iterator[Sources]:
+                   changes: bool = False, vocab_size: int = 0, weight_field: str = "",
+                   field: str = "text") -> Iterator[Sources]:
     """Open the --data and --held_out corpora with `opened`. --data is a single corpus of all its
     paths or, if `mixed`, a corpus per path."""
     groups = [[path] for path in paths] if mixed else [list(paths)]
-    options = Options(weight_field=weight_field)
+    options = Options(field, weight_field=weight_field)
     if changes and len(groups) + bool(held_out) > 1:
         raise ConfigError("--change data needs a run with one source and no --held_out; start a "
                           "new run (--init_from keeps its weights)")
@@ -366,6 +368,9 @@ def opened_sources(paths: Sequence[str], mixed: bool, held_out: Sequence[str], r
             raise ConfigError(f"--weight_field {weight_field}: has no effect on "
                               f"{' '.join(paths) or 'these data'}, which has no lines of JSON with "
                               f"that field; leave it out, or give it to data.py")
+        if field != Options.field and all(Path(c.folder).parent != run for c in corpora):
+            raise ConfigError(f"--field {field}: has no effect on {' '.join(paths)}, which holds "
+                              f"tokens; leave it out")
         first = [Path(group[0] if group else "") for group in groups]
         names = [path.name if path.is_dir() else path.stem for path in first]
         yield Sources(corpora, [f"{name}_{i}" if names.count(name) > 1 else name

@@ -389,7 +389,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
             lacking = lacking or f"{file.path}: {lacks(options.field, records[0])}"
         first = first or (records or [{}])[0]
     if lacking and not has_examples:
-        raise ConfigError(f"{lacking} (data.py --field names another)")
+        raise ConfigError(f"{lacking} (--field names another)")
     if len(forms) > 1:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "

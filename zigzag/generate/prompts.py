@@ -37,7 +37,8 @@ class Flags(*added("OfSampling"), hosts.Processes):
     run: str = "out"            # the --out of a train.py run
     checkpoint: str = ""        # its checkpoint: a step, best, or smallest:NAME or largest:NAME (of
                                 # an evaluation); empty: the newest
-    model: str = flag("", part="published")     # or a Hugging Face folder with a published model
+    model: str = flag("", part="published")     # or a Hugging Face folder with a published model,
+                                                # or its name on the hub (org/name)
     edited: bool = flag(False, part="published")
                                 # load a published model into an edited model.py, even though it
                                 # computes something different

@@ -21,7 +21,8 @@ class MoreOptions(*added("OfTraining"), Processes):
 
     # model
     model: str = "tiny"             # a model's name, for example 124m (other flags change its
-                                    # sizes), or a folder with its weights
+                                    # sizes), a folder with its weights, or its
+                                    # name on the hub (org/name)
     init_from: str = flag("", same=True)    # a run to take the model and first weights from
 
     # mesh
@@ -44,6 +45,8 @@ class MoreOptions(*added("OfTraining"), Processes):
     pack: str = flag("", one_of=("", "stream", "documents"), same=True, of=("text",))
                                     # stream: rows of running text; documents: whole documents,
                                     # which can't see each other; '': stream, except for chats
+    field: str = flag("text", same=True, change="data", of=("text",))
+                                    # field or column that holds the text (JSON lines, .parquet)
     weight_field: str = flag("", same=True, change="data", of=("text",))
                                     # field with loss weights in JSON lines: one number per line,
                                     # or a list with one per token

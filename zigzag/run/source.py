@@ -14,7 +14,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.parts import part
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
 from zigzag.disk.lines import is_arrays
-from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, tokenizer_of
+from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import read_run_weights
 from zigzag.run.continuing import is_run
@@ -48,8 +48,9 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
         whole = dataclasses.replace(config.network, lora_rank=0)
         folders = part("published.folders", f"--model {source}")
         folders.check_hf(network, source, whole, config.edited)
-        return (functools.partial(folders.read_hf, network, source, whole), published_tokenizer(
-            source, config.network.vocab_size) if reads_text else None, {})
+        tokenizer = part("published.hub_names", "").tokenizer_of(
+            source, config.network.vocab_size) if reads_text else None
+        return functools.partial(folders.read_hf, network, source, whole), tokenizer, {}
     record = read_run(source, network.config, "--init_from")
     if "tokenizer" not in record and reads_text:
         raise ConfigError(f"--init_from {source}: a run of a different task, without a tokenizer "
