@@ -220,9 +220,9 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     changed = run / f"{name}-{fingerprint[:12]}"
     is_changed = changes and ready or (changed / "data.json").exists()
     made = changed if is_changed else run / name
-    is_generated = not changes and all(
+    is_made = not changes and all(
         path.exists() for path in (run / "config.json", made / "data.json"))
-    path = path if is_generated else here(path)
+    path = path if is_made else here(path)
     given = Path(path[0]) if len(path) == 1 and path[0] else None
     if token_files(path):
         yield TokenFiles(path, vocab_size, tokenizer, flag)
@@ -231,7 +231,7 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     elif given and (given / "unfinished").exists():
         raise ConfigError(f"{flag} {given}: an interrupted encoding; run the same data.py command "
                           f"again")
-    elif ready or is_generated:
+    elif ready or is_made:
         if ready and not appears((made / "data.json").exists, run, ready):
             raise ConfigError(f"--out {run}: this process does not see what process 0 wrote there; "
                               f"give a folder that every process sees")
