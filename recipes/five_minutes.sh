@@ -16,9 +16,10 @@ case "${1:-}" in '' | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit $
 text=$(realpath "$1") out=$(realpath -m "${OUT:-five_minutes}")
 minutes=${MINUTES:-5} seed=${SEED:-0}
 cd "$(dirname "$0")/.."
+exec 3>&1 1>&2          # only the result goes to standard output
 
 python train.py --data "$text" --minutes "$minutes" --seed "$seed" --out "$out" \
-    --heads 4 --eval_every 1000000 --eval_tokens 1000000000 >&2
+    --heads 4 --eval_every 1000000 --eval_tokens 1000000000
 bits=$(sed -n 's/.*"bits_per_byte": \([0-9.]*\).*/\1/p' "$out/metrics.jsonl" | tail -n 1)
 line="bits per byte after $minutes minutes: zigzag $(LC_ALL=C printf %.3f "$bits")"
 
@@ -39,7 +40,7 @@ if [ "${NANOGPT:-}" ]; then
     ms=$(train --max_iters=25 | sed -n 's/^iter.* time \(.*\)ms.*/\1/p' | tail -n 20 | sort -n |
         sed -n 10p)
     steps=$(awk "BEGIN {print int(60000 * $minutes / $ms)}")
-    train --max_iters="$steps" --lr_decay_iters="$steps" --eval_interval="$steps" >&2
+    train --max_iters="$steps" --lr_decay_iters="$steps" --eval_interval="$steps"
 
     line+=", nanoGPT $(python - "$out" << 'END' | tail -n 1
 import json, sys
@@ -59,4 +60,4 @@ print("%.3f" % (np.mean(losses) * row["bits_per_byte"] / row["eval_loss"]))
 END
 )"
 fi
-echo "$line"
+echo "$line" >&3

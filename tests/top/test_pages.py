@@ -21,6 +21,7 @@ from tests.helpers import KeepRows, mesh_of
 from tests.parts import PARTS, of_the_whole
 from tests.readme import PAGES, README, ROOT, block, blocks
 from tests.top.test_links import PAGE, without_code
+from zigzag.commands.command_line import config_of_flags, read_flags
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change, from_flags, parse_flags
 from zigzag.disk.corpus import Corpus
@@ -82,7 +83,7 @@ SMOLLM2 = model.Config(vocab_size=64, heads=9, d_model=576)
 FOLDERS = {"smollm2": SMOLLM2, "HuggingFaceTB/SmolLM2-135M-Instruct": SMOLLM2,
            "t5-folder": published.PRESETS["t5-small"], "vit-folder": published.PRESETS["vit-base"]}
 PARSERS = {
-    "train": train.parse, "shard": train.parse,
+    "train": lambda words: config_of_flags(read_flags(words)), "shard": train.parse,
     "sample": lambda words: Flags(**parse_flags(Flags, words, groups=GROUPS)[0]),
     "data": lambda words: from_flags(data.Flags(), words, "PATH"),
     "model": lambda words: from_flags(Export(), words),
@@ -118,7 +119,7 @@ def test_commands_parse(page, tmp_path, monkeypatch):
     for file, words in commands(page):
         if any(re.fullmatch("[A-Z]+", word) for word in words):     # RUN, DIR: to fill in
             continue
-        words = ["text" if word.startswith("$") else word for word in words]    # (in a script)
+        words = ["7" if word.startswith("$") else word for word in words]   # (in a script)
         try:
             PARSERS[file](words)
         except ConfigError as e:
