@@ -239,7 +239,7 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, capsys, pieces):
                                main=data.main)
     assert "no readable text" in (error := refused(
         capsys, folder / "latin.txt", "--out", tmp_path / "p", *words, main=data.main))
-    assert "no readable text; " in error and "latin.txt: not UTF-8" in error
+    assert "no readable text" in error and "latin.txt: not UTF-8" in error
     data_py(folder / "good.txt", "--out", tmp_path / "p", "--vocab_size", 0)
 
 

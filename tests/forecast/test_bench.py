@@ -25,7 +25,8 @@ def test_minutes_become_steps_and_a_run_keeps_them(text, tmp_path, capsys, monke
     for again in ([], ["--minutes", "1"]):
         train.main([*words, *again])
         assert len(rows_of(tmp_path / "run")) == 4
-    assert "--steps 3 and --minutes 1: give only one" in refused(capsys, "--steps", 3, "--minutes", 1)
+    assert "--steps 3 and --minutes 1: give only one" in refused(
+        capsys, "--steps", 3, "--minutes", 1)
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ INTERLEAVED = dict(schedule="interleaved", chunks=2)
 def test_a_start_says_how_much_is_idle():
     """A number of ticks that is another schedule's."""
     assert timeline(2, 4, "interleaved", 2) == (
-        "interleaved: 9 ticks for 4 microbatches of 2 chunks a stage, 11% of them idle; "
+        "interleaved: 9 ticks for 4 microbatches of 2 chunks a stage, 11% idle; "
         "backward: the same")
     for S, M in ((2, 3), (4, 8)):
         assert f"{M + S - 1} ticks" in timeline(S, M)

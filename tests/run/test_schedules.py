@@ -214,7 +214,7 @@ def test_epochs_say_how_many_steps(capsys, tmp_path, text):
     assert rates_of(rows) == pytest.approx(rates(make(steps=10, warmup=1)), rel=1e-6)
     assert schedules.with_steps(make(epochs=1.1, batch=1), 50).steps == 55
     assert make(tokens=1001, batch=5, seq_len=20, steps=900).steps == 11      # (10 learn 1,000)
-    assert "--steps 9 and --epochs 2: give one" in refused(
+    assert "--steps 9 and --epochs 2: give only one" in refused(
         capsys, "--epochs", 2, "--steps", 9, "--out", tmp_path / "run")
     config = train.parse(["--epochs", "0.5", "--seq_len", "32", "--data", str(text)])
     with opened(config, tmp_path / "run") as learned:

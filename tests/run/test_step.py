@@ -62,17 +62,17 @@ def branches(params, batch):
     return jax.lax.cond(batch["x"].sum() > 1e9, lambda: 0.0, lambda: total), count
 
 
-MODES = {"by hand": (by_hand, "shard_map"), "typed": (typed, "shard_map"),
-         "untyped": (untyped, "shard_map"), "untyped, tensor whole": (branches, "shard_map"),
-         "jit": (untyped, "jit")}
+MODES = {"by hand": (by_hand, "explicit"), "typed": (typed, "explicit"),
+         "untyped": (untyped, "explicit"), "untyped, tensor whole": (branches, "explicit"),
+         "jit": (untyped, "compiler")}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_edit_of_the_gradient_is_seen_in_every_mode(mode):
     """A gradient that is computed elsewhere than in make_gradients, for some losses: a fork's edit
     of the step (noise, a mask, another estimator) is then silently left out of their training."""
-    loss, step = MODES[mode]
-    config = make(step=step, accumulate=2, fsdp_min=1)
+    loss, collectives = MODES[mode]
+    config = make(collectives=collectives, accumulate=2, fsdp_min=1)
     batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     program = train.build(config, mesh_of("data=2,fsdp=2,tensor=2"), train.Task(init, dict, loss),

@@ -397,7 +397,8 @@ def test_flags_that_an_optimizer_of_fits_replaces_are_refused(capsys):
     """A run with sgd whose start says adamw, whose steps say lr 1.00, and whose config.json has the
     muon that was asked for and never ran."""
     for flags, says in ((dict(optimizer="muon"), "--optimizer muon: no effect"),
-                        (dict(lr=0.5), "--lr 0.5: fit"), (dict(clip=2.0), "--clip 2.0: fit"),
+                        (dict(lr=0.5), "--lr 0.5: no effect"),
+                        (dict(clip=2.0), "--clip 2.0: no effect"),
                         (dict(weight_decay=0.2, beta1=0.8), "--beta1 0.8 and --weight_decay 0.2")):
         with refuses(says):
             learn(make(steps=1, **flags), optimizer=optax.sgd(0.1))

@@ -116,7 +116,7 @@ def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idl
         return (f"1f1b: {M} microbatches take the time of {count} forward and {count} backward "
                 f"passes, {idle} of it idle")
     of_chunks = f" of {V} chunks a stage" if V > 1 else ""
-    return (f"{schedule}: {count} ticks for {M} microbatches{of_chunks}, {idle} of them idle; "
+    return (f"{schedule}: {count} ticks for {M} microbatches{of_chunks}, {idle} idle; "
             f"backward: the same")
 
 
