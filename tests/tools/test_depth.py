@@ -116,4 +116,4 @@ def test_a_run_keeps_what_its_depth_chose(text, tmp_path, capsys, monkeypatch):
         train.main([*words, *again, "--steps", "5"])
         assert "depth " not in capsys.readouterr().out and record_of(run)["lr"] == record["lr"]
     assert len(rows_of(run)) == 5
-    assert "--depth 2" in refused(capsys, *words, "--depth", 2)
+    assert "depth 1, not 2" in refused(capsys, *words, "--depth", 2)
