@@ -22,6 +22,7 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.files import sha256
+from zigzag.core.parts import here
 from zigzag.disk.lines import existing, lacks, numbers_in, read_npy, texts_of
 from zigzag.disk.mixture import Part
 from zigzag.disk.tokenizers import Tokenizer, is_tenth
@@ -44,10 +45,10 @@ def _split(examples, is_held_out, what, whole):
 def opened(config: Any, read: Callable) -> tuple[Any, Part, str, str]:
     """Read --data with read(paths, whole=...). Return (the data set, the held-out examples, a
     description, a digest). Held-out examples come from --held_out if given."""
-    own = read(config.data, whole=bool(config.held_out))
+    own = read(here(config.data), whole=bool(config.held_out))
     if not config.held_out:
         return own, own.held_out, str(own), own.fingerprint
-    other = read(config.held_out, whole=True)
+    other = read(here(config.held_out), whole=True)
     digest = hashlib.sha256(f"{own.fingerprint} {other.fingerprint}".encode()).hexdigest()
     return own, other.train, f"{own}\n         evaluated on {other}", digest
 

@@ -3,6 +3,7 @@
     part("published", "--model gpt2")      load the module, or fail with a one-line message
     has_part("forecast")                   return whether this copy has the part
     added("OfTraining")                    list what this copy's parts declare under this name
+    place("gs://bucket/run")               return where a path is on this machine: stores/ knows
 
 Neither zigzag/ nor any of the five files imports a part. They load its modules here, by name. A
 part's adds.py declares what it adds to the command lines:
@@ -19,7 +20,7 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 from zigzag.core import start
 from zigzag.core.errors import ConfigError
@@ -63,6 +64,23 @@ def added(name: str) -> list[Any]:
 def commands() -> dict[str, Command]:
     """Return {flag: Command} for all of this copy's parts."""
     return {**collections.ChainMap(*added("COMMANDS"))}
+
+
+# {a folder that stores/ keeps for an address: the stores.mirror.Mirror that fills it}
+mirrors: dict[Path, Any] = {}
+
+
+def place(path: str | Path) -> Path:
+    """Return where a run is on this machine. For an address, stores/ keeps a folder here."""
+    is_address = isinstance(path, str) and "://" in path
+    return part("stores", path).run_folder(path.rstrip("/")) if is_address else Path(path)
+
+
+def here(paths: Sequence[str]) -> list[str]:
+    """Return where these paths of --data are on this machine, after stores/ has downloaded those
+    that are addresses."""
+    return [part("stores", f"--data {path}").files(path) if "://" in str(path) else path
+            for path in paths]
 
 
 def begin() -> None:

@@ -37,6 +37,7 @@ from zigzag.core.files import (
     taken_back,
     write_json,
 )
+from zigzag.core.parts import here
 from zigzag.disk.encoding import (
     about_learned,
     encode_files,
@@ -73,7 +74,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
     """Encode the text at the paths (default: the source of Python's library) into `out`. Use the
     given tokenizer, train a new one with vocab_size subwords, or use bytes. If the same encoding
     was interrupted there, resume it; after a different one, start over. Return the Corpus."""
-    out = Path(out)
+    out, paths = Path(out), here(paths)
     if (out / "data.json").exists():
         raise ConfigError(f"{out} already holds prepared data; give another --out or remove it")
     check_can_make(str(out))
@@ -215,6 +216,7 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
     begins in the body of the `with`. A resumed run uses its existing corpus, identified by its
     fingerprint. With ready > 0, process 0 has already made the corpus, and it must appear within
     `ready` seconds."""
+    path = here(path)
     given = Path(path[0]) if len(path) == 1 and path[0] else None
     changed = run / f"{name}-{fingerprint[:12]}"
     is_changed = changes and ready or (changed / "data.json").exists()

@@ -67,10 +67,6 @@ def check_config(c: Any) -> None:
         if c.step == "jit" and (value := getattr(c.network, name)):
             raise ConfigError(f"--{name} {value}: with --step jit the compiler chooses; give "
                               f"--step shard_map")
-    if "://" in c.out:
-        folder = c.out.split("://")[1].split("/")[-1] or "out"
-        raise ConfigError(f"--out {c.out}: object stores are not supported yet; give a folder that "
-                          f"every process sees, {folder} for example")
     schedule, chunks = c.network.schedule, c.network.chunks
     if (chunks > 1) != (schedule == "interleaved"):
         raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved has at least 2 "

@@ -7,11 +7,10 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any, Callable
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.parts import part
+from zigzag.core.parts import part, place
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
 from zigzag.disk.lines import is_arrays
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, tokenizer_of
@@ -60,4 +59,4 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
     if step is None:
         step = run_steps(source, "--init_from")[0]
     return (functools.partial(read_run_weights, network, source, step=step, flag="--init_from"),
-            tokenizer_of(Path(source), record) if reads_text else None, {"base_step": step})
+            tokenizer_of(place(source), record) if reads_text else None, {"base_step": step})

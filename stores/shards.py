@@ -1,0 +1,46 @@
+"""Downloads the files of a checkpoint that this process needs.
+
+A run in a bucket saves an array as a folder of chunks, one per device, named by their place in the
+array (orbax with use_ocdbt=False): opt/step/0, params/layers.w_up/0.0.3. A process needs the chunks
+that its devices' parts overlap. A checkpoint copied from a run folder has files that hold many
+arrays, so a process downloads all of them.
+"""
+
+import itertools
+import json
+from typing import Any
+
+from stores.mirror import Mirror
+from zigzag.core.errors import CorruptCheckpoint, one_line
+from zigzag.core.mesh import by_path
+
+
+def fetch(mirror: Mirror, step: int, wanted: dict[str, Any]) -> None:
+    """Download what this process needs of the items `wanted`: {name: a tree of shapes with
+    shardings}."""
+    there = mirror.of_checkpoint(step)
+    try:
+        for item, tree in wanted.items():
+            folder = f"checkpoints/{step}/{item}/"
+            names = {name.removeprefix(folder) for name in there if name.startswith(folder)}
+            arrays = {path: x for path, x in by_path(tree).items() if f"{path}/.zarray" in names}
+            others = {name for name in names if name.rpartition("/")[0] not in arrays}
+            mirror.fetch(folder + name for name in {*others, *(f"{a}/.zarray" for a in arrays)})
+            for path, x in arrays.items():
+                record = json.loads((mirror.folder / folder / path / ".zarray").read_text())
+                needed = {f"{path}/{chunk}" for chunk in _chunks(record, x)}
+                mirror.fetch(folder + name for name in needed)
+    except FileNotFoundError as e:
+        raise CorruptCheckpoint(f"not all of it is in the store ({one_line(e)})") from None
+
+
+def _chunks(record, x):
+    """Return the names of the chunks of an array that this process's devices need."""
+    found = set()
+    for index in x.sharding.addressable_devices_indices_map(x.shape).values():
+        spans = []
+        for one, length, size in zip(index, x.shape, record["chunks"]):
+            first, last, _ = one.indices(length)
+            spans.append(range(first // size, -(-last // size)))
+        found |= {".".join(map(str, place)) or "0" for place in itertools.product(*spans)}
+    return found

@@ -1,0 +1,185 @@
+"""Uploads a run while it trains. zigzag.disk.checkpoint.RunFolder uses this if its folder is the
+scratch folder of an address.
+
+A thread looks for what is new there. It uploads this process's arrays of each complete checkpoint
+and tells process 0. Once all processes have, process 0 uploads the metrics up to there and other
+files, and then _CHECKPOINT_METADATA. So a killed run continues from a checkpoint whose metrics are
+in the store, and repeats the rest. Between checkpoints, process 0 uploads metrics.jsonl and other
+changed files every INTERVAL seconds, or less often if that takes long.
+"""
+
+import atexit
+import contextlib
+import threading
+import time
+from typing import Callable
+
+import jax
+from jax._src import distributed  # the processes' key-value store has no public name
+
+from stores.lease import Lease, holder_of
+from stores.mirror import MARKER, Mirror
+from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.hosts import process_allgather
+
+INTERVAL = 10.0         # seconds between two uploads of metrics.jsonl, at least
+SHARE = 20              # and this many times what the last took
+LOOKS = 0.1             # seconds between two looks at the scratch folder
+FOREVER = 10**9         # ms; hosts.watchdog ends a wait sooner
+
+# Of a checkpoint, process 0 alone uploads these files, which all processes have.
+SHARED = ("meta/", "_METADATA", "params/_METADATA", "opt/_METADATA", MARKER)
+
+
+class Uploads:
+    """The uploads of a run. `kept` is a function: steps of checkpoints -> those to keep."""
+
+    def __init__(self, mirror: Mirror, patience: int, kept: Callable):
+        self.mirror, self.store, self.kept = mirror, mirror.store, kept
+        self.store.patience = patience
+        self.number, self.count = jax.process_index(), jax.process_count()
+        self.lease, self.word = Lease(self.store), ""
+        self.ending, self.error = threading.Event(), None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.next, self.log = 0.0, f"log-{self.number}.txt"
+        self.folder = mirror.folder / "checkpoints"
+        self.folder.mkdir(exist_ok=True)
+
+    def take(self, word: str) -> None:
+        """In process 0, lock the address. Raise ConfigError if another run holds it."""
+        before = self.mirror.steps, self.mirror.there.get("config.json")
+        self.lease.take(word)
+        self.mirror.look()
+        if before != (self.mirror.steps, self.mirror.there.get("config.json")):
+            self.lease.release()
+            raise ConfigError(f"--out {self.mirror.address}: another run wrote there while this "
+                              f"one started; give the same command again")
+        # What a killed run left of a save must not mix with the next save of that step.
+        complete = tuple(f"checkpoints/{step}/" for step in self.mirror.steps)
+        self.store.delete([name for name in self.mirror.there if name.startswith("checkpoints/")
+                           and not name.startswith(complete or "//")])
+
+    def holder(self) -> str:
+        """Return the word of the run that holds the lock."""
+        return holder_of(self.store)[0]
+
+    def start(self, word: str) -> None:
+        """Begin to upload, for the run that gave this word to `take`."""
+        self.word = word
+        if self.log in self.mirror.there:       # the run appends to it
+            self.mirror.fetch([self.log])
+        atexit.register(self._send_last_lines)
+        self.thread.start()
+
+    def check(self) -> None:
+        """Raise the error that has ended the uploads, if any."""
+        if self.error:
+            raise self.error
+
+    def wait(self, step: int | None) -> None:
+        """Wait until the store has a checkpoint, once it is complete here."""
+        while step is not None and step not in self.mirror.steps:
+            self.check()
+            time.sleep(LOOKS / 2)
+        self.check()
+
+    def finish(self) -> None:
+        """Upload the rest, and unlock the address once every process is done."""
+        self.ending.set()
+        self.thread.join()
+        self.check()
+        process_allgather("uploaded")
+        if self.number == 0:
+            self.lease.release()
+
+    def set_aside(self, step: int, name: str) -> None:
+        """Rename a damaged checkpoint in the store."""
+        if self.number == 0:
+            there = sorted(self.mirror.of_checkpoint(step), key=lambda n: not n.endswith(MARKER))
+            self.store.all(lambda old: self.store.copy(old, old.replace(
+                f"checkpoints/{step}/", f"checkpoints/{name}/", 1)), there)
+            self.store.delete(there)
+        self.mirror.steps.discard(step)
+
+    # The thread
+
+    def _run(self):
+        try:
+            is_last = False
+            while not is_last:
+                is_last = self.ending.wait(LOOKS)
+                self._upload(is_last)
+        except RunError as e:
+            self.error = e
+        except Exception as e:
+            self.error = RunError(f"{self.mirror.address}: not all of this run could be uploaded: "
+                                  f"{type(e).__name__}: {e}")
+
+    def _upload(self, everything):
+        """Upload what is new."""
+        for step in sorted({int(path.name) for path in self.folder.iterdir()
+                            if path.name.isdecimal()} - self.mirror.steps):
+            self._upload_checkpoint(step)
+        if everything or time.monotonic() > self.next:
+            self._upload_files()
+        if self.number == 0:
+            self.lease.renew()
+
+    def _upload_checkpoint(self, step):
+        at = f"checkpoints/{step}/"
+        names = [at + path.relative_to(self.folder / str(step)).as_posix()
+                 for path in (self.folder / str(step)).rglob("*") if path.is_file()]
+        shared = tuple(at + name for name in SHARED)
+        self.mirror.send([name for name in names if name != at + MARKER and (
+            self.number == 0 or not name.startswith(shared))])
+        self._tell(f"{step}/{self.number}")
+        if self.number == 0:
+            for other in range(self.count):
+                self._hear(f"{step}/{other}")
+            self._upload_files()
+            self.lease.renew()
+            self.mirror.send([at + MARKER])
+            self._delete_old({*self.mirror.steps, step})
+            self._tell(f"{step}/complete")
+        self._hear(f"{step}/complete")
+        self.mirror.steps.add(step)
+
+    def _delete_old(self, steps):
+        """Delete the checkpoints that the run does not keep, each from its last object on."""
+        for step in steps - self.kept(sorted(steps)):
+            there = self.store.list(f"checkpoints/{step}")
+            self.store.delete(sorted(there, key=lambda name: not name.endswith(MARKER)))
+            self.mirror.steps.discard(step)
+
+    def _upload_files(self):
+        """Upload the run's other files that have changed; config.json last."""
+        begin, found = time.monotonic(), []
+        for path in self.mirror.folder.rglob("*"):
+            name = path.relative_to(self.mirror.folder).as_posix()
+            if path.is_file() and self._is_mine(name):
+                found.append(name)
+        self.mirror.send([name for name in found if name != "config.json"])
+        self.mirror.send([name for name in found if name == "config.json"])
+        took = time.monotonic() - begin
+        self.next = time.monotonic() + max(INTERVAL, SHARE * took)
+
+    def _is_mine(self, name):
+        if name.startswith(("log-", "profile/")) or self.number:
+            return name == self.log or name.startswith("profile/")
+        return not name.startswith(("checkpoints/", ".")) and name != "lock" and not any(
+            part.endswith((".part", ".before")) for part in name.split("/"))
+
+    def _tell(self, what):
+        if self.count > 1:
+            distributed.global_state.client.key_value_set(f"zigzag/{self.word}/{what}", "")
+
+    def _hear(self, what):
+        if self.count > 1:
+            distributed.global_state.client.blocking_key_value_get(
+                f"zigzag/{self.word}/{what}", FOREVER)
+
+    def _send_last_lines(self):
+        """Upload the log's lines since the folder was closed."""
+        if not self.error:
+            with contextlib.suppress(Exception):
+                self.mirror.send([self.log])
