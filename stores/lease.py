@@ -85,9 +85,10 @@ class Lease:
     def _stale(self):
         """Return the facts of a lock that its holder has left. Raise ConfigError if it is held."""
         found, meta = self._read()
-        if not _has_ended(found):
+        # A copied run folder has a lock file without a holder.
+        if "host" in found and not _has_ended(found):
             note(f"{self.store.address}: locked by a run on {found.get('host')}; waiting "
-                 f"{LEASE:.0f} s to see whether it has ended")
+                 f"{LEASE:g} s to see whether it has ended")
             time.sleep(LEASE)
             later = self._read()[1]
             if later["e_tag"] != meta["e_tag"]:

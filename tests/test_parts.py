@@ -59,7 +59,9 @@ def test_what_remains_trains_samples_and_passes_its_tests(bare, text):
 # What asks for a part, and the line in which it ends without it.
 ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model", "smollm2"],
                       ["model.py", "--export", "to"], ["shard.py", "--model", "gpt2"]),
-        "forecast": (["train.py", "--mesh", "auto"],)}
+        "forecast": (["train.py", "--mesh", "auto"],),
+        "stores": (["train.py", "--out", "s3://bucket/run"],
+                   ["sample.py", "--run", "gs://bucket/run"])}
 FLAGS = {"published": ("edited",), "forecast": ("topology",), "tools": ("bench", "plot", "log"),
          "tasks": ("metric", "beams")}
 

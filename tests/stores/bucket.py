@@ -49,7 +49,7 @@ def server():
 def request(port, method, path, body=b"", headers={}):
     """Send a request to a server on this machine. Returns (status, headers, content)."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as there:
-        there.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
+        there.putrequest(method, path, skip_accept_encoding=True)
         for name, value in {**headers, "Content-Length": len(body)}.items():
             there.putheader(name, value)
         there.endheaders(body)
@@ -87,7 +87,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if trouble == "slow":
             time.sleep(2)
         headers = {name: value for name, value in self.headers.items()
-                   if name.lower() != "content-length" and (
+                   if name.lower() not in ("content-length", "host") and (
                        trouble != "unconditional" or not name.lower().startswith("if-"))}
         self.answer(*request(self.server.to, self.command, self.path, body, headers))
 
@@ -125,6 +125,10 @@ class Bucket:
     def run(self, name="run"):
         """The address of a run."""
         return f"{self.address}/{name}"
+
+    def of_run(self):
+        """The store of a run, for what needs no run."""
+        return Store(self.run())
 
     def names(self, folder="run"):
         """The names of the objects in a folder."""

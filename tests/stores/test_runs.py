@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from stores import lease, shards, uploads
+from stores import lease, shards
 from tests.common import (
     SMALL,
     all_succeed,
@@ -25,169 +25,170 @@ from tests.common import (
     survives_kills,
     until_step,
 )
-from tests.helpers import assert_same_bits, learn, losses_of, make, rows_in, without_times
-from tests.stores.bucket import forget
-from zigzag.core.errors import ConfigError, RunError
-from zigzag.core.parts import mirrors, place
+from tests.helpers import KeepRows, assert_same_bits, learn, make, without_times
+from tests.stores.bucket import Bucket, forget
+from zigzag.core.errors import RunError
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    """Short waits for locks, and an upload whenever there is something to upload."""
+    """Short waits for locks."""
     monkeypatch.setattr(lease, "LEASE", 0.5)
     monkeypatch.setattr(lease, "BEATS", 0.1)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The rows and the last state of a run of 6 steps in a folder, and the folder."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    return *train_in(str(folder), 6), folder
 
 
 def train_in(out, steps, mesh="", **changes):
     """Train up to a step in a folder or at an address, as a new process would."""
     forget()
-    return learn(make(steps=steps, save_every=2, out=out, **changes), mesh)
+    return learn(make(steps=steps, save_every=2, out=str(out), decay="constant", **changes), mesh)
 
 
-def same_rows(path, whole):
-    return without_times(path) == without_times(whole[2] / "metrics.jsonl")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of 6 steps, and its result."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, train_in(folder, 6)[1]
 
 
-def test_a_run_moves_between_a_folder_and_a_bucket(bucket, whole, tmp_path):
+@pytest.fixture(scope="module")
+def saved(port, tmp_path_factory):
+    """A copy of the bucket of a run that has made 4 steps of these."""
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        bucket = Bucket(port, patch, folder / "scratch")
+        train_in(bucket.run(), 4)
+        assert bucket.steps() == [2, 4] and "lock" not in bucket.names()
+        return bucket.save(folder / "copy")
+
+
+def same_rows(folder, whole):
+    return without_times(folder / "metrics.jsonl") == without_times(whole[0] / "metrics.jsonl")
+
+
+def test_a_run_moves_between_a_folder_and_a_bucket(bucket, saved, whole, tmp_path):
     """A bucket that is no run folder when it is copied, or the other way round; a run that does not
     continue to the same bits there."""
-    train_in(bucket.run(), 2)
-    assert bucket.steps() == [2] and "lock" not in bucket.names()
-    shutil.rmtree(bucket.scratch)       # another machine
-    copy = bucket.save(tmp_path / "copy")
-    train_in(str(copy), 4)
-    train_in(bucket.load(copy, "again"), 6)
-    assert bucket.steps("again") == [2, 4, 6]
-    last = bucket.save(tmp_path / "last", "again")
-    assert same_rows(last / "metrics.jsonl", whole)
-    rows, result = train_in(str(last), 6)       # it has its steps: what was saved is restored
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    _, result = train_in(folder, 6)
+    assert same_rows(folder, whole)
     assert_same_bits(result.params, whole[1].params)
-
-
-def test_old_checkpoints_go_and_the_log_goes_on(bucket):
-    """A bucket that fills up; a second start that overwrites the log of the first."""
-    for steps in (4, 8):
-        train_in(bucket.run(), steps, keep=2)
-    assert bucket.steps() == [6, 8]
-    assert not [name for name in bucket.names() if name.startswith(("checkpoints/2/", "damaged"))]
-    log = bucket.store.read("run/log-0.txt")[0].decode()
-    assert log.count("ready in") == 2, log
+    shutil.copytree(whole[0], tmp_path / "begun")
+    shutil.rmtree(tmp_path / "begun/checkpoints/6")
+    _, result = train_in(bucket.load(tmp_path / "begun"), 6, keep=2)
+    assert_same_bits(result.params, whole[1].params)
+    assert bucket.steps() == [4, 6]                 # the oldest has gone
+    assert not [name for name in bucket.names() if name.startswith("checkpoints/2/")]
+    assert same_rows(bucket.save(tmp_path / "again"), whole)
 
 
 def test_two_runs_cannot_share_an_address(bucket, monkeypatch):
-    """Two runs that both write checkpoints, and a bucket that cannot be read."""
-    train_in(bucket.run(), 2)
-    held = lease.Lease(uploads.Mirror(bucket.run()).store)
-    held.take("another run")
-    monkeypatch.setattr(lease.time, "sleep", lambda _: (held.renew()))
-    monkeypatch.setattr(lease, "BEATS", -1)
+    """Two runs that both write, and a bucket that cannot be read."""
+    store = bucket.of_run()
+    first, second = lease.Lease(store), lease.Lease(store)
+    first.take("first")
     monkeypatch.setattr(lease, "_has_ended", lambda holder: False)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: first._write(first.meta))
     with refuses("another run is writing there"):
-        train_in(bucket.run(), 4)
+        second.take("second")
     monkeypatch.undo()
-    assert bucket.steps() == [2]
+    first.renew()
+    first.release()
+    second.take("second")
 
 
 def test_a_lock_is_stale_when_nobody_writes_it(bucket, monkeypatch):
     """A killed run whose address nobody can use again; a run that was asleep, and goes on writing
     after another has taken its address."""
-    train_in(bucket.run(), 2)
-    held = lease.Lease(uploads.Mirror(bucket.run()).store)
-    held.take("a run that was killed")
+    store = bucket.of_run()
+    first, second = lease.Lease(store), lease.Lease(store)
+    first.take("first")
     monkeypatch.setattr(lease, "_has_ended", lambda holder: False)
-    train_in(bucket.run(), 4)
-    assert bucket.steps() == [2, 4]
-    monkeypatch.setattr(lease, "BEATS", -1)
+    second.take("second")
+    first.at = 0.0
     with pytest.raises(RunError, match="another run has taken it"):
-        held.renew()
+        first.renew()
+    assert lease.holder_of(store)[0] == "second"
 
 
 def test_a_store_without_conditions_is_refused(behind, proxy):
     """A lock that both of two runs hold."""
     proxy.trouble = "unconditional"
     with refuses("no conditional writes"):
-        train_in(behind.run(), 2)
+        lease.Lease(behind.of_run()).take("a run")
 
 
-def test_what_a_kill_left_of_a_save_does_not_count(bucket, whole):
+def test_what_a_kill_left_of_a_save_does_not_count(bucket, saved, whole, tmp_path):
     """A checkpoint without its last object that a run continues from, or whose chunks are mixed
-    with those of the next save of that step."""
-    train_in(bucket.run(), 4)
-    names = [name for name in bucket.names() if name.startswith("checkpoints/4/")]
-    bucket.store.delete([f"run/{name}" for name in names if name.endswith("_CHECKPOINT_METADATA")])
+    with those of the next save of that step; a lock that is left; a log that begins again."""
+    bucket.load(saved)
+    bucket.store.delete(["run/checkpoints/4/_CHECKPOINT_METADATA"])
     bucket.store.put("run/checkpoints/4/params/embed/9.9", b"of another mesh")
-    train_in(bucket.run(), 6, "data=2")
-    assert bucket.steps() == [2, 4, 6]
-    assert "checkpoints/4/params/embed/9.9" not in bucket.names()
-    bucket.save(bucket.scratch / "copy")
-    assert losses_of(rows_in(bucket.scratch / "copy/metrics.jsonl")) == pytest.approx(
-        losses_of(whole[0]), rel=1e-4)
-
-
-def test_a_flipped_byte_sets_a_checkpoint_aside(bucket, whole, tmp_path):
-    """A damaged checkpoint that is restored, or that the next start finds again."""
-    train_in(bucket.run(), 4)
-    name = max((name for name in bucket.names() if name.startswith("checkpoints/4/params/")),
-               key=lambda name: bucket.store.facts(f"run/{name}")["size"])
-    content = bytearray(bucket.store.read(f"run/{name}")[0])
-    content[len(content) // 2] ^= 4
-    bucket.store.put(f"run/{name}", bytes(content))
+    bucket.store.put("run/lock", (b'{"host": "another", "word": "w", "beat": 1}'))
     train_in(bucket.run(), 6)
     assert bucket.steps() == [2, 4, 6]
-    assert f"damaged-4{name.removeprefix('checkpoints/4')}" in [
-        name.removeprefix("checkpoints/") for name in bucket.names()]
-    assert same_rows(bucket.save(tmp_path / "copy") / "metrics.jsonl", whole)
+    assert "checkpoints/4/params/embed/9.9" not in bucket.names()
+    folder = bucket.save(tmp_path / "copy")
+    assert same_rows(folder, whole)
+    assert (folder / "log-0.txt").read_text().startswith((saved / "log-0.txt").read_text())
+
+
+def test_a_flipped_byte_sets_a_checkpoint_aside(bucket, saved, whole, tmp_path):
+    """A damaged checkpoint that is restored, or that the next start finds again."""
+    shutil.copytree(saved, tmp_path / "flipped")
+    file = max((tmp_path / "flipped/checkpoints/4/params").rglob("*"),
+               key=lambda path: path.is_file() and path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    bucket.load(tmp_path / "flipped")
+    train_in(bucket.run(), 6)
+    assert bucket.steps() == [2, 4, 6]
+    folder = bucket.save(tmp_path / "copy")
+    assert same_rows(folder, whole)
+    aside = folder / "checkpoints/damaged-4/params" / file.parent.name / file.name
+    assert aside.read_bytes() == content
 
 
 @pytest.mark.parametrize("trouble", ["503", "reset", full("slow")])
 def test_a_store_that_fails_for_a_while_loses_nothing(behind, proxy, whole, tmp_path, capsys,
                                                       trouble):
     """A run that ends, or a save that is lost, because some requests failed; a line for each."""
-    at = []
-
-    class Failing(list):
+    class Rows(list):
         def append(self, row):
-            at.append(row["step"])
-            proxy.trouble = trouble if 2 <= len(at) <= 4 else ""
+            proxy.trouble = trouble if row["step"] in (2, 3, 4) else ""
 
-    from tests.helpers import KeepRows
     forget()
-    learn(make(steps=6, save_every=2, out=behind.run()), say=KeepRows(Failing(), []))
+    learn(make(steps=6, save_every=2, out=behind.run(), decay="constant"), say=KeepRows(Rows(), []))
     said = capsys.readouterr().err
     assert said.count(behind.address) == (trouble != "slow"), said
-    proxy.trouble = ""
-    assert same_rows(behind.save(tmp_path / "copy") / "metrics.jsonl", whole)
     assert behind.steps() == [2, 4, 6]
+    assert same_rows(behind.save(tmp_path / "copy"), whole)
 
 
-def test_a_store_that_stays_away_ends_the_run(behind, proxy, whole, tmp_path):
+def test_a_store_that_stays_away_ends_the_run(behind, proxy, saved, whole, tmp_path):
     """A run that trains for hours and saves nothing; one that cannot continue after that."""
-    train_in(behind.run(), 2)
-    proxy.trouble = "503"
+    behind.load(saved)
+
+    class Rows(list):
+        def append(self, row):
+            proxy.trouble = "503"
+
     forget()
     with pytest.raises(RunError, match="has failed for 1 s .--patience.: the store answers 503"):
-        proxy.trouble = ""
-        place(behind.run())
-        mirror, = mirrors.values()
-        real, mirror.store.put = mirror.store.put, lambda *given: stop(proxy, real, *given)
-        learn(make(steps=6, save_every=2, out=behind.run(), patience=1))
+        learn(make(steps=10**6, save_every=10**6, out=behind.run(), decay="constant", patience=1),
+              say=KeepRows(Rows(), []))
     proxy.trouble = ""
+    assert behind.steps() == [2, 4]
     train_in(behind.run(), 6)
-    assert same_rows(behind.save(tmp_path / "copy") / "metrics.jsonl", whole)
+    assert same_rows(behind.save(tmp_path / "copy"), whole)
 
 
-def stop(proxy, put, name, content, *more):
-    """Write an object; from the first checkpoint on, the store is away."""
-    if name.startswith("checkpoints/4/"):
-        proxy.trouble = "503"
-    return put(name, content, *more)
+def test_a_folder_of_other_objects_is_refused(bucket):
+    """A bucket with someone's photos that becomes a run's."""
+    bucket.store.put("run/a.txt", b"mine")
+    with refuses("holds a.txt"):
+        train_in(bucket.run(), 2)
+    assert bucket.names() == ["a.txt"]
 
 
 def test_a_process_downloads_the_chunks_of_its_devices():
@@ -274,9 +275,3 @@ def until_step_in_scratch(bucket, step, runs):
         pass
     until_step(step, found[0], *runs)
     return [folder for folder in found[0].parent.glob("?") if folder.is_dir()]
-
-
-def test_a_folder_of_other_objects_is_refused(bucket):
-    with pytest.raises(ConfigError, match="holds a.txt"):
-        bucket.store.put("other/a.txt", b"mine")
-        train_in(bucket.run("other"), 2)
