@@ -8,7 +8,9 @@ next run takes it. That run does not wait if the holder was a process of this ma
 import json
 import os
 import socket
+import threading
 import time
+from typing import Any
 
 from stores.store import Meta, Store
 from zigzag.core.errors import ConfigError, RunError, note
@@ -18,23 +20,30 @@ BEATS = 5.0             # seconds between two writes
 NAME = "lock"
 
 
-def _this_process():
-    """Return what names this process on this machine until it restarts."""
-    found = {"host": socket.gethostname(), "pid": os.getpid()}
+def _process():
+    """Return what identifies this process, or None where nobody can tell whether it has ended."""
     try:
-        found["boot"] = open("/proc/sys/kernel/random/boot_id").read().strip()
-        found["space"] = os.readlink("/proc/self/ns/pid")
-    except OSError:             # not Linux: nobody can tell whether the process has ended
-        found["boot"] = found["space"] = ""
-    return found
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return [f.read().strip(), os.readlink("/proc/self/ns/pid"), os.getpid()]
+    except OSError:
+        return None
 
 
 def _has_ended(holder):
     """Return whether a holder was a process of this machine, and has ended."""
-    own = _this_process()
-    if not own["boot"] or any(holder.get(key) != own[key] for key in ("boot", "space")):
-        return False
-    return not os.path.exists(f"/proc/{holder.get('pid')}")
+    its, own = holder.get("process"), _process()
+    return bool(its and own) and its[:2] == own[:2] and not os.path.exists(f"/proc/{its[2]}")
+
+
+def read(store: Store) -> tuple[dict[str, Any], Meta]:
+    """Return (what the lock's holder wrote, the object's facts)."""
+    try:
+        content, meta = store.read(NAME)
+        return dict(json.loads(content)), meta
+    except FileNotFoundError:
+        return {}, {}
+    except ValueError:          # the lock file of a copied run folder has no holder
+        return {}, meta
 
 
 class Lease:
@@ -43,75 +52,73 @@ class Lease:
     def __init__(self, store: Store):
         self.store, self.word, self.beat, self.at = store, "", 0, 0.0
         self.meta: Meta = {}
+        self.error: RunError | None = None
+        self.ending = threading.Event()
+        self.thread = threading.Thread(target=self._renew, daemon=True)
 
     def take(self, word: str) -> None:
-        """Take the lock. Raise ConfigError if another run holds it, or if the store cannot keep two
-        writers apart."""
+        """Take the lock and keep it. Raise ConfigError if another run holds it, or if the store
+        cannot keep two writers apart."""
         self.word = word
         if not self._write("create") and not self._write(self._stale()):
             raise self._taken()
         old = self.meta
-        self._write(self.meta)
-        if self._write("create") or self._write(old):
+        if not self._write(old) or self._write("create") or self._write(old):
             raise ConfigError(f"--out {self.store.address}: this store has no conditional writes, "
                               f"so two runs could write there at once; give a folder, or a bucket "
                               f"of a store that has them")
+        self.thread.start()
 
-    def renew(self) -> None:
-        """Write the lock again if it is due. Raise RunError if another run has taken it."""
-        if time.monotonic() - self.at > BEATS and not self._write(self.meta):
-            raise RunError(f"{self.store.address}: another run has taken it, because this one did "
-                           f"not renew its lock for {LEASE:.0f} s; this one ends")
+    def check(self) -> None:
+        """Raise RunError if another run has taken the lock. Wait if this one has not renewed it for
+        so long that another might have."""
+        while not self.error and time.monotonic() - self.at > LEASE:
+            time.sleep(0.1)
+        if self.error:
+            raise self.error
 
     def release(self) -> None:
-        if holder_of(self.store)[0] == self.word:
+        self.ending.set()
+        self.thread.join()
+        if not self.error:
             self.store.delete([NAME])
+
+    def _renew(self):
+        try:
+            while not self.ending.wait(BEATS):
+                if not self._write(self.meta):
+                    raise RunError(f"{self.store.address}: another run has taken it, because this "
+                                   f"one did not renew its lock for {LEASE:g} s; this one ends")
+        except RunError as e:
+            self.error = e
 
     def _write(self, mode):
         """Write the lock under a condition. Return whether it is ours."""
-        self.beat += 1
-        content = json.dumps({"word": self.word, "beat": self.beat, **_this_process()}).encode()
+        self.beat, begin = self.beat + 1, time.monotonic()
+        own = {"word": self.word, "beat": self.beat, "host": socket.gethostname(),
+               "process": _process()}
         try:
-            self.meta = self.store.put(NAME, content, mode)
+            self.meta = self.store.put(NAME, json.dumps(own).encode(), mode)
         except self.store.refused:
-            found, meta = self._read()
-            # A write whose answer was lost succeeds, and is refused when it is repeated.
-            if (found.get("word"), found.get("beat")) != (self.word, self.beat):
+            found, meta = read(self.store)
+            if found != own:    # else a write was repeated, because its first answer was lost
                 return False
             self.meta = meta
-        self.at = time.monotonic()
+        self.at = begin
         return True
 
     def _stale(self):
         """Return the facts of a lock that its holder has left. Raise ConfigError if it is held."""
-        found, meta = self._read()
-        # A copied run folder has a lock file without a holder.
-        if "host" in found and not _has_ended(found):
+        found, meta = read(self.store)
+        if found and not _has_ended(found):
             note(f"{self.store.address}: locked by a run on {found.get('host')}; waiting "
                  f"{LEASE:g} s to see whether it has ended")
             time.sleep(LEASE)
-            later = self._read()[1]
-            if later["e_tag"] != meta["e_tag"]:
+            if read(self.store)[1].get("e_tag") != meta["e_tag"]:
                 raise self._taken()
         return meta
 
     def _taken(self):
-        host = self._read()[0].get("host", "a machine")
+        host = read(self.store)[0].get("host", "a machine")
         return ConfigError(f"--out {self.store.address}: another run is writing there (on {host}); "
                            f"give another --out, or wait for it to end")
-
-    def _read(self):
-        try:
-            content, meta = self.store.read(NAME)
-        except FileNotFoundError:
-            return {}, {"e_tag": "gone"}
-        try:
-            return dict(json.loads(content)), meta
-        except ValueError:
-            return {}, meta
-
-
-def holder_of(store: Store) -> tuple[str, Meta]:
-    """Return (the word that the holder gave, the lock's facts)."""
-    found, meta = Lease(store)._read()
-    return found.get("word", ""), meta

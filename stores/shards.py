@@ -30,7 +30,7 @@ def fetch(mirror: Mirror, step: int, wanted: dict[str, Any]) -> None:
                 record = json.loads((mirror.folder / folder / path / ".zarray").read_text())
                 needed = {f"{path}/{chunk}" for chunk in _chunks(record, x)}
                 mirror.fetch(folder + name for name in needed)
-    except FileNotFoundError as e:
+    except (FileNotFoundError, KeyError) as e:
         raise CorruptCheckpoint(f"not all of it is in the store ({one_line(e)})") from None
 
 

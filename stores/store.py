@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Sequence
 
 from zigzag.core.errors import ConfigError, RunError, note, optional_package
 
@@ -87,8 +87,8 @@ class Store:
 
     def _error(self, e):
         """Return the error to raise for a failure that will not pass, or None."""
-        text, kind = str(e), RunError if self.is_reached else ConfigError
-        how = CREDENTIALS[self.scheme]
+        text, how = str(e), CREDENTIALS[self.scheme]
+        kind = RunError if self.is_reached else ConfigError
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", text):
             return kind(f"{self.address}: there is no bucket {self.bucket}")
         if isinstance(e, self.forbidden) or re.search("Signature|InvalidAccessKey", text):
@@ -113,8 +113,8 @@ class Store:
 
         return self.call(do)
 
-    def download(self, name: str, path: Path) -> Meta:
-        """Download an object into a file, whole or not at all. Return its facts."""
+    def download(self, name: str, path: Path) -> None:
+        """Download an object into a file, whole or not at all. The file gets the object's time."""
         part = path.with_name(path.name + ".part")
 
         def do():
@@ -123,17 +123,15 @@ class Store:
             with open(part, "wb") as f:
                 for piece in found.stream(min_chunk_size=2**22):
                     f.write(piece)
+            os.utime(part, ns=(int(found.meta["last_modified"].timestamp() * 10**9),) * 2)
             os.replace(part, path)
-            return found.meta
 
         try:
-            return self.call(do)
+            self.call(do)
         except FileNotFoundError:
             raise
         except OSError as e:
-            raise RunError(f"{self.address}: {name} cannot be kept in {path.parent} "
-                           f"({e.strerror}); set ZIGZAG_SCRATCH to a folder with more room"
-                           ) from None
+            raise no_room(self.address, path.parent, e) from None
 
     def read(self, name: str) -> tuple[bytes, Meta]:
         """Return a small object and its facts."""
@@ -160,19 +158,22 @@ class Store:
     def copy(self, name: str, to: str) -> None:
         self.call(lambda: self.package.copy(self.store, name, to))
 
-    def delete(self, names: Iterable[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         """Delete these objects. The first goes before the others."""
-        first, *others = names or [None]
-        for some in filter(None, ([first] if first else [], others)):
+        for some in filter(None, (names[:1], names[1:])):
             self.call(lambda: self.package.delete(self.store, some))
+
+
+def no_room(address: str, folder: Path, e: OSError) -> RunError:
+    """Return the error for a disk that cannot keep what an address holds."""
+    return RunError(f"{address}: {folder} cannot be written ({e.strerror}); set ZIGZAG_SCRATCH to "
+                    f"a folder on another disk")
 
 
 def _why(e):
     """Return the important part of an error of obstore, on one line."""
-    text = str(e).partition("Debug source")[0]
-    code = re.search(r"status code: (\d+ [\w ]+)", text)
-    if code:
+    text = " ".join(str(e).partition("Debug source")[0].split())
+    if code := re.search(r"status code: (\d+ [\w ]+)", text):
         return f"the store answers {code[1].strip()}"
-    tail = re.findall(r"(timed out|[Cc]onnection \w+|error sending request|operation timed out|"
-                      r"connection closed[\w ]*|incomplete message)", repr(e))
-    return f"the store cannot be reached ({tail[-1]})" if tail else " ".join(text.split())[:120]
+    found = re.findall(r"timed out|[Cc]onnection \w+|incomplete message", repr(e))
+    return f"the store cannot be reached ({found[-1]})" if found else text[:120]

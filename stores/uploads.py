@@ -8,8 +8,7 @@ in the store, and repeats the rest. Between checkpoints, process 0 uploads metri
 changed files every INTERVAL seconds, or less often if that takes long.
 """
 
-import atexit
-import contextlib
+import re
 import threading
 import time
 from typing import Callable
@@ -17,7 +16,7 @@ from typing import Callable
 import jax
 from jax._src import distributed  # the processes' key-value store has no public name
 
-from stores.lease import Lease, holder_of
+from stores import lease
 from stores.mirror import MARKER, Mirror
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.hosts import process_allgather
@@ -27,9 +26,6 @@ SHARE = 20              # and this many times what the last took
 LOOKS = 0.1             # seconds between two looks at the scratch folder
 FOREVER = 10**9         # ms; hosts.watchdog ends a wait sooner
 
-# Of a checkpoint, process 0 alone uploads these files, which all processes have.
-SHARED = ("meta/", "_METADATA", "params/_METADATA", "opt/_METADATA", MARKER)
-
 
 class Uploads:
     """The uploads of a run. `kept` is a function: steps of checkpoints -> those to keep."""
@@ -38,7 +34,7 @@ class Uploads:
         self.mirror, self.store, self.kept = mirror, mirror.store, kept
         self.store.patience = patience
         self.number, self.count = jax.process_index(), jax.process_count()
-        self.lease, self.word = Lease(self.store), ""
+        self.lease, self.word = lease.Lease(self.store), ""
         self.ending, self.error = threading.Event(), None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.next, self.log = 0.0, f"log-{self.number}.txt"
@@ -47,34 +43,33 @@ class Uploads:
 
     def take(self, word: str) -> None:
         """In process 0, lock the address. Raise ConfigError if another run holds it."""
-        before = self.mirror.steps, self.mirror.there.get("config.json")
         self.lease.take(word)
         self.mirror.look()
-        if before != (self.mirror.steps, self.mirror.there.get("config.json")):
-            self.lease.release()
-            raise ConfigError(f"--out {self.mirror.address}: another run wrote there while this "
-                              f"one started; give the same command again")
         # What a killed run left of a save must not mix with the next save of that step.
-        complete = tuple(f"checkpoints/{step}/" for step in self.mirror.steps)
-        self.store.delete([name for name in self.mirror.there if name.startswith("checkpoints/")
-                           and not name.startswith(complete or "//")])
+        self.store.delete([name for name in self.mirror.there if (found := re.match(
+            r"checkpoints/(\d+)/", name)) and int(found[1]) not in self.mirror.steps])
 
     def holder(self) -> str:
         """Return the word of the run that holds the lock."""
-        return holder_of(self.store)[0]
+        return lease.read(self.store)[0].get("word", "")
 
     def start(self, word: str) -> None:
         """Begin to upload, for the run that gave this word to `take`."""
         self.word = word
+        views = process_allgather([sorted(self._complete()), sorted(self.mirror.steps)])
+        if any(here != views[0][1] for here, _ in views):
+            if self.number == 0:
+                self.lease.release()
+            raise ConfigError(f"--out {self.store.address}: another run wrote there while this one "
+                              f"started; give the same command again")
         if self.log in self.mirror.there:       # the run appends to it
             self.mirror.fetch([self.log])
-        atexit.register(self._send_last_lines)
         self.thread.start()
 
     def check(self) -> None:
         """Raise the error that has ended the uploads, if any."""
-        if self.error:
-            raise self.error
+        if error := self.error or self.lease.error:
+            raise error
 
     def wait(self, step: int | None) -> None:
         """Wait until the store has a checkpoint, once it is complete here."""
@@ -112,33 +107,34 @@ class Uploads:
         except RunError as e:
             self.error = e
         except Exception as e:
-            self.error = RunError(f"{self.mirror.address}: not all of this run could be uploaded: "
+            self.error = RunError(f"{self.store.address}: not all of this run could be uploaded: "
                                   f"{type(e).__name__}: {e}")
 
     def _upload(self, everything):
         """Upload what is new."""
-        for step in sorted({int(path.name) for path in self.folder.iterdir()
-                            if path.name.isdecimal()} - self.mirror.steps):
+        for step in sorted(self._complete() - self.mirror.steps):
             self._upload_checkpoint(step)
         if everything or time.monotonic() > self.next:
             self._upload_files()
-        if self.number == 0:
-            self.lease.renew()
+
+    def _complete(self):
+        """Return the steps of the checkpoints that are complete here."""
+        return {int(path.parent.name) for path in self.folder.glob(f"*/{MARKER}")
+                if path.parent.name.isdecimal()}
 
     def _upload_checkpoint(self, step):
-        at = f"checkpoints/{step}/"
-        names = [at + path.relative_to(self.folder / str(step)).as_posix()
-                 for path in (self.folder / str(step)).rglob("*") if path.is_file()]
-        shared = tuple(at + name for name in SHARED)
-        self.mirror.send([name for name in names if name != at + MARKER and (
-            self.number == 0 or not name.startswith(shared))])
+        marker = f"checkpoints/{step}/{MARKER}"
+        # All processes have the descriptions, and process 0 uploads them. The rest are chunks.
+        self.mirror.send([name for name in self.mirror.files(f"checkpoints/{step}")
+                          if name != marker and (
+                              self.number == 0 or re.search(r"/[\d.]+$", name))])
         self._tell(f"{step}/{self.number}")
         if self.number == 0:
             for other in range(self.count):
                 self._hear(f"{step}/{other}")
             self._upload_files()
-            self.lease.renew()
-            self.mirror.send([at + MARKER])
+            self.lease.check()
+            self.mirror.send([marker])
             self._delete_old({*self.mirror.steps, step})
             self._tell(f"{step}/complete")
         self._hear(f"{step}/complete")
@@ -153,15 +149,10 @@ class Uploads:
 
     def _upload_files(self):
         """Upload the run's other files that have changed; config.json last."""
-        begin, found = time.monotonic(), []
-        for path in self.mirror.folder.rglob("*"):
-            name = path.relative_to(self.mirror.folder).as_posix()
-            if path.is_file() and self._is_mine(name):
-                found.append(name)
+        begin, found = time.monotonic(), list(filter(self._is_mine, self.mirror.files()))
         self.mirror.send([name for name in found if name != "config.json"])
         self.mirror.send([name for name in found if name == "config.json"])
-        took = time.monotonic() - begin
-        self.next = time.monotonic() + max(INTERVAL, SHARE * took)
+        self.next = time.monotonic() + max(INTERVAL, SHARE * (time.monotonic() - begin))
 
     def _is_mine(self, name):
         if name.startswith(("log-", "profile/")) or self.number:
@@ -177,9 +168,3 @@ class Uploads:
         if self.count > 1:
             distributed.global_state.client.blocking_key_value_get(
                 f"zigzag/{self.word}/{what}", FOREVER)
-
-    def _send_last_lines(self):
-        """Upload the log's lines since the folder was closed."""
-        if not self.error:
-            with contextlib.suppress(Exception):
-                self.mirror.send([self.log])

@@ -87,13 +87,12 @@ def test_two_runs_cannot_share_an_address(bucket, monkeypatch):
     first, second = lease.Lease(store), lease.Lease(store)
     first.take("first")
     monkeypatch.setattr(lease, "_has_ended", lambda holder: False)
-    monkeypatch.setattr(lease.time, "sleep", lambda _: first._write(first.meta))
     with refuses("another run is writing there"):
         second.take("second")
-    monkeypatch.undo()
-    first.renew()
+    first.check()
     first.release()
     second.take("second")
+    second.release()
 
 
 def test_a_lock_is_stale_when_nobody_writes_it(bucket, monkeypatch):
@@ -102,12 +101,17 @@ def test_a_lock_is_stale_when_nobody_writes_it(bucket, monkeypatch):
     store = bucket.of_run()
     first, second = lease.Lease(store), lease.Lease(store)
     first.take("first")
+    first.ending.set()          # its process is killed, or asleep
+    first.thread.join()
     monkeypatch.setattr(lease, "_has_ended", lambda holder: False)
     second.take("second")
-    first.at = 0.0
+    first.ending.clear()
+    first._renew()
     with pytest.raises(RunError, match="another run has taken it"):
-        first.renew()
-    assert lease.holder_of(store)[0] == "second"
+        first.check()
+    first.release()
+    assert lease.read(store)[0]["word"] == "second"
+    second.release()
 
 
 def test_a_store_without_conditions_is_refused(behind, proxy):

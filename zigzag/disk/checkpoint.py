@@ -510,6 +510,7 @@ def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
     and lists."""
     at = run_steps(folder)[0] if step is None else step
     path = place(folder).resolve() / f"checkpoints/{at}"
+    _download(path, {"params": {}})
     ocp = _orbax()
     with _reading(path), ocp.StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
@@ -607,10 +608,15 @@ def _read_items(folder, wanted, whose):
             what = "weights than this model" if name == "params" else "arrays than this run"
             raise ConfigError(f"{whose}: checkpoint {step} holds other {what} has ({differs}); "
                               f"undo the edit of the code that makes them, or train a new run")
-    if mirror := mirrors.get(folder.parents[1]):
-        part("stores.shards", whose).fetch(mirror, step, wanted)
+    _download(folder, wanted)
     with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=_alone(ocp)) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
+
+
+def _download(folder, wanted):
+    """If a checkpoint is of a run in an object store, download what this process needs of it."""
+    if mirror := mirrors.get(folder.parents[1]):
+        part("stores.shards", folder.name).fetch(mirror, int(folder.name), wanted)
 
 
 @contextlib.contextmanager
