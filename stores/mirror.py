@@ -1,7 +1,4 @@
-"""What a machine keeps of an address: files(address) for --data, run_folder(address) for a run.
-
-Nothing here imports jax, because --plot needs none.
-"""
+"""What a machine keeps of an address: the files of --data, or a run. (Without jax, for --plot.)"""
 
 import fnmatch
 import functools
@@ -27,7 +24,6 @@ _locks: list[IO] = []   # held until this process ends
 
 
 def _scratch():
-    """Return the folder for everything that is kept here."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("ZIGZAG_SCRATCH") or cache / "zigzag/stores")
 

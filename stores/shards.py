@@ -1,9 +1,9 @@
 """Downloads the files of a checkpoint that this process needs.
 
 A run in a bucket saves an array as a folder of chunks, one per device, named by their place in the
-array (orbax with use_ocdbt=False): opt/step/0, params/layers.w_up/0.0.3. A process needs the chunks
-that its devices' parts overlap. A checkpoint copied from a run folder has files that hold many
-arrays, so a process downloads all of them.
+array: params/layers.w_up/0.0.3 (orbax with use_ocdbt=False). A process needs those that overlap its
+devices' parts. A checkpoint copied from a run folder packs many arrays into a file, so a process
+needs all of it.
 """
 
 import itertools
@@ -38,9 +38,8 @@ def _chunks(record, x):
     """Return the names of the chunks of an array that this process's devices need."""
     found = set()
     for index in x.sharding.addressable_devices_indices_map(x.shape).values():
-        spans = []
-        for one, length, size in zip(index, x.shape, record["chunks"]):
-            first, last, _ = one.indices(length)
-            spans.append(range(first // size, -(-last // size)))
+        edges = [one.indices(length) for one, length in zip(index, x.shape)]
+        spans = [range(first // size, -(-last // size))
+                 for (first, last, _), size in zip(edges, record["chunks"])]
         found |= {".".join(map(str, place)) or "0" for place in itertools.product(*spans)}
     return found

@@ -21,8 +21,7 @@ LONGEST_WAIT = 5.0      # seconds between two tries
 
 # {the package's scheme: how to give it credentials}
 CREDENTIALS = {
-    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION (AWS_ENDPOINT for a store "
-          "that is not Amazon's)",
+    "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION (and perhaps AWS_ENDPOINT)",
     "gs": "set GOOGLE_SERVICE_ACCOUNT to a key file, or run gcloud auth application-default login",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"}
 
@@ -48,8 +47,7 @@ class Store:
         self.refused = errors.AlreadyExistsError, errors.PreconditionError      # by a condition
         self.forbidden = errors.PermissionDeniedError, errors.UnauthenticatedError
         self.errors = errors.BaseError
-        self.is_reached = False         # whether a call has succeeded
-        self.said, self.saying = -QUIET, threading.Lock()
+        self.is_reached, self.said, self.saying = False, -QUIET, threading.Lock()
         endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
         options = {"allow_http": True} if endpoint.startswith("http://") else {}
         try:
@@ -70,7 +68,7 @@ class Store:
             except self.refused:
                 raise
             except self.errors as e:
-                if (error := self._error(e)) is not None:
+                if error := self._error(e):
                     raise error from None
                 now, why = time.monotonic(), _why(e)
             since = since or now
@@ -82,13 +80,13 @@ class Store:
                 if now - self.said >= QUIET:
                     self.said = now
                     note(f"{self.address}: {why}; trying again for up to {self.patience:.0f} s")
-            time.sleep(min(wait, max(0.0, since + self.patience - now) + 0.01))
-            wait = min(2 * wait, LONGEST_WAIT)
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT, self.patience)
 
     def _error(self, e):
         """Return the error to raise for a failure that will not pass, or None."""
         text, how = str(e), CREDENTIALS[self.scheme]
-        kind = RunError if self.is_reached else ConfigError
+        kind = RunError if self.is_reached else ConfigError     # has anything worked so far?
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", text):
             return kind(f"{self.address}: there is no bucket {self.bucket}")
         if isinstance(e, self.forbidden) or re.search("Signature|InvalidAccessKey", text):
@@ -97,7 +95,6 @@ class Store:
         if not self.is_reached and re.search("169.254.169.254|metadata.google|Account must be|"
                                              "Missing|[Cc]redential", text):
             return ConfigError(f"{self.address}: no credentials were found; {how}")
-        return None
 
     def all(self, do: Callable[[Any], Any], of: Iterable[Any]) -> list[Any]:
         """Return do(x) for each x, several at once."""

@@ -1,11 +1,10 @@
-"""Uploads a run while it trains. zigzag.disk.checkpoint.RunFolder uses this if its folder is the
-scratch folder of an address.
+"""Uploads a run while it trains, for zigzag.disk.checkpoint.RunFolder.
 
-A thread looks for what is new there. It uploads this process's arrays of each complete checkpoint
-and tells process 0. Once all processes have, process 0 uploads the metrics up to there and other
-files, and then _CHECKPOINT_METADATA. So a killed run continues from a checkpoint whose metrics are
-in the store, and repeats the rest. Between checkpoints, process 0 uploads metrics.jsonl and other
-changed files every INTERVAL seconds, or less often if that takes long.
+A thread looks for what is new in the scratch folder. It uploads this process's arrays of each
+complete checkpoint and tells process 0. Once all processes have, process 0 uploads the metrics and
+other files, and then _CHECKPOINT_METADATA. So a killed run continues from a checkpoint whose
+metrics are in the store, and repeats the rest. In between, process 0 uploads metrics.jsonl and
+other changed files every INTERVAL seconds, or less often if that takes long.
 """
 
 import re
@@ -100,15 +99,12 @@ class Uploads:
 
     def _run(self):
         try:
-            is_last = False
-            while not is_last:
-                is_last = self.ending.wait(LOOKS)
-                self._upload(is_last)
-        except RunError as e:
-            self.error = e
+            while not self.ending.wait(LOOKS):
+                self._upload(everything=False)
+            self._upload(everything=True)
         except Exception as e:
-            self.error = RunError(f"{self.store.address}: not all of this run could be uploaded: "
-                                  f"{type(e).__name__}: {e}")
+            self.error = e if isinstance(e, RunError) else RunError(
+                f"{self.store.address}: not all could be uploaded: {type(e).__name__}: {e}")
 
     def _upload(self, everything):
         """Upload what is new."""
@@ -125,9 +121,9 @@ class Uploads:
     def _upload_checkpoint(self, step):
         marker = f"checkpoints/{step}/{MARKER}"
         # All processes have the descriptions, and process 0 uploads them. The rest are chunks.
+        own = r"[^/]$" if self.number == 0 else r"/[\d.]+$"
         self.mirror.send([name for name in self.mirror.files(f"checkpoints/{step}")
-                          if name != marker and (
-                              self.number == 0 or re.search(r"/[\d.]+$", name))])
+                          if name != marker and re.search(own, name)])
         self._tell(f"{step}/{self.number}")
         if self.number == 0:
             for other in range(self.count):
@@ -157,8 +153,8 @@ class Uploads:
     def _is_mine(self, name):
         if name.startswith(("log-", "profile/")) or self.number:
             return name == self.log or name.startswith("profile/")
-        return not name.startswith(("checkpoints/", ".")) and name != "lock" and not any(
-            part.endswith((".part", ".before")) for part in name.split("/"))
+        return name != "lock" and not re.match(r"checkpoints/|\.", name) and not re.search(
+            r"\.(part|before)(/|$)", name)
 
     def _tell(self, what):
         if self.count > 1:
