@@ -12,10 +12,9 @@ appears there.
     shards.py       the files of a checkpoint that this process needs
     uploads.py      the thread that uploads a run
 
-Several processes need no shared disk. Each has its own scratch folder and uploads the arrays of
-its own devices. A checkpoint counts once process 0 has uploaded its last object,
-_CHECKPOINT_METADATA, after all the others. A copy of the bucket is an ordinary run folder, and a
-copy of a run folder is a run in a bucket.
+Processes need no shared disk. Each has its own scratch folder and uploads its devices' arrays. A
+checkpoint counts once process 0 has uploaded its last object, _CHECKPOINT_METADATA. A copy of the
+bucket is an ordinary run folder, and a copy of a run folder is a run in a bucket.
 """
 
 from stores.mirror import files as files

@@ -1,12 +1,13 @@
 """The lock of an address: an object that its holder writes again every few seconds.
 
 Each write is conditional on the object that the holder wrote before, so a run that lost its lock
-notices. If nobody writes it for LEASE seconds, for example after a kill, the lock is stale, and the
-next run takes it. That run does not wait if the holder was a process of this machine that ended.
+notices. A lock that nobody writes for LEASE seconds is stale, and the next run takes it. That run
+does not wait if the holder was a process of this machine that has ended.
 """
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -50,16 +51,17 @@ class Lease:
     """A lock that this process holds, once it has taken it."""
 
     def __init__(self, store: Store):
-        self.store, self.word, self.beat, self.at = store, "", 0, 0.0
+        self.store, self.word, self.beat, self.at = store, secrets.token_hex(8), 0, 0.0
         self.meta: Meta = {}
         self.error: RunError | None = None
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._renew, daemon=True)
 
-    def take(self, word: str) -> None:
-        """Take the lock and keep it. Raise ConfigError if another run holds it, or if the store
-        cannot keep two writers apart."""
-        self.word = word
+    def take(self) -> None:
+        """Take the lock and keep it, if this process has not. Raise ConfigError if another run
+        holds it, or if the store cannot keep two writers apart."""
+        if self.thread.is_alive():
+            return
         if not self._write("create") and not self._write(self._stale()):
             raise self._taken()
         old = self.meta

@@ -11,13 +11,14 @@ import shutil
 from pathlib import Path
 from typing import IO, Any, Iterable
 
-from stores.store import Meta, Store, no_room, parts_of
+from stores.lease import Lease
+from stores.store import Store, no_room, parts_of, time_of
 from zigzag.core.errors import ConfigError
 from zigzag.core.files import fcntl, lock
 from zigzag.core.parts import mirrors
 
 MARKER = "_CHECKPOINT_METADATA"         # a checkpoint's last object
-DATA = re.compile(r"(data|held_out)[^/]*/")
+DATA = re.compile(r"(data|held_out)[\w-]*/")
 MOST = 1000             # objects to look at under an address that holds no run
 
 _locks: list[IO] = []   # held until this process ends
@@ -49,31 +50,23 @@ def _own_folder(address):
 
 def _state(path):
     """Return what changes with a file, or None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
+    found = path.stat() if path.exists() else None
+    return found and (found.st_size, found.st_mtime_ns)
 
 
 def _fetch(store, folder, objects):
-    """Download these objects into a folder, unless they are here. objects is {name: facts}."""
-    def is_here(name, meta):        # `download` sets the file's time
-        return _state(folder / name) == (
-            meta["size"], int(meta["last_modified"].timestamp() * 10**9))
-
+    """Download these objects, {name: facts}, into a folder, unless they are here."""
     store.all(lambda name: store.download(name, folder / name),
-              [name for name, meta in objects.items() if not is_here(name, meta)])
+              [name for name, meta in objects.items()
+               if _state(folder / name) != (meta["size"], time_of(meta))])
 
 
 class Mirror:
-    """The scratch folder of a run. `there` are the objects under its address, and `steps` the
-    checkpoints that are complete there."""
+    """A run's scratch folder. Its address holds the objects `there` and the checkpoints `steps`."""
 
     def __init__(self, address: str):
         self.store, self.folder = Store(address), _own_folder(address)
-        self.there: dict[str, Meta] = {}
-        self.steps: set[int] = set()
+        self.lease = Lease(self.store)
         self.sent: dict[str, Any] = {}      # {name: the file's state when it was uploaded}
         shutil.rmtree(self.folder, ignore_errors=True)      # what an earlier process left
         self.folder.mkdir()
@@ -115,19 +108,17 @@ class Mirror:
         return [path.relative_to(self.folder).as_posix()
                 for path in (self.folder / folder).rglob("*") if path.is_file()]
 
-    def of_checkpoint(self, step: int) -> dict[str, Meta]:
-        """Return the objects of a checkpoint."""
-        return {name: meta for name, meta in self.there.items()
-                if name.startswith(f"checkpoints/{step}/")}
-
     def fetch_data(self) -> None:
         """Download the encoded text, as process 0 or an earlier start has uploaded it."""
         self.there |= {name: meta for name, meta in self.store.list().items() if DATA.match(name)}
         self.fetch(filter(DATA.match, self.there))
 
     def send_data(self) -> None:
-        """Upload the encoded text."""
-        self.send([name for name in self.files() if DATA.match(name) and ".part/" not in name])
+        """Lock the address, and upload the encoded text for the other processes."""
+        self.lease.take()
+        if "config.json" not in self.there and self.store.facts("config.json"):
+            raise ConfigError(f"--out {self.store.address}: another run has just begun there")
+        self.send([name for name in self.files() if DATA.match(name)])
 
 
 @functools.cache

@@ -16,13 +16,11 @@ from zigzag.core.mesh import by_path
 
 
 def fetch(mirror: Mirror, step: int, wanted: dict[str, Any]) -> None:
-    """Download what this process needs of the items `wanted`: {name: a tree of shapes with
-    shardings}."""
-    there = mirror.of_checkpoint(step)
+    """Download what this process needs of `wanted`, {item: a tree of shapes with shardings}."""
     try:
         for item, tree in wanted.items():
             folder = f"checkpoints/{step}/{item}/"
-            names = {name.removeprefix(folder) for name in there if name.startswith(folder)}
+            names = {name.removeprefix(folder) for name in mirror.there if name.startswith(folder)}
             arrays = {path: x for path, x in by_path(tree).items() if f"{path}/.zarray" in names}
             others = {name for name in names if name.rpartition("/")[0] not in arrays}
             mirror.fetch(folder + name for name in {*others, *(f"{a}/.zarray" for a in arrays)})

@@ -19,7 +19,6 @@ AT_ONCE = 16            # requests
 QUIET = 60              # seconds after a line about failures, in which there is no other
 LONGEST_WAIT = 5.0      # seconds between two tries
 
-# {the package's scheme: how to give it credentials}
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION (and perhaps AWS_ENDPOINT)",
     "gs": "set GOOGLE_SERVICE_ACCOUNT to a key file, or run gcloud auth application-default login",
@@ -45,7 +44,6 @@ class Store:
         stores = optional_package("obstore.store", address)
         errors = optional_package("obstore.exceptions", address)
         self.refused = errors.AlreadyExistsError, errors.PreconditionError      # by a condition
-        self.forbidden = errors.PermissionDeniedError, errors.UnauthenticatedError
         self.errors = errors.BaseError
         self.is_reached, self.said, self.saying = False, -QUIET, threading.Lock()
         endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
@@ -89,12 +87,12 @@ class Store:
         kind = RunError if self.is_reached else ConfigError     # has anything worked so far?
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", text):
             return kind(f"{self.address}: there is no bucket {self.bucket}")
-        if isinstance(e, self.forbidden) or re.search("Signature|InvalidAccessKey", text):
-            return kind(f"{self.address}: access was denied ({_why(e)}); {how}")
         # Without credentials in the environment, the package asks the cloud's own machine.
         if not self.is_reached and re.search("169.254.169.254|metadata.google|Account must be|"
                                              "Missing|[Cc]redential", text):
             return ConfigError(f"{self.address}: no credentials were found; {how}")
+        if re.search("40[13] [FU]|Signature|InvalidAccessKey", text):
+            return kind(f"{self.address}: access was denied ({_why(e)}); {how}")
 
     def all(self, do: Callable[[Any], Any], of: Iterable[Any]) -> list[Any]:
         """Return do(x) for each x, several at once."""
@@ -111,7 +109,7 @@ class Store:
         return self.call(do)
 
     def download(self, name: str, path: Path) -> None:
-        """Download an object into a file, whole or not at all. The file gets the object's time."""
+        """Download an object into a file, whole or not at all."""
         part = path.with_name(path.name + ".part")
 
         def do():
@@ -120,7 +118,7 @@ class Store:
             with open(part, "wb") as f:
                 for piece in found.stream(min_chunk_size=2**22):
                     f.write(piece)
-            os.utime(part, ns=(int(found.meta["last_modified"].timestamp() * 10**9),) * 2)
+            os.utime(part, ns=(time_of(found.meta),) * 2)
             os.replace(part, path)
 
         try:
@@ -159,6 +157,11 @@ class Store:
         """Delete these objects. The first goes before the others."""
         for some in filter(None, (names[:1], names[1:])):
             self.call(lambda: self.package.delete(self.store, some))
+
+
+def time_of(meta: Meta) -> int:
+    """Return when an object was written, in ns. `download` gives its file this time."""
+    return int(meta["last_modified"].timestamp() * 10**9)
 
 
 def no_room(address: str, folder: Path, e: OSError) -> RunError:

@@ -3,8 +3,8 @@
 A thread looks for what is new in the scratch folder. It uploads this process's arrays of each
 complete checkpoint and tells process 0. Once all processes have, process 0 uploads the metrics and
 other files, and then _CHECKPOINT_METADATA. So a killed run continues from a checkpoint whose
-metrics are in the store, and repeats the rest. In between, process 0 uploads metrics.jsonl and
-other changed files every INTERVAL seconds, or less often if that takes long.
+metrics are in the store, and repeats the rest. In between, process 0 uploads changed files every
+INTERVAL seconds, or less often if that takes long.
 """
 
 import re
@@ -23,7 +23,6 @@ from zigzag.core.hosts import process_allgather
 INTERVAL = 10.0         # seconds between two uploads of metrics.jsonl, at least
 SHARE = 20              # and this many times what the last took
 LOOKS = 0.1             # seconds between two looks at the scratch folder
-FOREVER = 10**9         # ms; hosts.watchdog ends a wait sooner
 
 
 class Uploads:
@@ -33,16 +32,16 @@ class Uploads:
         self.mirror, self.store, self.kept = mirror, mirror.store, kept
         self.store.patience = patience
         self.number, self.count = jax.process_index(), jax.process_count()
-        self.lease, self.word = lease.Lease(self.store), ""
+        self.lease, self.word = mirror.lease, mirror.lease.word
         self.ending, self.error = threading.Event(), None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.next, self.log = 0.0, f"log-{self.number}.txt"
         self.folder = mirror.folder / "checkpoints"
         self.folder.mkdir(exist_ok=True)
 
-    def take(self, word: str) -> None:
+    def take(self) -> None:
         """In process 0, lock the address. Raise ConfigError if another run holds it."""
-        self.lease.take(word)
+        self.lease.take()
         self.mirror.look()
         # What a killed run left of a save must not mix with the next save of that step.
         self.store.delete([name for name in self.mirror.there if (found := re.match(
@@ -53,7 +52,7 @@ class Uploads:
         return lease.read(self.store)[0].get("word", "")
 
     def start(self, word: str) -> None:
-        """Begin to upload, for the run that gave this word to `take`."""
+        """Begin to upload. `word` is process 0's."""
         self.word = word
         views = process_allgather([sorted(self._complete()), sorted(self.mirror.steps)])
         if any(here != views[0][1] for here, _ in views):
@@ -89,13 +88,11 @@ class Uploads:
     def set_aside(self, step: int, name: str) -> None:
         """Rename a damaged checkpoint in the store."""
         if self.number == 0:
-            there = sorted(self.mirror.of_checkpoint(step), key=lambda n: not n.endswith(MARKER))
-            self.store.all(lambda old: self.store.copy(old, old.replace(
-                f"checkpoints/{step}/", f"checkpoints/{name}/", 1)), there)
+            there, at = self._objects(step), f"checkpoints/{step}/"
+            self.store.all(lambda old: self.store.copy(
+                old, f"checkpoints/{name}/{old.removeprefix(at)}"), there)
             self.store.delete(there)
         self.mirror.steps.discard(step)
-
-    # The thread
 
     def _run(self):
         try:
@@ -121,27 +118,33 @@ class Uploads:
     def _upload_checkpoint(self, step):
         marker = f"checkpoints/{step}/{MARKER}"
         # All processes have the descriptions, and process 0 uploads them. The rest are chunks.
-        own = r"[^/]$" if self.number == 0 else r"/[\d.]+$"
-        self.mirror.send([name for name in self.mirror.files(f"checkpoints/{step}")
-                          if name != marker and re.search(own, name)])
+        own = "" if self.number == 0 else r"/[\d.]+$"
+        self.store.all(self._put, [name for name in self.mirror.files(f"checkpoints/{step}")
+                                   if name != marker and re.search(own, name)])
         self._tell(f"{step}/{self.number}")
         if self.number == 0:
             for other in range(self.count):
                 self._hear(f"{step}/{other}")
             self._upload_files()
             self.lease.check()
-            self.mirror.send([marker])
+            self._put(marker)
             self._delete_old({*self.mirror.steps, step})
             self._tell(f"{step}/complete")
         self._hear(f"{step}/complete")
         self.mirror.steps.add(step)
 
+    def _put(self, name):
+        self.store.put(name, self.mirror.folder / name)
+
     def _delete_old(self, steps):
         """Delete the checkpoints that the run does not keep, each from its last object on."""
         for step in steps - self.kept(sorted(steps)):
-            there = self.store.list(f"checkpoints/{step}")
-            self.store.delete(sorted(there, key=lambda name: not name.endswith(MARKER)))
+            self.store.delete(self._objects(step))
             self.mirror.steps.discard(step)
+
+    def _objects(self, step):
+        """Return the names of a checkpoint's objects, the one that makes it complete first."""
+        return sorted(self.store.list(f"checkpoints/{step}"), key=lambda n: MARKER not in n)
 
     def _upload_files(self):
         """Upload the run's other files that have changed; config.json last."""
@@ -163,4 +166,4 @@ class Uploads:
     def _hear(self, what):
         if self.count > 1:
             distributed.global_state.client.blocking_key_value_get(
-                f"zigzag/{self.word}/{what}", FOREVER)
+                f"zigzag/{self.word}/{what}", 10**9)    # ms; hosts.watchdog ends it sooner

@@ -85,13 +85,13 @@ def test_two_runs_cannot_share_an_address(bucket, monkeypatch):
     """Two runs that both write, and a bucket that cannot be read."""
     store = bucket.of_run()
     first, second = lease.Lease(store), lease.Lease(store)
-    first.take("first")
+    first.take()
     monkeypatch.setattr(lease, "_has_ended", lambda holder: False)
     with refuses("another run is writing there"):
-        second.take("second")
+        second.take()
     first.check()
     first.release()
-    second.take("second")
+    second.take()
     second.release()
 
 
@@ -100,17 +100,17 @@ def test_a_lock_is_stale_when_nobody_writes_it(bucket, monkeypatch):
     after another has taken its address."""
     store = bucket.of_run()
     first, second = lease.Lease(store), lease.Lease(store)
-    first.take("first")
+    first.take()
     first.ending.set()          # its process is killed, or asleep
     first.thread.join()
     monkeypatch.setattr(lease, "_has_ended", lambda holder: False)
-    second.take("second")
+    second.take()
     first.ending.clear()
     first._renew()
     with pytest.raises(RunError, match="another run has taken it"):
         first.check()
     first.release()
-    assert lease.read(store)[0]["word"] == "second"
+    assert lease.read(store)[0]["word"] == second.word
     second.release()
 
 
@@ -118,7 +118,7 @@ def test_a_store_without_conditions_is_refused(behind, proxy):
     """A lock that both of two runs hold."""
     proxy.trouble = "unconditional"
     with refuses("no conditional writes"):
-        lease.Lease(behind.of_run()).take("a run")
+        lease.Lease(behind.of_run()).take()
 
 
 def test_what_a_kill_left_of_a_save_does_not_count(bucket, saved, whole, tmp_path):

@@ -77,8 +77,7 @@ def place(path: str | Path) -> Path:
 
 
 def here(paths: Sequence[str]) -> list[str]:
-    """Return where these paths of --data are on this machine, after stores/ has downloaded those
-    that are addresses."""
+    """Return where --data's paths are on this machine, after downloading those in a store."""
     return [part("stores", f"--data {path}").files(path) if "://" in str(path) else path
             for path in paths]
 

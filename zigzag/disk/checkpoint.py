@@ -204,8 +204,10 @@ class RunFolder(contextlib.AbstractContextManager):
         if isinstance(old.get("changes"), list):        # from earlier starts
             record["changes"] = old["changes"]
         # For a run in an object store, stores/ locks the address and uploads what appears here.
-        mirror, word = mirrors.get(self.folder), secrets.token_hex(8)
-        self.uploads = mirror and part("stores.uploads", out).Uploads(mirror, patience, self.kept)
+        mirror = mirrors.get(self.folder)
+        word = mirror.lease.word if mirror else secrets.token_hex(8)
+        self.uploads = mirror and part("stores.uploads", out).Uploads(
+            mirror, patience, lambda steps: {*steps[-keep:]} | self.best)
         if self.is_process_0:
             self._take(word)
         word = process_allgather(word)[0]
@@ -217,6 +219,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.manager = _orbax_manager(self.folder / "checkpoints", self, is_shared=not mirror)
         if mirror:
             self.uploads.start(word)
+            self.files.callback(self.uploads.finish)
 
     def _take(self, word):
         """Lock the folder until the process ends. In a new run, write config.json."""
@@ -225,7 +228,7 @@ class RunFolder(contextlib.AbstractContextManager):
             held = self.files.enter_context(open(self.folder / "lock", "a"))
             lock(held)
             if self.uploads:
-                self.uploads.take(word)
+                self.uploads.take()
             held.truncate(0)
             held.write(word)
             held.flush()
@@ -247,8 +250,6 @@ class RunFolder(contextlib.AbstractContextManager):
         watchdog.arm("a save")
         with self.files, _as_run_error("the last checkpoint could not be saved"):
             self.manager.close()
-        if self.uploads:
-            self.uploads.finish()
 
     def restore(self, say: Callable[[str], Any]) -> Any:
         """Return the state in the newest readable checkpoint, sharded like `self.state`, or None if
@@ -355,11 +356,7 @@ class RunFolder(contextlib.AbstractContextManager):
         """Tell orbax at the start of a save what to keep: the last `keep` steps and the best ones.
         orbax deletes the rest only once that save is complete, so a kill never leaves fewer."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        return [step in self.kept(steps) for step in steps]
-
-    def kept(self, steps: Sequence[int]) -> set[int]:
-        """Return which of these checkpoints' steps to keep."""
-        return {*steps[-self.keep:]} | self.best
+        return [step in steps[-self.keep:] or step in self.best for step in steps]
 
     def drain(self) -> None:
         """Wait for the save in flight, which would otherwise be lost."""
@@ -510,7 +507,8 @@ def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
     and lists."""
     at = run_steps(folder)[0] if step is None else step
     path = place(folder).resolve() / f"checkpoints/{at}"
-    _download(path, {"params": {}})
+    if mirror := mirrors.get(path.parents[1]):
+        part("stores.shards", str(folder)).fetch(mirror, at, {"params": {}})
     ocp = _orbax()
     with _reading(path), ocp.StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
@@ -608,15 +606,10 @@ def _read_items(folder, wanted, whose):
             what = "weights than this model" if name == "params" else "arrays than this run"
             raise ConfigError(f"{whose}: checkpoint {step} holds other {what} has ({differs}); "
                               f"undo the edit of the code that makes them, or train a new run")
-    _download(folder, wanted)
+    if mirror := mirrors.get(folder.parents[1]):
+        part("stores.shards", whose).fetch(mirror, step, wanted)
     with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=_alone(ocp)) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
-
-
-def _download(folder, wanted):
-    """If a checkpoint is of a run in an object store, download what this process needs of it."""
-    if mirror := mirrors.get(folder.parents[1]):
-        part("stores.shards", folder.name).fetch(mirror, int(folder.name), wanted)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, did_you_mean, naming, one_line
-from zigzag.core.parts import here
 
 Record = dict[str, Any]         # a JSON object
 
@@ -76,7 +75,7 @@ def read_npy(path: Path) -> np.ndarray:
 
 def is_arrays(path: str | Path) -> bool:
     """Return whether the path is a .npz, or a folder with source.npy or without *.jsonl files."""
-    path = Path(*here([path]))
+    path = Path(path)
     if not path.is_dir():
         return path.suffix == ".npz"
     return (path / "source.npy").exists() or not any(path.glob("*.jsonl"))

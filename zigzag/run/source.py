@@ -10,7 +10,7 @@ import functools
 from typing import Any, Callable
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.parts import part, place
+from zigzag.core.parts import here, part, place
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
 from zigzag.disk.lines import is_arrays
 from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, tokenizer_of
@@ -28,7 +28,7 @@ def kind_of(config: Any) -> str:
         return "arrays"
     reads_arrays = shape is not None and len(shape) > 1     # --data may hold arrays instead
     return "text" if shape is None else "arrays" if reads_arrays and all(
-        map(is_arrays, config.data)) else "pairs"
+        map(is_arrays, here(config.data))) else "pairs"
 
 
 def needs(config: Any) -> tuple[str, ...]:
