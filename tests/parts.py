@@ -42,7 +42,7 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 15_100, "published": 5_350, "forecast": 600, "tools": 960, "tasks": 1_010,
+BUDGETS = {"zigzag": 15_130, "published": 5_350, "forecast": 600, "tools": 960, "tasks": 1_010,
            "stores": 700, "recipes": 1_530, "learn": 3_040}
 
 
