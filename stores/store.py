@@ -46,11 +46,9 @@ class Store:
         self.refused = errors.AlreadyExistsError, errors.PreconditionError      # by a condition
         self.errors = errors.BaseError
         self.is_reached, self.said, self.saying = False, -QUIET, threading.Lock()
-        endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
-        options = {"allow_http": True} if endpoint.startswith("http://") else {}
         try:
             self.store = stores.from_url(
-                f"{self.scheme}://{self.bucket}/{key}", client_options=options,
+                f"{self.scheme}://{self.bucket}/{key}", client_options={"allow_http": True},
                 retry_config={"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=10)})
         except self.errors as e:
             raise self._error(e) or ConfigError(f"{address}: {_why(e)}") from None

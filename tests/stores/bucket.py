@@ -7,7 +7,9 @@ server of theirs is tested here.
 import contextlib
 import http.client
 import http.server
+import math
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -58,14 +60,15 @@ def request(port, method, path, body=b"", headers={}):
 
 
 class Proxy(http.server.ThreadingHTTPServer):
-    """Passes requests on to a server. `trouble` is "", "503", "reset", "slow" (2 s each), or
-    "unconditional": it drops the conditions of writes, as a store does that has none."""
+    """Passes requests on to a server. `trouble` is what happens to the next `times` requests: "",
+    "503", "reset", "slow" (2 s each), or "unconditional" (their conditions are dropped, as by a
+    store that has none)."""
 
     daemon_threads = True
 
     def __init__(self, to):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.to, self.trouble = to, ""
+        self.to, self.trouble, self.times = to, "", math.inf
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, *_):
@@ -76,7 +79,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def handle_one(self):
-        trouble = self.server.trouble
+        self.server.times -= 1
+        trouble = self.server.trouble if self.server.times >= 0 else ""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if trouble == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -136,8 +140,9 @@ class Bucket:
 
     def steps(self, folder="run"):
         """The steps of a run's complete checkpoints."""
-        return sorted(int(name.split("/")[1]) for name in self.names(folder)
-                      if name.startswith("checkpoints") and name.endswith("_CHECKPOINT_METADATA"))
+        found = (re.fullmatch(r"checkpoints/(\d+)/_CHECKPOINT_METADATA", name)
+                 for name in self.names(folder))
+        return sorted(int(match[1]) for match in found if match)
 
     def save(self, to, folder="run"):
         """Copy a folder of the bucket into a folder of this machine."""

@@ -350,7 +350,7 @@ class RunFolder(contextlib.AbstractContextManager):
             raise RunError(f"the checkpoint of step {at} was not saved")
         self.saved = at
         if platform() == "cpu" and sum(x.nbytes for x in jax.tree.leaves(state)) > WAITS_FROM:
-            self.drain()
+            self.drain(uploads=False)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Tell orbax at the start of a save what to keep: the last `keep` steps and the best ones.
@@ -358,12 +358,12 @@ class RunFolder(contextlib.AbstractContextManager):
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in steps[-self.keep:] or step in self.best for step in steps]
 
-    def drain(self) -> None:
-        """Wait for the save in flight, which would otherwise be lost."""
+    def drain(self, uploads: bool = True) -> None:
+        """Wait for the save in flight and its upload, which would otherwise be lost."""
         watchdog.arm("a save")
         with _as_run_error("the last checkpoint could not be saved"):
             self.manager.wait_until_finished()
-        if self.uploads:
+        if self.uploads and uploads:
             self.uploads.wait(self.saved)
         _trim_memory()
 
