@@ -401,15 +401,17 @@ def _orbax_manager(folder, policy, is_shared):
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # our messages take one line
     ocp.type_handlers.register_type_handler(
         Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
-    # In a folder of its own, each process writes files that are complete without the others'.
+    # In a folder of its own, each process writes files that are complete without the others'. Its
+    # folders must be there first: orbax counts the signals for that as if all processes shared one.
     who = {"multiprocessing_options": ocp.options.MultiprocessingOptions() if is_shared
            else _alone(ocp)}
     arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=SAVING_GB, use_ocdbt=is_shared,
                                                   **who) for name in ("params", "opt")}
     return ocp.CheckpointManager(
         folder, item_handlers={**arrays, "meta": ocp.JsonCheckpointHandler(**who)},
-        options=ocp.CheckpointManagerOptions(preservation_policy=policy, create=is_shared,
-                                             cleanup_tmp_directories=True, **who))
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=policy, create=is_shared, cleanup_tmp_directories=True, **who,
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=is_shared)))
 
 
 def _trim_memory():
