@@ -5,6 +5,7 @@ server of theirs is tested here.
 """
 
 import contextlib
+import copy
 import http.client
 import http.server
 import math
@@ -61,14 +62,15 @@ def request(port, method, path, body=b"", headers={}):
 
 class Proxy(http.server.ThreadingHTTPServer):
     """Passes requests on to a server. `trouble` is what happens to the next `times` requests: "",
-    "503", "reset", "slow" (2 s each), or "unconditional" (their conditions are dropped, as by a
-    store that has none)."""
+    "503", "reset", "slow" (2 s each), "held" (until `gate` opens), or "unconditional" (without
+    their conditions, as in a store that has none)."""
 
     daemon_threads = True
 
     def __init__(self, to):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.to, self.trouble, self.times = to, "", math.inf
+        self.gate = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, *_):
@@ -90,6 +92,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(503, [], b"SlowDown")
         if trouble == "slow":
             time.sleep(2)
+        if trouble == "held":
+            self.server.gate.wait(100)
         headers = {name: value for name, value in self.headers.items()
                    if name.lower() not in ("content-length", "host") and (
                        trouble != "unconditional" or not name.lower().startswith("if-"))}
@@ -130,6 +134,14 @@ class Bucket:
         """The address of a run."""
         return f"{self.address}/{name}"
 
+    def without_proxy(self, proxy):
+        """The same bucket, reached directly."""
+        direct, store = copy.copy(self), os.environ["AWS_ENDPOINT"]
+        os.environ["AWS_ENDPOINT"] = f"http://127.0.0.1:{proxy.to}"
+        direct.store = Store(self.address)
+        os.environ["AWS_ENDPOINT"] = store
+        return direct
+
     def of_run(self):
         """The store of a run, for what needs no run."""
         return Store(self.run())
@@ -162,8 +174,3 @@ def forget():
     stores.run_folder.cache_clear()
     stores.files.cache_clear()
     mirrors.clear()
-
-
-def without(*names):
-    """The environment without these variables."""
-    return {name: value for name, value in os.environ.items() if name not in names}
