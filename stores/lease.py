@@ -116,11 +116,12 @@ class Lease:
             note(f"{self.store.address}: locked by a run on {found.get('host')}; waiting "
                  f"{LEASE:g} s to see whether it has ended")
             time.sleep(LEASE)
-            if read(self.store)[1].get("e_tag") != meta["e_tag"]:
+            before, meta = meta, read(self.store)[1]
+            if meta and meta["e_tag"] != before["e_tag"]:
                 raise self._taken()
-        return meta
+        return meta or "create"
 
     def _taken(self):
-        host = read(self.store)[0].get("host", "a machine")
+        host = read(self.store)[0].get("host")
         return ConfigError(f"--out {self.store.address}: another run is writing there (on {host}); "
                            f"give another --out, or wait for it to end")

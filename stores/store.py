@@ -15,7 +15,7 @@ from zigzag.core.errors import ConfigError, RunError, note, optional_package
 
 Meta = dict[str, Any]           # path, size, e_tag, version, last_modified
 
-AT_ONCE = 16            # requests
+AT_ONCE = 8             # files; each may take a dozen requests of 5 MB
 QUIET = 60              # seconds after a line about failures, in which there is no other
 LONGEST_WAIT = 5.0      # seconds between two tries
 
