@@ -18,7 +18,6 @@ from zigzag.core.errors import ConfigError, RunError, note
 
 LEASE = 30.0            # longer than the processes of a run take to notice that one of them ended
 BEATS = 5.0             # seconds between two writes
-NAME = "lock"
 
 
 def _process():
@@ -39,7 +38,7 @@ def _has_ended(holder):
 def read(store: Store) -> tuple[dict[str, Any], Meta]:
     """Return (what the lock's holder wrote, the object's facts)."""
     try:
-        content, meta = store.read(NAME)
+        content, meta = store.read("lock")
         return dict(json.loads(content)), meta
     except FileNotFoundError:
         return {}, {}
@@ -83,7 +82,7 @@ class Lease:
         self.ending.set()
         self.thread.join()
         if not self.error:
-            self.store.delete([NAME])
+            self.store.delete(["lock"])
 
     def _renew(self):
         try:
@@ -100,7 +99,7 @@ class Lease:
         own = {"word": self.word, "beat": self.beat, "host": socket.gethostname(),
                "process": _process()}
         try:
-            self.meta = self.store.put(NAME, json.dumps(own).encode(), mode)
+            self.meta = self.store.put("lock", json.dumps(own).encode(), mode)
         except self.store.refused:
             found, meta = read(self.store)
             if found != own:    # else a write was repeated, because its first answer was lost

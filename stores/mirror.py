@@ -1,5 +1,6 @@
 """What a machine keeps of an address: the files of --data, or a run. (Without jax, for --plot.)"""
 
+import contextlib
 import fnmatch
 import functools
 import glob
@@ -76,10 +77,11 @@ class Mirror:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.folder / name).touch()
             return
-        self.fetch([*(name for name in self.there if "/" not in name and name != "lock"
-                      and not name.startswith("log-")),
-                    *(f"checkpoints/{step}/{name}" for step in self.steps
-                      for name in (MARKER, "meta/metadata"))])
+        self.fetch(name for name in self.there if "/" not in name and name != "lock"
+                   and not name.startswith("log-"))
+        with contextlib.suppress(FileNotFoundError):    # a run may delete its oldest meanwhile
+            self.fetch(f"checkpoints/{step}/{name}" for step in self.steps
+                       for name in (MARKER, "meta/metadata"))
 
     def look(self) -> None:
         """Find out what is there."""

@@ -1,9 +1,8 @@
 """Downloads the files of a checkpoint that this process needs.
 
-A run in a bucket saves an array as a folder of chunks, one per device, named by their place in the
-array: params/layers.w_up/0.0.3 (orbax with use_ocdbt=False). A process needs those that overlap its
-devices' parts. A checkpoint copied from a run folder packs many arrays into a file, so a process
-needs all of it.
+A run in a bucket saves an array as chunks, one per device, named by their place in the array:
+params/layers.w_up/0.0.3 (orbax with use_ocdbt=False). A process needs those that overlap its
+devices' parts, or all files of a checkpoint from a run folder, where a file holds many arrays.
 """
 
 import itertools

@@ -34,7 +34,7 @@ Groups = dict[str, Sequence[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
 # The parts that the engine may load (parts.py). recipes/ and learn/ sit above everything.
-PARTS = "published", "forecast", "tools", "tasks", "stores"
+PARTS = "published", "forecast", "tools", "tasks"
 
 
 def has_part(name: str) -> bool:
