@@ -16,6 +16,7 @@ from published.reference import code_difference
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
 from zigzag.core.options import check_values, flag
+from zigzag.core.parts import place
 from zigzag.disk.checkpoint import run_record
 from zigzag.disk.tokenizers import copy_files, tokenizer_of
 from zigzag.parallel import low_rank
@@ -140,7 +141,7 @@ def export(argv: Sequence[str] | None = None) -> None:
     network = network_of_record(record)
     params, config = load_run(options.run)
     save_hf(network, out, params, config, options.dtype)
-    tokenizer = tokenizer_of(Path(options.run), record) if "tokenizer" in record else None
+    tokenizer = tokenizer_of(place(options.run), record) if "tokenizer" in record else None
     files = copy_files(tokenizer, out) if tokenizer else []
     without = "its tokens are bytes" if tokenizer else "the run has none"
     print(f"{out}: the weights of {options.run} in {options.dtype}, "

@@ -27,6 +27,7 @@ PARTS = {
     "forecast": Part("`--topology`, `--mesh auto`, `--bench`, `--minutes`, `--depth`"),
     "tools": Part("chat, chats as `--data`, choices, scores, beams, plots, loggers"),
     "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, steps of your own"),
+    "stores": Part("runs and data in buckets: `--out gs://...`, `--data s3://...`"),
     "recipes": Part("algorithms and recorded runs"),
     "learn": Part("lessons, `learn.explain`, `learn.walk`", frozenset({"forecast"}))}
 
@@ -41,8 +42,8 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 14_430, "published": 5_560, "forecast": 1_070, "tools": 1_270, "tasks": 1_010,
-           "recipes": 1_530, "learn": 3_040}
+BUDGETS = {"zigzag": 14_480, "published": 5_560, "forecast": 1_070, "tools": 1_270, "tasks": 1_010,
+           "stores": 700, "recipes": 1_530, "learn": 3_040}
 
 
 def is_there(part: str, root: Path = ROOT) -> bool:

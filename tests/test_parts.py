@@ -60,7 +60,9 @@ def test_what_remains_trains_samples_and_passes_its_tests(bare, text):
 ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model", "smollm2"],
                       ["model.py", "--export", "to"], ["shard.py", "--model", "gpt2"],
                       ["data.py", "hf://datasets/org/name"]),
-        "forecast": (["train.py", "--mesh", "auto"],)}
+        "forecast": (["train.py", "--mesh", "auto"],),
+        "stores": (["train.py", "--out", "s3://bucket/run"],
+                   ["sample.py", "--run", "gs://bucket/run"])}
 FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": ("plot", "log"),
          "tasks": ("metric", "beams")}
 

@@ -10,13 +10,13 @@ Nothing here imports jax, so a chart appears immediately, even while the run is 
 import json
 import math
 import shutil
-from pathlib import Path
 from typing import Sequence
 
 import numpy as np
 
 from zigzag.core.errors import ConfigError, optional_package
 from zigzag.core.files import numbers_of
+from zigzag.core.parts import place
 
 # Numbers without a panel. All of a run's other numbers have one.
 HIDDEN = {"train_loss", "tokens", "mfu", "skipped", "save_seconds"}
@@ -38,7 +38,7 @@ def run(plot: Sequence[str], save: str = "") -> None:
 
 def curves_of(run: str) -> Curves:
     """Read a run's curves, skipping non-finite numbers."""
-    path, found = Path(run) / "metrics.jsonl", {}
+    path, found = place(run) / "metrics.jsonl", {}
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

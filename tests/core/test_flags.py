@@ -75,7 +75,7 @@ class More(Few):
     (["--coordinator", "a:7000", "--processes", 2, "--process_id", 2], "0 to 1"),
     (["--coordinator", "a:7000", "--processes", 2, "--process_id", 0, "--distributed"],
      "or only --distributed"),
-    (["--shards", 0], "at least 1"), (["--out", "gs://bucket/run"], "that every process sees"),
+    (["--shards", 0], "at least 1"), (["--out", "ftp://bucket/run"], "such as s3://BUCKET"),
     (["--collectives", "compiler", "--mesh", "pipe=2,seq=2"], "pipe=2 and seq=2"),
     (["--override", "w_up"], "REGEX=axis"), (["--override", "w_up=-,tensr"], "'tensor'"),
     (["--override", "w_upp=-"], "'layers.w_up'"),

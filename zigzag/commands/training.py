@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import shlex
-from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import jax
@@ -19,7 +18,7 @@ from zigzag.commands.continued import continued
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import Argv
-from zigzag.core.parts import commands, part
+from zigzag.core.parts import commands, mirrors, part, place
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import newest_step
 from zigzag.disk.tokenizers import tokenizer_of
@@ -53,7 +52,7 @@ def opened(config: Any, is_quiet: bool = False) -> Iterator[tuple[Any, Task, Rep
     """For the run in config.out, yield the config for --data, the task, and a Reporter that has
     printed the first lines. Every check that needs no data runs before this opens --data. Process 0
     opens it first, because the others read the files that it writes."""
-    run, is_process_0 = Path(config.out), jax.process_index() == 0
+    run, is_process_0 = place(config.out), jax.process_index() == 0
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")
     weights, tokenizer, noted = source.first_weights(config)
@@ -66,12 +65,16 @@ def opened(config: Any, is_quiet: bool = False) -> Iterator[tuple[Any, Task, Rep
         tokenizer = tokenizer_of(run, old)
     if not is_process_0:
         fingerprint = hosts.process_allgather("")[0]
-    seconds = 0 if is_process_0 else min(60, config.patience)
+    seconds, mirror = 0 if is_process_0 else min(60, config.patience), mirrors.get(run)
+    if mirror and (old or not is_process_0):
+        mirror.fetch_data()
     with opener(source.kind_of(config))(
             config, tokenizer, run, seconds, fingerprint) as learned:
         record = learned.record | noted
         check(record)
         if is_process_0:
+            if mirror and jax.process_count() > 1:
+                mirror.send_data()
             hosts.process_allgather(record["fingerprint"])
         config = learned.config
         say = Reporter(config.steps, config.verbose)

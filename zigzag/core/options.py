@@ -33,7 +33,7 @@ Values = dict[str, Any]
 Groups = dict[str, Sequence[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
-# The parts that the engine may load (parts.py). recipes/ and learn/ sit above everything.
+# The parts that may add flags (parts.py). stores/ adds none; recipes/ and learn/ sit above us.
 PARTS = "published", "forecast", "tools", "tasks"
 
 

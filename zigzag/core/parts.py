@@ -4,6 +4,7 @@
     has_part("forecast")                   return whether this copy has the part
     added("OfTraining")                    list what this copy's parts declare under this name
     here(["hf://datasets/org/name"])       return where paths are on this machine
+    place("gs://bucket/run")               return where a path is on this machine: stores/ knows
 
 Neither zigzag/ nor any of the five files imports a part. They load its modules here, by name. A
 part's adds.py declares what it adds to the command lines:
@@ -63,8 +64,18 @@ def commands() -> dict[str, Command]:
     return {**collections.ChainMap(*added("COMMANDS"))}
 
 
+# {a folder that stores/ keeps for an address: the stores.mirror.Mirror that fills it}
+mirrors: dict[Path, Any] = {}
+
+
+def place(path: str | Path) -> Path:
+    """Return where a run is on this machine. For an address, stores/ keeps a folder here."""
+    is_address = isinstance(path, str) and "://" in path
+    return part("stores", path).run_folder(path.rstrip("/")) if is_address else Path(path)
+
+
 # {how an address begins: the module whose `files` returns where it is on this machine}
-ADDRESSES = {"hf://": "published.hub_names"}
+ADDRESSES = {"hf": "published.hub_names"}
 
 
 def here(paths: Sequence[str]) -> list[str]:
@@ -72,6 +83,8 @@ def here(paths: Sequence[str]) -> list[str]:
     that reads such addresses downloads what isn't here yet."""
     found = []
     for path in paths:
-        module = ADDRESSES.get("".join(str(path).partition("://")[:2]))
-        found.append(part(module, f"--data {path}").files(path) if module else path)
+        scheme, is_address, _ = str(path).partition("://")
+        if is_address:
+            path = part(ADDRESSES.get(scheme, "stores"), f"--data {path}").files(path)
+        found.append(path)
     return found

@@ -59,6 +59,7 @@ from zigzag.core.files import (
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
 from zigzag.core.options import options
+from zigzag.core.parts import mirrors, part, place
 from zigzag.disk.lines import Record
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 
@@ -86,7 +87,7 @@ def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
 def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
     """Make a `config` (a dataclass) from the values in a run's config.json, overridden by those in
     `given`."""
-    record, path = run_record(folder, flag), Path(folder) / "config.json"
+    record, path = run_record(folder, flag), place(folder) / "config.json"
     known = {name: record[name] for name in options(config)
              if name in record and name not in given}
     if not known:
@@ -100,7 +101,7 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
 
 def run_record(folder: str | Path, flag: str = "--run") -> Record:
     """Read config.json of the run that `flag` names."""
-    path = Path(folder) / "config.json"
+    path = place(folder) / "config.json"
     try:
         record = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as e:
@@ -115,7 +116,7 @@ def run_record(folder: str | Path, flag: str = "--run") -> Record:
 def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
     """Return a run's tokenizer, or None if it has none."""
     record = run_record(folder)
-    return tokenizer_of(Path(folder), record) if "tokenizer" in record else None
+    return tokenizer_of(place(folder), record) if "tokenizer" in record else None
 
 
 # Facts derived from a published folder by the code that reads it. `check_run_folder` compares the
@@ -133,8 +134,8 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
     Call this before writing anything. `may` maps each fact to the word of --change that allows a
     new value; `change` lists the words given. If the weights differ (the fact `shapes`), the
     message lists how the saved shapes differ from `params`."""
-    folder = Path(out)
-    check_can_make(out)
+    folder = place(out)
+    check_can_make(str(folder))
     if not (folder / "config.json").exists():
         check_others(folder, "--out", "train.py", OF_BEGINNING)
         return None
@@ -187,7 +188,7 @@ class RunFolder(contextlib.AbstractContextManager):
         equal those of read_old(out), unless `may` and `change` allow a new value (as in
         check_run_folder). `state` is a tree of shapes with shardings. The folder keeps the newest
         `keep` checkpoints. .changed is {fact: [old, new]} for the facts changed by this start."""
-        self.out, self.folder = out, Path(out).resolve()
+        self.out, self.folder = out, place(out).resolve()
         self.record, self.state, self.keep, self.verify = record, state, keep, verify
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
@@ -202,16 +203,23 @@ class RunFolder(contextlib.AbstractContextManager):
                         if of in change and name in old and name in now and old[name] != now[name]}
         if isinstance(old.get("changes"), list):        # from earlier starts
             record["changes"] = old["changes"]
-        word = secrets.token_hex(8)
+        # For a run in an object store, stores/ locks the address and uploads what appears here.
+        mirror = mirrors.get(self.folder)
+        word = mirror.lease.word if mirror else secrets.token_hex(8)
+        self.uploads = mirror and part("stores.uploads", out).Uploads(
+            mirror, patience, lambda steps: {*steps[-keep:]} | self.best)
         if self.is_process_0:
             self._take(word)
         word = process_allgather(word)[0]
-        sees = process_allgather(appears(lambda: (self.folder / "lock").read_text() == word,
-                                         self.folder, min(60, patience)))
+        holder = self.uploads.holder if mirror else (self.folder / "lock").read_text
+        sees = process_allgather(appears(lambda: holder() == word, self.folder, min(60, patience)))
         if not all(sees):
             raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
                               f"0 writes there; give a folder that every process sees")
-        self.manager = _orbax_manager(self.folder / "checkpoints", self)
+        self.manager = _orbax_manager(self.folder / "checkpoints", self, is_shared=not mirror)
+        if mirror:
+            self.uploads.start(word)
+            self.files.callback(self.uploads.finish)
 
     def _take(self, word):
         """Lock the folder until the process ends. In a new run, write config.json."""
@@ -219,6 +227,8 @@ class RunFolder(contextlib.AbstractContextManager):
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             held = self.files.enter_context(open(self.folder / "lock", "a"))
             lock(held)
+            if self.uploads:
+                self.uploads.take()
             held.truncate(0)
             held.write(word)
             held.flush()
@@ -273,7 +283,9 @@ class RunFolder(contextlib.AbstractContextManager):
     def _set_aside(self, at):
         """Rename a damaged checkpoint once no process is reading it. Return its new name."""
         folder, name = self.folder / "checkpoints", f"damaged-{at}"
-        if self.is_process_0:
+        if self.uploads:
+            self.uploads.set_aside(at, name)
+        if self.is_process_0 or self.uploads:
             shutil.rmtree(folder / name, ignore_errors=True)    # an earlier one of this step
             (folder / str(at)).rename(folder / name)
         process_allgather(name)         # the other processes wait here
@@ -300,6 +312,8 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def write(self, row: dict) -> None:
         """Append a line to metrics.jsonl. JSON has no infinity or NaN, so these become null."""
+        if self.uploads:
+            self.uploads.check()
         if self.is_process_0:
             self.metrics.write(json.dumps(_finite(row)) + "\n")
 
@@ -321,6 +335,8 @@ class RunFolder(contextlib.AbstractContextManager):
         the background. It keeps the checkpoints of the best steps so far, `best`."""
         if self.saved == at:
             return
+        if self.uploads:
+            self.uploads.wait(self.saved)
         _trim_memory()
         items, self.best = state_items(state), best
         meta = {"step": at, "skipped": skipped, "evaluation": _finite(evaluation),
@@ -334,7 +350,7 @@ class RunFolder(contextlib.AbstractContextManager):
             raise RunError(f"the checkpoint of step {at} was not saved")
         self.saved = at
         if platform() == "cpu" and sum(x.nbytes for x in jax.tree.leaves(state)) > WAITS_FROM:
-            self.drain()
+            self.drain(uploads=False)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Tell orbax at the start of a save what to keep: the last `keep` steps and the best ones.
@@ -342,11 +358,13 @@ class RunFolder(contextlib.AbstractContextManager):
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in steps[-self.keep:] or step in self.best for step in steps]
 
-    def drain(self) -> None:
-        """Wait for the save in flight, which would otherwise be lost."""
+    def drain(self, uploads: bool = True) -> None:
+        """Wait for the save in flight and its upload, which would otherwise be lost."""
         watchdog.arm("a save")
         with _as_run_error("the last checkpoint could not be saved"):
             self.manager.wait_until_finished()
+        if self.uploads and uploads:
+            self.uploads.wait(self.saved)
         _trim_memory()
 
 
@@ -369,19 +387,31 @@ def _orbax():
     return orbax.checkpoint
 
 
-def _orbax_manager(folder, policy):
+def _alone(ocp):
+    """Return orbax's options for a process that reads or writes without waiting for others."""
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
+                                              barrier_sync_key_prefix=str(me))
+
+
+def _orbax_manager(folder, policy, is_shared):
     # By default orbax records which device held which part, and then won't open the checkpoint on
     # different devices without explicit shardings. Without that record it opens anywhere.
     ocp = _orbax()
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # our messages take one line
     ocp.type_handlers.register_type_handler(
         Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
-    arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=SAVING_GB)
-              for name in ("params", "opt")}
+    # In a folder of its own, each process writes files that are complete without the others'. Its
+    # folders must be there first: orbax counts the signals for that as if all processes shared one.
+    who = {"multiprocessing_options": ocp.options.MultiprocessingOptions() if is_shared
+           else _alone(ocp)}
+    arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=SAVING_GB, use_ocdbt=is_shared,
+                                                  **who) for name in ("params", "opt")}
     return ocp.CheckpointManager(
-        folder, item_handlers={**arrays, "meta": ocp.JsonCheckpointHandler()},
-        options=ocp.CheckpointManagerOptions(preservation_policy=policy,
-                                             cleanup_tmp_directories=True))
+        folder, item_handlers={**arrays, "meta": ocp.JsonCheckpointHandler(**who)},
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=policy, create=is_shared, cleanup_tmp_directories=True, **who,
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=is_shared)))
 
 
 def _trim_memory():
@@ -458,7 +488,7 @@ def checksums(tree: Any) -> dict[str, int]:
 
 
 def _saved_steps(folder):
-    names = [p.name for p in (Path(folder).resolve() / "checkpoints").glob("*")]
+    names = [p.name for p in (place(folder).resolve() / "checkpoints").glob("*")]
     return sorted(map(int, filter(str.isdecimal, names)), reverse=True)
 
 
@@ -478,7 +508,9 @@ def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
     """Return the shapes of the weights saved at a run's newest (or given) step, as a tree of dicts
     and lists."""
     at = run_steps(folder)[0] if step is None else step
-    path = Path(folder).resolve() / f"checkpoints/{at}"
+    path = place(folder).resolve() / f"checkpoints/{at}"
+    if mirror := mirrors.get(path.parents[1]):
+        part("stores.shards", str(folder)).fetch(mirror, at, {"params": {}})
     ocp = _orbax()
     with _reading(path), ocp.StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
@@ -496,7 +528,7 @@ def _descriptions(folder):
     found = {}
     for step in _saved_steps(folder):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            path = Path(folder).resolve() / f"checkpoints/{step}/meta/metadata"
+            path = place(folder).resolve() / f"checkpoints/{step}/meta/metadata"
             found[step] = dict(json.loads(path.read_text()))
     return found
 
@@ -527,7 +559,7 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
                 ) -> Any:
     """Read the weights of a run's newest (or given) step, sharded like the shapes `params`. If the
     newest is damaged, say so and read the previous one. `flag` is the flag that named the run."""
-    checkpoints, steps = Path(folder).resolve() / "checkpoints", run_steps(folder, flag)
+    checkpoints, steps = place(folder).resolve() / "checkpoints", run_steps(folder, flag)
     if step is not None and step not in steps:
         raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
                           f"{', '.join(map(str, steps))}")
@@ -563,9 +595,7 @@ def read_checkpoint(folder: Path, wanted: dict[str, Any], whose: str, verify: bo
 
 
 def _read_items(folder, wanted, whose):
-    me, ocp = jax.process_index(), _orbax()
-    alone = ocp.options.MultiprocessingOptions(primary_host=None, active_processes={me},
-                                               barrier_sync_key_prefix=str(me))
+    ocp = _orbax()
     with _reading(folder):
         meta = json.loads((folder / "meta" / "metadata").read_text())
         saved, step, _ = dict(meta["leaves"]), meta["step"], dict(meta["checksums"])
@@ -576,7 +606,9 @@ def _read_items(folder, wanted, whose):
             what = "weights from this model's" if name == "params" else "arrays from this run's"
             raise ConfigError(f"{whose}: checkpoint {step} holds different {what} ({differs}); "
                               f"undo the code edit that changed them, or train a new run")
-    with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
+    if mirror := mirrors.get(folder.parents[1]):
+        part("stores.shards", whose).fetch(mirror, step, wanted)
+    with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=_alone(ocp)) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
 
 

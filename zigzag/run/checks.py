@@ -63,10 +63,6 @@ def check_config(c: Any) -> None:
     for name in ("sum_dtype", "overlap"):
         if c.collectives == "compiler" and (value := getattr(c.network, name)):
             raise ConfigError(f"--{name} {value}: needs --collectives explicit")
-    if "://" in c.out:
-        folder = c.out.split("://")[1].split("/")[-1] or "out"
-        raise ConfigError(f"--out {c.out}: object stores are not supported yet; give a folder that "
-                          f"every process sees, {folder} for example")
     schedule, chunks = c.network.schedule, c.network.chunks
     if (chunks > 1) != (schedule == "interleaved"):
         raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved needs at least 2 "

@@ -16,7 +16,6 @@ config, train.Config.
 import dataclasses
 import functools
 import math
-from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
@@ -26,6 +25,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import flat, recorded
 from zigzag.core.hosts import process_allgather
 from zigzag.core.options import Values, changes, options
+from zigzag.core.parts import place
 from zigzag.disk.checkpoint import (
     FORMAT,
     OF_DATA,
@@ -65,7 +65,7 @@ def may_change(cls: type) -> dict[str, str]:
 
 def is_run(folder: str) -> bool:
     """Return whether a folder ('': no folder) holds a run."""
-    return bool(folder) and (Path(folder) / "config.json").exists()
+    return bool(folder) and (place(folder) / "config.json").exists()
 
 
 def old_config(cls: type, folder: str) -> Any:

@@ -5,7 +5,6 @@ metrics.jsonl. Only process 0 logs. If a logger fails, the run turns it off and 
 import contextlib
 import json
 import secrets
-from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import jax
@@ -13,7 +12,7 @@ import jax
 from zigzag.core.errors import one_line
 from zigzag.core.files import numbers_of, write_json
 from zigzag.core.options import Values
-from zigzag.core.parts import part
+from zigzag.core.parts import part, place
 
 
 def names_of(config: Any) -> Sequence[str]:
@@ -34,7 +33,7 @@ class Loggers(contextlib.AbstractContextManager):
     def __init__(self, names: Sequence[str], out: str, began: int, config: Values,
                  log: Callable | None, say: Callable):
         """`began` is the number of updates made so far; `say` prints a line."""
-        self.say, self.opened, folder = say, {}, Path(out)      # {name: (log, close)}
+        self.say, self.opened, folder = say, {}, place(out)      # {name: (log, close)}
 
         def open_one():
             opener = part("tools.trackers", shown).LOGGERS[name]

@@ -14,7 +14,6 @@ import math
 import signal
 import socket
 import time
-from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.options import Values
+from zigzag.core.parts import place
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.disk.mixture import numbers_at
@@ -244,7 +244,7 @@ def end_run(loop: Loop) -> None:
 def profile(loop: Loop) -> None:
     """Start or stop the trace of --profile at the right step. The trace skips the first two steps,
     which are slow."""
-    config, folder = loop.program.config, str(Path(loop.program.config.out or ".") / "profile")
+    config, folder = loop.program.config, str(place(loop.program.config.out or ".") / "profile")
     first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)
     if loop.at == first < last:
         jax.profiler.start_trace(folder, create_perfetto_trace=True)

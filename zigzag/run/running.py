@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import math
-from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
@@ -133,7 +132,7 @@ def open_folder(program: Program, facts: Values, rates: dict[str, float], say: R
     if folder.changed:
         say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
     if tokenizer and jax.process_index() == 0:
-        copy_files(tokenizer, Path(config.out))
+        copy_files(tokenizer, folder.folder)
     return folder
 
 

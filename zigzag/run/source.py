@@ -7,11 +7,10 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any, Callable
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.parts import part
+from zigzag.core.parts import here, part, place
 from zigzag.disk.checkpoint import read_run, run_record, run_steps
 from zigzag.disk.lines import is_arrays
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
@@ -29,7 +28,7 @@ def kind_of(config: Any) -> str:
         return "arrays"
     reads_arrays = shape is not None and len(shape) > 1     # --data may hold arrays instead
     return "text" if shape is None else "arrays" if reads_arrays and all(
-        map(is_arrays, config.data)) else "pairs"
+        map(is_arrays, here(config.data))) else "pairs"
 
 
 def needs(config: Any) -> tuple[str, ...]:
@@ -61,4 +60,4 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
     if step is None:
         step = run_steps(source, "--init_from")[0]
     return (functools.partial(read_run_weights, network, source, step=step, flag="--init_from"),
-            tokenizer_of(Path(source), record) if reads_text else None, {"base_step": step})
+            tokenizer_of(place(source), record) if reads_text else None, {"base_step": step})

@@ -1,0 +1,42 @@
+"""Downloads the files of a checkpoint that this process needs.
+
+A run in a bucket saves an array as chunks, one per device, named by their place in the array:
+params/layers.w_up/0.0.3 (orbax with use_ocdbt=False). A process needs those that overlap its
+devices' parts, or all files of a checkpoint from a run folder, where a file holds many arrays.
+"""
+
+import itertools
+import json
+from typing import Any
+
+from stores.mirror import Mirror
+from zigzag.core.errors import CorruptCheckpoint, one_line
+from zigzag.core.mesh import by_path
+
+
+def fetch(mirror: Mirror, step: int, wanted: dict[str, Any]) -> None:
+    """Download what this process needs of `wanted`, {item: a tree of shapes with shardings}."""
+    try:
+        for item, tree in wanted.items():
+            folder = f"checkpoints/{step}/{item}/"
+            names = {name.removeprefix(folder) for name in mirror.there if name.startswith(folder)}
+            arrays = {path: x for path, x in by_path(tree).items() if f"{path}/.zarray" in names}
+            others = {name for name in names if name.rpartition("/")[0] not in arrays}
+            mirror.fetch(folder + name for name in {*others, *(f"{a}/.zarray" for a in arrays)})
+            for path, x in arrays.items():
+                record = json.loads((mirror.folder / folder / path / ".zarray").read_text())
+                needed = {f"{path}/{chunk}" for chunk in _chunks(record, x)}
+                mirror.fetch(folder + name for name in needed)
+    except (FileNotFoundError, KeyError) as e:
+        raise CorruptCheckpoint(f"not all of it is in the store ({one_line(e)})") from None
+
+
+def _chunks(record, x):
+    """Return the names of the chunks of an array that this process's devices need."""
+    found = set()
+    for index in x.sharding.addressable_devices_indices_map(x.shape).values():
+        edges = [one.indices(length) for one, length in zip(index, x.shape)]
+        spans = [range(first // size, -(-last // size))
+                 for (first, last, _), size in zip(edges, record["chunks"])]
+        found |= {".".join(map(str, place)) or "0" for place in itertools.product(*spans)}
+    return found
