@@ -106,9 +106,9 @@ class Mirror:
                                           != _state(self.folder / name)])
 
     def files(self, folder: str = "") -> list[str]:
-        """Return the names of the files that are here."""
-        return [path.relative_to(self.folder).as_posix()
-                for path in (self.folder / folder).rglob("*") if path.is_file()]
+        """Return the names of the files that are here. (rglob fails if a folder goes meanwhile.)"""
+        return [Path(root, name).relative_to(self.folder).as_posix()
+                for root, _, names in os.walk(self.folder / folder) for name in names]
 
     def fetch_data(self) -> None:
         """Download the encoded text, as process 0 or an earlier start has uploaded it."""

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from stores.mirror import Mirror
 from stores.store import Store
 from tests.common import SMALL, command, continued, peer, refused, refuses
 from tests.helpers import ROOT, learn, make, needed, rows_of
@@ -100,6 +101,21 @@ def test_two_processes_have_scratch_of_their_own(bucket):
     forget()
     other = place(bucket.run())
     assert one != other and one.parent == other.parent
+
+
+def test_a_folder_may_go_while_it_is_looked_at(bucket, monkeypatch):
+    """A run that ends because orbax renamed the folder of a save, or deleted an old checkpoint."""
+    mirror, real = Mirror(bucket.run()), os.scandir
+    (mirror.folder / "checkpoints/5").mkdir(parents=True)
+    (mirror.folder / "metrics.jsonl").write_text("")
+
+    def scandir(path):
+        if str(path).endswith("/5"):
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert mirror.files() == ["metrics.jsonl"]
 
 
 def test_obstore_is_imported_only_for_an_address():
