@@ -13,8 +13,8 @@ appears there.
     uploads.py      the thread that uploads a run
 
 Processes need no shared disk. Each has its own scratch folder and uploads its devices' arrays. A
-checkpoint counts once process 0 has uploaded its last object, _CHECKPOINT_METADATA. A copy of the
-bucket is an ordinary run folder, and a copy of a run folder is a run in a bucket.
+checkpoint is complete when process 0 has uploaded its last object, _CHECKPOINT_METADATA. A copy of
+the bucket is an ordinary run folder, and a copy of a run folder is a run in a bucket.
 """
 
 from stores.mirror import files as files

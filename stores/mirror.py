@@ -1,4 +1,5 @@
-"""What a machine keeps of an address: the files of --data, or a run. (Without jax, for --plot.)"""
+"""A machine's copy of what is at an address: the files of --data, or a run. It doesn't import
+jax, so that --plot can use it."""
 
 import contextlib
 import fnmatch

@@ -51,7 +51,8 @@ def _numbers(name, value, count):
 
 
 def _rows(arrays):
-    """Describe one row of each array: its dtype on a device (where int64 is int32), its shape."""
+    """Describe one row of each array: its shape and its dtype on a device (where int64 becomes
+    int32)."""
     return {name: f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape[1:])}"
             for name, x in arrays.items() if name != "seeds"}
 

@@ -78,7 +78,7 @@ class Bytes(Tokenizer):
 
 
 class Ids(Tokenizer):
-    """No tokenizer: a text is the ids themselves, written as numbers."""
+    """No tokenizer: the text is just the ids, written as numbers."""
     kind, file, separator, ends = "ids", "", 0, ()
 
     def __init__(self, vocab_size: int):

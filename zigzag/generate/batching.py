@@ -7,8 +7,9 @@
 All rows share `slot`, the slot of their newest ids, which keeps growing. The cache is a ring with
 as many slots as the longest row has tokens. We read prompts for new rows into a small separate
 cache, then roll it so that they end at the shared slot. When a row's context is full, we also free
-the row, and the last half of its text waits to be read again. jax compiles only a few programs: the
-passes for all rows and for an eighth of them, with prompt chunks of up to five lengths.
+the row, and queue the second half of its text to be read again. jax compiles only a few programs:
+one set of passes for all rows and one for an eighth of them, with prompt chunks of up to five
+lengths.
 
 If positions scale with a row's length (Network.decoding_length), we run only prompts with the same
 length together, so an answer doesn't depend on the other prompts.

@@ -66,7 +66,8 @@ class OptimizersByPath:
 
 
 class Factor(NamedTuple):
-    """The schedule if fit got an optimizer: a factor on its updates. None: leave them unscaled."""
+    """The schedule when fit is given an optimizer: a factor that scales its updates. None: leave
+    them unscaled."""
     schedule: Callable | None
 
     def __call__(self, step: Any) -> Any:
