@@ -28,7 +28,7 @@ class Network(NamedTuple):
 class Config:
     """The fields that a header reads."""
     network: Any = Network()
-    step: str = "shard_map"
+    collectives: str = "explicit"
     topology: str = ""
 
 
