@@ -30,17 +30,20 @@ def chosen(given: Values) -> Values:
         if name in given:
             raise ConfigError(f"--depth {depth} --{name} {given[name]}: both choose the model; "
                               f"give one of them")
+    if given.get("epochs"):
+        raise ConfigError(f"--depth {depth} --epochs {given['epochs']:g}: both choose the steps; "
+                          f"give --steps or --tokens")
     head = 32 if depth < 8 else 64
     width = given.get("d_model") or -(-depth * WIDTH // head) * head
     sizes = {"layers": depth, "d_model": width, "heads": max(1, width // head)}
     own = {name: value for name, value in given.items() if name in options(network.config)}
     c = network.config(**{**sizes, "vocab_size": vocabulary(given), **own})
 
-    tokens = given.get("tokens") or TOKENS * network.parameters(c)[1]
+    tokens = max(1, given.get("tokens") or TOKENS * network.parameters(c)[1])
     flops = network.training_flops(c, tokens)
     rows = 0.2920 * flops**0.3271 / c.seq_len
     batch = 2 ** max(0, round(math.log2(rows)))     # a power of two, which meshes divide
-    steps = math.ceil(tokens / (given.get("batch", batch) * c.seq_len))
+    steps = math.ceil(tokens / ((given.get("batch") or batch) * c.seq_len))
     lr = rounded(0.3118 * flops**-0.1250)
     # Each update shrinks weights by lr * weight_decay. At most 1, for a run of a few steps.
     updates = MEMORY * given.get("steps", steps)
@@ -52,7 +55,8 @@ def chosen(given: Values) -> Values:
 def vocabulary(given: Values) -> int:
     """Return the number of ids in the data, without opening them."""
     made = [Path(path) for path in given.get("data", ()) if is_prepared(Path(path))]
-    return read_record(made[0] / "data.json")["vocab_size"] if made else Bytes.vocab_size
+    record = read_record(made[0] / "data.json") if made else {}
+    return record.get("vocab_size", Bytes.vocab_size)
 
 
 def rounded(value: float) -> float:

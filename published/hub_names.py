@@ -14,6 +14,7 @@ a program. For a folder, these functions return the folder itself.
 """
 
 import difflib
+import glob
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -67,6 +68,8 @@ class Repository(NamedTuple):
             why = f"the hub has no such {self.kind}, or it is private ({login}){self.nearest()}"
         elif isinstance(error, errors.RevisionNotFoundError):
             why = f"it has no revision {self.revision!r}; expected a branch, a tag or a commit"
+        elif isinstance(error, errors.HFValidationError):
+            why = one_line(error)
         elif isinstance(error, OSError) and error.errno:
             why = (f"{one_line(error)}; the cache is {self.hub.constants.HF_HUB_CACHE}, and "
                    f"HF_HOME names another place for it")
@@ -170,7 +173,7 @@ def files(address: str) -> str:
     """Return the path in the cache of a file, a folder or a pattern in a dataset. A single file
     comes from the cache if it's there; for a folder or a pattern, the hub lists the files."""
     match = ADDRESS.fullmatch(address)
-    if not match:
+    if not match or ".." in address.split("/"):
         raise ConfigError(f"--data {address}: expected hf://datasets/ORG/NAME/PATH; after NAME, "
                           f"@REVISION names one that isn't main")
     repo = Repository(f"--data {address}", match[1], match[2] or "main", "dataset")
@@ -196,4 +199,4 @@ def files(address: str) -> str:
         note(f"{silence}; this reads the files that its cache has")
     elif not all((folder / name).exists() for name in names):
         raise Silent(f"{repo.given}: the hub stopped answering")
-    return str(folder / path)
+    return f"{glob.escape(str(folder))}/{path}" if glob.has_magic(path) else str(folder / path)

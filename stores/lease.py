@@ -50,7 +50,11 @@ class Lease:
     """A lock that this process holds, once it has taken it."""
 
     def __init__(self, store: Store):
-        self.store, self.word, self.beat, self.at = store, secrets.token_hex(8), 0, 0.0
+        self.store = store
+        self._begin()
+
+    def _begin(self):           # for each run, because a thread starts only once
+        self.word, self.beat, self.at = secrets.token_hex(8), 0, 0.0
         self.meta: Meta = {}
         self.error: RunError | None = None
         self.ending = threading.Event()
@@ -83,6 +87,7 @@ class Lease:
         self.thread.join()
         if not self.error:
             self.store.delete(["lock"])
+        self._begin()
 
     def _renew(self):
         try:
@@ -90,8 +95,9 @@ class Lease:
                 if not self._write(self.meta):
                     raise RunError(f"{self.store.address}: another run has taken it, because this "
                                    f"one did not renew its lock for {LEASE:g} s; this one ends")
-        except RunError as e:
-            self.error = e
+        except Exception as e:
+            self.error = e if isinstance(e, RunError) else RunError(
+                f"{self.store.address}: could not renew its lock: {type(e).__name__}: {e}")
 
     def _write(self, mode):
         """Write the lock under a condition. Return whether it is ours."""

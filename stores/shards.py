@@ -7,6 +7,7 @@ devices' parts, or all files of a checkpoint from a run folder, where a file hol
 
 import itertools
 import json
+import re
 from typing import Any
 
 from stores.mirror import Mirror
@@ -21,8 +22,9 @@ def fetch(mirror: Mirror, step: int, wanted: dict[str, Any]) -> None:
             folder = f"checkpoints/{step}/{item}/"
             names = {name.removeprefix(folder) for name in mirror.there if name.startswith(folder)}
             arrays = {path: x for path, x in by_path(tree).items() if f"{path}/.zarray" in names}
-            others = {name for name in names if name.rpartition("/")[0] not in arrays}
-            mirror.fetch(folder + name for name in {*others, *(f"{a}/.zarray" for a in arrays)})
+            is_chunked = any(name.endswith("/.zarray") for name in names)
+            mirror.fetch(folder + name for name in names
+                         if not (is_chunked and re.search(r"/[\d.]+$", name)))
             for path, x in arrays.items():
                 record = json.loads((mirror.folder / folder / path / ".zarray").read_text())
                 needed = {f"{path}/{chunk}" for chunk in _chunks(record, x)}

@@ -105,8 +105,9 @@ class Uploads:
 
     def _upload(self, everything):
         """Upload what is new."""
-        for step in sorted(self._complete() - self.mirror.steps):
-            self._upload_checkpoint(step)
+        for step in sorted(self._complete()):       # an older one is about to be deleted here
+            if step > max(self.mirror.steps, default=-1):
+                self._upload_checkpoint(step)
         if everything or time.monotonic() > self.next:
             self._upload_files()
 

@@ -43,7 +43,7 @@ of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted
 
 # The maximum number of lines of Python in each folder.
 BUDGETS = {"zigzag": 14_480, "published": 5_560, "forecast": 1_070, "tools": 1_270, "tasks": 1_010,
-           "stores": 700, "recipes": 1_530, "learn": 3_040}
+           "stores": 710, "recipes": 1_530, "learn": 3_040}
 
 
 def is_there(part: str, root: Path = ROOT) -> bool:

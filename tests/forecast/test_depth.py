@@ -117,3 +117,11 @@ def test_a_run_keeps_what_its_depth_chose(text, tmp_path, capsys, monkeypatch):
         assert "depth " not in capsys.readouterr().out and record_of(run)["lr"] == record["lr"]
     assert len(rows_of(run)) == 5
     assert "depth 1, not 2" in refused(capsys, *words, "--depth", 2)
+
+
+def test_bad_values_beside_depth_are_refused_in_one_line(capsys):
+    """Options that are computed from a batch or tokens before these are checked; a number of steps
+    that two flags choose."""
+    for words, says in ((["--batch", 0], "--batch 0"), (["--tokens", -5], "--tokens -5"),
+                        (["--epochs", 1], "both choose the steps")):
+        assert says in refused(capsys, "--depth", 2, *words)

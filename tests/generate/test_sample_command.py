@@ -552,4 +552,5 @@ def test_a_pipe_that_closes_early_is_one_line():
     assert run.stdout.readline() == "1ok 😀\x1b[2J\n".encode(), "no terminal: as it is"
     run.stdout.close()
     assert run.wait(60) == 1
-    assert run.stderr.read() == b"error: the output was closed by its reader before this was done\n"
+    assert run.stderr.read() == (
+        b"error: the reader closed the output before this command finished\n")

@@ -82,7 +82,7 @@ def test_a_run_moves_between_a_folder_and_a_bucket(bucket, saved, whole, tmp_pat
 
 
 def test_two_runs_cannot_share_an_address(bucket, monkeypatch):
-    """Two runs that both write, and a bucket that cannot be read."""
+    """Two runs that both write; a second run in the same process, which cannot begin."""
     store = bucket.of_run()
     first, second = lease.Lease(store), lease.Lease(store)
     first.take()
@@ -93,6 +93,9 @@ def test_two_runs_cannot_share_an_address(bucket, monkeypatch):
     first.release()
     second.take()
     second.release()
+    first.take()
+    first.check()
+    first.release()
 
 
 def test_a_lock_is_stale_when_nobody_writes_it(bucket, monkeypatch):

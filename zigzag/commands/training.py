@@ -36,7 +36,7 @@ def main(argv: Argv = None) -> None:
             if getattr(config, flag):
                 return part(command.module, f"--{flag}").run(config)
         if given.get("minutes") or given.get("depth"):
-            config = part("forecast.bench", "--minutes").timed(given, config)
+            config = part("forecast.bench", "--minutes or --depth").timed(given, config)
         config, mesh = programs.on_machine(config)
         with opened(config) as (config, task, say):
             train.fit(config, task, mesh=mesh, say=say)
