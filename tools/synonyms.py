@@ -13,7 +13,7 @@ WORDS = {
     "seq_len": "block_size context ctx context_len context_length context_size ctx_len max_length "
                "max_len max_seq_len max_seq_length max_position_embeddings n_ctx n_positions "
                "sequence_length seqlen",
-    "layers": "n_layer n_layers num_layers num_hidden_layers nlayer nlayers depth",
+    "layers": "n_layer n_layers num_layers num_hidden_layers nlayer nlayers",
     "heads": "n_head n_heads num_heads num_attention_heads nhead nheads",
     "kv_heads": "n_kv_head n_kv_heads num_kv_heads num_key_value_heads n_query_groups",
     "d_model": "n_embd n_embed embedding_dim emb_dim hidden_size hidden_dim dim width model_dim",

@@ -258,7 +258,7 @@ def test_a_model_of_bytes_is_exported_without_a_tokenizer(tmp_path, capsys, monk
     config, run = config_of(**SHAPE, vocab_size=300), tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps({
-        **dataclasses.asdict(config), "format": 0, "network": network_of(config).name,
+        **dataclasses.asdict(config), "format": 1, "network": network_of(config).name,
         "tokenizer": "bytes"}))
     params = net.init(config, jax.random.key(0))
     monkeypatch.setattr(folders, "load_run", lambda folder: (params, config))
