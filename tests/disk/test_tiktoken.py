@@ -82,6 +82,8 @@ def test_other_files_are_one_line(encoding, tmp_path):
         write_ranks(tmp_path / "x.tiktoken", ranks_of(300)))
     (tmp_path / "y.tiktoken").write_bytes(b"YQ== 0\n\n\x00\x01 spm 3\n")
     assert "y.tiktoken line 3:" in says(tmp_path / "y.tiktoken")
+    (tmp_path / "w.tiktoken").write_bytes(b"YQ== 0\nY*g== 1\n")
+    assert "w.tiktoken line 2:" in says(tmp_path / "w.tiktoken")
     record = json.loads(save(encoding, tmp_path).read_text())
     for change, what in (({"ranks": 3}, "is damaged"), ({"pattern": "("}, "not a vocabulary"),
                          ({"special_tokens": {}}, "no special token to separate documents")):
