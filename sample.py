@@ -34,9 +34,9 @@ from jax import Array
 import model as model  # registers its network
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import run_main
-from zigzag.core.parts import has_part, part, place
-from zigzag.disk.checkpoint import tokenizer_of_run
-from zigzag.disk.tokenizers import Tokenizer, published_tokenizer, read_record
+from zigzag.core.parts import has_part, part
+from zigzag.disk.checkpoint import is_published, tokenizer_of_run
+from zigzag.disk.tokenizers import Tokenizer, published_tokenizer
 from zigzag.generate import batching, decoding, passes
 from zigzag.generate.answers import Answer
 from zigzag.generate.decoding import Sampling
@@ -198,7 +198,7 @@ def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
     """Load (weights, network config, tokenizer or None) from a run, at this checkpoint or the
     newest, or from a published model (`edited`: even if an edit of the network's code may compute a
     different function). The weights are float32, and split over the mesh if you pass one."""
-    if "model_type" in read_record(place(folder) / "config.json"):
+    if is_published(folder):
         params, config = part("published", f"{folder}").load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
     params, config = load_run(folder, mesh, checkpoint)

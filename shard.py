@@ -11,9 +11,8 @@ seq, expert, pipe. Without a mesh, every function that a model calls is just pla
 B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
 L layers, E experts.
 
-A single record, `trace_settings()` in zigzag/core/mesh.py, holds the settings that change these
-functions from outside: overlap, strips, --remat. docs/pytorch.md lists PyTorch's names for all of
-this.
+`trace_settings()` in zigzag/core/mesh.py holds the settings that change these functions from
+outside: overlap, strips, --remat. docs/pytorch.md lists PyTorch's names for all of this.
 
 Varying types: read this first
 ------------------------------
@@ -325,8 +324,7 @@ def vocab_logits(x: Array, head: Array, vocab_size: int, softcap: float = 0.0) -
     from. head is [D, V] or (head, bias [1, V]). Its columns past vocab_size are padding and get
     -1e30. softcap bounds the logits: softcap * tanh(logits / softcap); 0 means no bound."""
     if is_tensor_split(x) and not is_tensor_split(jax.tree.leaves(head)[0]):
-        # Every device then computes the same logits.
-        x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
+        x = lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")     # the same logits
     logits = capped(*columns(x, head, dtype=jnp.float32), softcap)
     logits = jnp.where(_vocab_ids(head) < vocab_size, logits, -1e30)
     return lax.all_gather(logits, "tensor", axis=2, tiled=True,
@@ -535,9 +533,8 @@ def causal_ring(attend_to: Callable, queries: tuple, keys: tuple) -> Array:
 # -------------------------------------------------------------------------------------------
 # Attention within a row, and dropout
 
-def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
-           query_info: Any, key_info: Any,
-           options: attention.AttendOptions = attention.AttendOptions()) -> Array:
+def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable, query_info: Any,
+           key_info: Any, options: attention.AttendOptions = attention.AttendOptions()) -> Array:
     """Compute attention [B, T, H, N] of queries q [B, T, H, N] to keys and values k, v
     [B, S, K, N]. The sequences may be split over seq.
 
@@ -579,9 +576,8 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     A query sees the keys of its own document (documents [B, T]; None: one document per row) up to
     its own slot, or all of them with causal=False. To change that:
 
-        window=100                     a sliding window: see only the last 100 of these keys,
-                                       including the query's own; with local=i % 2 == 0, only in
-                                       every second layer
+        window=100                     a sliding window: see only the last 100 keys, including the
+                                       query's; with local=i % 2 == 0, only in every second layer
         softcap=50.0                   scores s become 50 * tanh(s / 50)
         mask(query, key)               False if the query may not see the key
         scores(s, query, key, heads)   new scores, given the (capped) scores s [B, H, T, S] of this
@@ -658,8 +654,7 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
         tokens = all_to_all(jnp.where(here[..., None], tokens, 0), "expert").reshape(-1, D)
         chosen = lax.all_gather(chosen, "expert", tiled=True)                   # [n B T, best]
         shares = all_gather(shares, "expert", 0)
-        first = lax.axis_index("expert") * own
-        chosen, shares = dispatch.local_choices(chosen - first, shares, own)
+        chosen, shares = dispatch.keep_local(chosen - lax.axis_index("expert") * own, shares, own)
     out = dispatch.mixture(tokens, chosen, shares, up, activation, down, expected)    # [n B T, D]
     if n > 1:
         out = all_to_all(out.reshape(n, -1, D), "expert")

@@ -81,8 +81,7 @@ class Config(MoreOptions):
                                     # clip the gradient's norm to this
     optimizer: str = flag("adamw", one_of=OPTIMIZERS, same=True)
                                     # adamw, or muon for the layers' matrices
-    accumulate: int = flag(1, least=1)  # gradient accumulation: parts of its batch (micro-batches)
-                                    # that each device computes in turn
+    accumulate: int = flag(1, least=1)  # gradient accumulation: parts to cut a device's batch into
     seed: int = flag(0, same=True)  # seed for the weights, the data order, and dropout
 
     # mesh

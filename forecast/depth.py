@@ -29,7 +29,7 @@ def chosen(given: Values) -> Values:
     for name in ("layers", "model", "init_from"):
         if name in given:
             raise ConfigError(f"--depth {depth} --{name} {given[name]}: both choose the model; "
-                              f"give one of them")
+                              f"give only one")
     if given.get("epochs"):
         raise ConfigError(f"--depth {depth} --epochs {given['epochs']:g}: both choose the steps; "
                           f"give --steps or --tokens")

@@ -51,7 +51,7 @@ def _own_folder(address):
 
 
 def _state(path):
-    """Return what changes with a file, or None if there is none."""
+    """Return a file's size and time of change, or None if there is no file."""
     found = path.stat() if path.exists() else None
     return found and (found.st_size, found.st_mtime_ns)
 

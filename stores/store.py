@@ -98,7 +98,7 @@ class Store:
             return list(pool.map(do, of))
 
     def list(self, folder: str = "", most: int | None = None) -> dict[str, Meta]:
-        """Return {name: facts} of the objects in a folder (''): all), or of only the first."""
+        """Return {name: facts} of the objects in a folder ('': all), or of the first `most`."""
         def do():
             found = itertools.chain.from_iterable(self.package.list(self.store, folder or None))
             return {one["path"]: one for one in itertools.islice(found, most)

@@ -105,7 +105,7 @@ class Uploads:
 
     def _upload(self, everything):
         """Upload what is new."""
-        for step in sorted(self._complete()):       # an older one is about to be deleted here
+        for step in sorted(self._complete()):       # orbax is about to delete an older one
             if step > max(self.mirror.steps, default=-1):
                 self._upload_checkpoint(step)
         if everything or time.monotonic() > self.next:
@@ -138,7 +138,7 @@ class Uploads:
         self.store.put(name, self.mirror.folder / name)
 
     def _delete_old(self, steps):
-        """Delete the checkpoints that the run does not keep, each from its last object on."""
+        """Delete the checkpoints that the run does not keep, each one's MARKER first."""
         for step in steps - self.kept(sorted(steps)):
             self.store.delete(self._objects(step))
             self.mirror.steps.discard(step)

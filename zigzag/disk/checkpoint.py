@@ -61,7 +61,7 @@ from zigzag.core.mesh import by_path, mesh_of, platform
 from zigzag.core.options import options
 from zigzag.core.parts import mirrors, part, place
 from zigzag.disk.lines import Record
-from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
+from zigzag.disk.tokenizers import Tokenizer, read_record, tokenizer_of
 
 # How much to compress at a time. For a 1.7 GB state, compressing everything at once took 0.9 GB
 # more memory and was no faster.
@@ -97,6 +97,11 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
                          for name, value in known.items()}, **given)
     except (ConfigError, TypeError) as e:
         raise ConfigError(f"{path} is damaged: {one_line(e)}") from None
+
+
+def is_published(folder: str | Path) -> bool:
+    """Return whether a folder or an address holds a published model."""
+    return "model_type" in read_record(place(folder) / "config.json")
 
 
 def run_record(folder: str | Path, flag: str = "--run") -> Record:

@@ -146,7 +146,7 @@ def _by_blocks(x, w, counts, expected):
     return by_blocks(x, w, counts)
 
 
-def local_choices(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
+def keep_local(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
     """Keep only this device's experts, numbered 0 ... own - 1, in (chosen, shares) [R, K]. Replace
     every other choice with `own`. In the results, K is at most `own`."""
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
