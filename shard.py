@@ -261,7 +261,7 @@ def columns(x: Array, *weights: Array | tuple[Array, Array], dtype: Any = None,
     """Enter a block: multiply the stream x [B, T, D] by each weight [D, F, ...], or (weight, bias
     [1, F, ...]). The products [B, T, F, ...] cover the whole sequence, but only this device's
     columns F if any of the weights is split. `dtype` is the products' dtype (None: x's).
-    gathered=True means that x already has the whole sequence, from time_of_block."""
+    gathered=True: the caller has already gathered x's sequence with time_of_block."""
     split = any(map(is_tensor_split, jax.tree.leaves(weights)))
     if is_tensor_split(x) and not gathered:
         if split and overlap.is_on(x):          # do the same, one part of T at a time
@@ -707,7 +707,7 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
 
     The scan carries a single microbatch [b, T, D]: what the previous stage sent in the last tick.
     All stages have x from the embedding, but only stage 0 uses it. Autodiff derives the backward
-    pass: the same ticks in reverse, with each send turned around."""
+    pass: the same ticks in reverse, where each stage sends to the one before it."""
     microbatches, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers

@@ -9,8 +9,8 @@
     tokens [B, T] -> embed -------------------------------------------------+-> [ block ] x L
                                                                                     -> logits
 
-The vision tower and the language model (OPT) are networks of transformer.py. The Q-Former between
-them consists of transformer.py's blocks, and every other layer also attends to the picture. A text
+transformer.py computes both the vision tower and the language model (OPT). The Q-Former between
+them uses transformer.py's blocks, and every other layer also attends to the picture. A text
 contains Q tokens with the id image_token_index, and the Q-Former's vectors replace their
 embeddings.
 

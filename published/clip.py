@@ -5,7 +5,7 @@
                                                                                      | scaled [B, B]
     text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
 
-Both towers are networks of transformer.py, and this file connects them. The loss compares each
+transformer.py computes both towers, and this file connects them. The loss compares each
 picture in a batch with all texts, and each text with all pictures.
 
 The letters are transformer.py's, plus I, the width of the vectors that we compare.

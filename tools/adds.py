@@ -35,7 +35,8 @@ COMMANDS = {"plot": Command("tools.plots", beside=("save",))}
 class OfSampling:
     """Flags of sample.py."""
     # what to do
-    chat: bool = False          # answer each prompt as a message, using the model's chat template
+    chat: bool = False          # answer each prompt as a message, using the model's chat template.
+                                # In a terminal without a prompt, such a model chats anyway
     system: str = ""            # system message of a conversation
     score: str = ""             # print the log-probability of this file's text, or of each text in
                                 # a file of JSON objects with "text"

@@ -387,8 +387,8 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
 
 
 def pmean_over(tree: Any, *axes: str) -> Any:
-    """Remove these axes' marks from leaves that are marked as varying but equal on all devices.
-    Each device receives an equal share of a leaf's gradient."""
+    """Tell jax that leaves are equal on all devices of these axes, where it only knows that they
+    might differ. In the backward pass, each device receives an equal share of a leaf's gradient."""
     def one(x):
         marked = tuple(sorted(varying(x) & {*axes}))
         return lax.pmean(x, marked) if marked else x

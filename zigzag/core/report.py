@@ -21,6 +21,7 @@ import jax
 
 from zigzag.core.errors import as_given, human_bytes, printable
 from zigzag.core.flags import flat, is_derived, recorded
+from zigzag.core.options import has_part
 
 
 class Reporter:
@@ -110,7 +111,8 @@ class Reporter:
             wanted = missing.pop((c.kind, c.axis), "none")
             why = f"expected: {wanted}" + ("" if is_complete else ", and more without a formula")
             if wanted == "none" and not is_complete:
-                why = "there is no formula for it"
+                why = ("there is no formula for it" if has_part("forecast") else
+                       "this copy has no forecast/, which would say what to expect")
             is_small = c.bytes < least
             if is_small:
                 small.append(c)

@@ -31,9 +31,7 @@ from zigzag.parallel.network import Network
 class Flags(*added("OfSampling"), hosts.Processes):
     """python sample.py --run DIR --prompt TEXT: continue a text with a trained model
 
-    Without a prompt, it continues each line of standard input. In a terminal, it chats if the
-    model has a chat template; otherwise, it continues your text. With --chat, a prompt is a
-    message."""
+    Without a prompt, it continues each line of standard input or, in a terminal, what you type."""
     # the model
     run: str = "out"            # the --out of a train.py run
     checkpoint: str = ""        # its checkpoint: a step, best, or smallest:NAME or largest:NAME (of

@@ -131,10 +131,10 @@ def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
 # Functions that no compiler may split
 
 def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
-    """Return why the compiler must not split fn(params, batch) over `tensor`, as a verb phrase, or
-    '' if it may. The compiler puts collectives inside branches and loops. If a branch or a loop's
-    length depends on the batch, devices with different rows never meet there and wait forever. The
-    other reason is a call into Python."""
+    """Say why the compiler must not split fn(params, batch) over `tensor`, in a phrase that begins
+    with a verb; return '' if it may. The compiler puts collectives inside branches and loops. If a
+    branch or a loop's length depends on the batch, devices with different rows never meet there and
+    wait forever. The other reason is a call into Python."""
     reasons = [""]
 
     def run(jaxpr, depends):

@@ -16,9 +16,9 @@ from zigzag.core.parts import has_part, part
 
 def rotary_rates(dim: int, theta: float, scaling: str = "", length: int = 0
                  ) -> tuple[np.ndarray, float]:
-    """Return (rates [dim / 2], factor): the angle that each pair rotates per position, and a factor
-    for sine and cosine. `scaling` is JSON, as in a published config.json. Some scalings depend on
-    `length`, the sequence length."""
+    """Return (rates [dim / 2], factor): the angle by which each pair turns per position, and a
+    factor for sine and cosine. `scaling` is JSON, as in a published config.json. Some scalings
+    depend on `length`, the sequence length."""
     known = parse_scaling(scaling)
     scaling_of = SCALINGS[known["rope_type"]]
     rates = scaling_of.rates(dim, theta, known, length)

@@ -420,7 +420,7 @@ def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
 
 
 def _why_split(facts, leaf, dims, whole):
-    """Return why tensor splits a dimension of the leaf, or why it splits none."""
+    """Give the reason why `tensor` splits a dimension of the leaf, or why it splits none."""
     roles = set().union(*[facts.roles[leaf][d] for d in dims["tensor"]])
     if not dims["tensor"]:
         return f"whole: {whole}"

@@ -25,8 +25,8 @@ from zigzag.parallel.network import Network, Params, config_of_run, network_of_r
 def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
              dtype: str = "float32") -> tuple[Params, Any]:
     """Return a run's (weights in this dtype, network config) at this step (None: the newest). The
-    weights load directly into their shards on the mesh (None: onto a single device). For a custom
-    task (train.fit), the weights are nested dicts as it saved them, whole on every device."""
+    weights load directly into their shards on the mesh (None: onto a single device). The weights of
+    a custom task (train.fit) come back as nested dicts, with every array whole on every device."""
     record = checkpoint.run_record(folder)
     if is_custom(record):
         place = NamedSharding(mesh or make_mesh(jax.devices()[:1]), P())
