@@ -294,6 +294,32 @@ flags.run_main(train.main)
 """
 
 
+class Folders:
+    """Where the tests below have their runs: here in folders, in tests/stores in a bucket."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def out(self, name="run"):
+        """--out of a run."""
+        return self.folder / name
+
+    def here(self, name="run"):
+        """A folder of this machine with what the run holds."""
+        return self.folder / name
+
+    def copy(self, name, to):
+        shutil.copytree(self.folder / name, self.folder / to)
+
+    def until_step(self, at, processes):
+        until_step(at, self.folder / "run", *processes)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return Folders(tmp_path)
+
+
 def awry(folder, what, batch=12):
     file = folder / "awry.py"
     file.write_text(AWRY.format(batch, what))
@@ -339,70 +365,73 @@ flags.run_main(train.main)
 
 
 @pytest.mark.full
-def test_one_run_on_any_number_of_processes(tmp_path, text):
+def test_one_run_on_any_number_of_processes(runs, tmp_path, text):
     """A run that changes with the number of processes. Two processes with two devices each are
     ended by a SIGTERM to one, after the same step; four processes with one device each, and one
     with four, continue from the same bits with the same losses."""
     words = (*TWO, "--steps", 40, "--save_every", 15, "--dropout", 0.1, "--data", text)
-    results = all_succeed(hosts(2, *words, "--out", tmp_path / "whole"))
+    results = all_succeed(hosts(2, *words, "--out", runs.out("whole")))
     assert len(re.findall(r"^devices  process \d on \S+: 2 x cpu", results[0][1], re.M)) == 2
-    whole = rows_of(tmp_path / "whole")
+    whole = rows_of(runs.here("whole"))
     succeeds(*words, "--out", tmp_path / "alone")
     assert all_losses(whole) == pytest.approx(all_losses(rows_of(tmp_path / "alone")), rel=1e-5)
 
     sigterm = "os.kill(os.getpid(), signal.SIGTERM)"
-    (_, said, _), (_, nothing, _) = all_succeed(hosts(2, *words, "--out", tmp_path / "run",
+    (_, said, _), (_, nothing, _) = all_succeed(hosts(2, *words, "--out", runs.out(),
                                                       file=awry(tmp_path, sigterm)))
     assert "stopped at step" in said
     # (Gloo itself prints.)
     assert not re.search("step|loss|mesh|weights|data |devices", nothing), nothing
-    step = rows_of(tmp_path / "run")[-1]["step"]
-    assert 11 <= step < 40 and (tmp_path / f"run/checkpoints/{step}").is_dir()
+    here = runs.here()
+    step = rows_of(here)[-1]["step"]
+    assert f"stopped at step {step} " in said
+    assert 5 <= step < 40 and (here / f"checkpoints/{step}").is_dir()
 
     # A signal before the first step of a run that goes on is not lost.
-    shutil.copytree(tmp_path / "run", tmp_path / "early")
-    early = all_succeed(hosts(2, *words, "--out", tmp_path / "early",
+    runs.copy("run", "early")
+    early = all_succeed(hosts(2, *words, "--out", runs.out("early"),
                               file=awry(tmp_path, sigterm, 1)))
     assert int(re.search(r"stopped at step (\d+) ", early[0][1])[1]) - step in (0, 1, 2, 3)
     file, states = tmp_path / "state.py", []
     file.write_text(STATE)
     for count in 4, 1:
-        out = tmp_path / f"by-{count}"
-        shutil.copytree(tmp_path / "run", out)
-        go = (*words, "--out", out)
+        name = f"by-{count}"
+        runs.copy("run", name)
+        go = (*words, "--out", runs.out(name))
         all_succeed(hosts(count, *go, file=file) if count > 1 else [started(*go, file=file)])
+        out = runs.here(name)
         states.append(dict(np.load(out / "state.npz")))
         for got, want in zip(rows_of(out), whole, strict=True):
             assert got["step"] == want["step"]
             assert got.get("loss", 0) == pytest.approx(want.get("loss", 0), rel=1e-5)
     assert_same_bits(states[1], states[0])
     with ocp.StandardCheckpointer() as reader:
-        params = reader.restore(tmp_path / f"run/checkpoints/{step}/params")
+        params = reader.restore(here / f"checkpoints/{step}/params")
     assert_same_bits(states[0], {"params": params})
 
 
 @pytest.mark.full
-def test_ctrl_c_in_one_process_is_answered_there_and_stops_all(tmp_path, text):
+def test_ctrl_c_in_one_process_is_answered_there_and_stops_all(runs, text):
     """A process that ignores Ctrl-C, or that leaves the others waiting."""
-    runs = hosts(2, *TWO, "--steps", 2000, "--data", text, "--out", tmp_path / "run")
-    until_step(5, tmp_path / "run", *runs)
-    runs[1].send_signal(signal.SIGINT)
-    (_, said, _), (_, _, error) = all_succeed(runs)
-    assert re.search(f"^stopping: a step, then saving in {tmp_path}/run; ", error, re.M)
-    assert "stopped at step" in said and int(run_steps(tmp_path / "run")[0]) < 2000
+    two = hosts(2, *TWO, "--steps", 2000, "--data", text, "--out", runs.out())
+    runs.until_step(5, two)
+    two[1].send_signal(signal.SIGINT)
+    (_, said, _), (_, _, error) = all_succeed(two)
+    assert re.search(f"^stopping: a step, then saving in {runs.out()}; ", error, re.M)
+    assert "stopped at step" in said and int(run_steps(runs.here())[0]) < 2000
 
 
 @pytest.mark.full
-def test_what_one_process_cannot_read_is_damaged_for_all(tmp_path, text):
+def test_what_one_process_cannot_read_is_damaged_for_all(runs, tmp_path, text):
     """Two processes that continue from different steps; one that waits for the other for ever."""
     words = (*SMALL, "--mesh", "fsdp=2,tensor=2", "--eval_every", 1000, "--save_every", 3,
-             "--data", text, "--out", tmp_path / "run")
+             "--data", text, "--out", runs.out())
     all_succeed(hosts(2, *words, "--steps", 6))
     file = tmp_path / "one.py"
     file.write_text(ONE_CANNOT_READ)
     (_, said, _), _ = all_succeed(hosts(2, *words, "--steps", 8, "--patience", 5, file=file))
     assert "checkpoint 6 is damaged (for one)" in said and "at step 3" in said
-    assert (tmp_path / "run/checkpoints/damaged-6").is_dir()
+    assert (runs.here() / "checkpoints/damaged-6").is_dir()
 
 
 @pytest.mark.full
@@ -422,20 +451,20 @@ def test_two_processes_survive_kills_at_random_moments(tmp_path, text):
     ("raise KeyError('broken')", "another process ended"),
     ("raise errors.ConfigError('a bad row')", "another process ended"),
     ("time.sleep(600)", "a step took more than")])
-def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
+def test_when_one_process_fails_all_end_and_say_so(runs, tmp_path, text, what, says):
     """A process that waits for ever for one that is gone. All must end in 15 seconds, or, if one is
     stalled, 15 seconds after the limit, which depends on the previous steps."""
     file = awry(tmp_path, what)
-    words = (*TWO, "--save_every", 5, "--data", text, "--out", tmp_path / "run")
-    runs = hosts(2, *words, "--steps", 500, "--patience", 10, file=file)
-    until_step(9, tmp_path / "run", *runs)
+    words = (*TWO, "--save_every", 5, "--data", text, "--out", runs.out())
+    two = hosts(2, *words, "--steps", 500, "--patience", 10, file=file)
+    runs.until_step(9, two)
     begin = time.monotonic()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        runs[0].wait(timeout=60)
+        two[0].wait(timeout=60)
     took, stalled = time.monotonic() - begin, "sleep" in what
     if "SIGSTOP" in what:
-        runs[1].kill()
-    (first, _, error), (second, _, broken) = ends(runs, 15)
+        two[1].kill()
+    (first, _, error), (second, _, broken) = ends(two, 15)
     assert first == 1 and second != 0 and took < (60 if stalled else 15), (took, first, error)
     if stalled and "a step took" in broken:         # the one that sleeps may be the first to notice
         error = broken
@@ -450,7 +479,7 @@ def test_when_one_process_fails_all_end_and_say_so(tmp_path, text, what, says):
 
 
 @pytest.mark.full
-def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_path, text):
+def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(runs, tmp_path, text):
     """A save that is lost because it is still in progress, on a slow disk."""
     file = awry(tmp_path, "batch = collate(examples, length); "
                           "batch['weights'] *= float('nan'); return batch")
@@ -458,12 +487,12 @@ def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_p
             "os.rename = lambda *a, **k: (time.sleep(3), rename(*a, **k))\n")
     file.write_text(file.read_text().replace("flags.run_main(", slow + "flags.run_main("))
     words = (*TWO, "--steps", 40, "--save_every", 10, "--max_skipped", 1, "--data", text,
-             "--out", tmp_path / "run")
+             "--out", runs.out())
     results = ends(hosts(2, *words, file=file))
     at = int(re.search(r"error: step (\d+): the gradient was not finite, 1 times in a row",
                        results[0][2])[1])
     assert [status for status, *_ in results] == [1, 1] and 10 < at < 13
-    assert load_run(tmp_path / "run", step=10)
+    assert load_run(runs.here(), step=10)
 
 
 @pytest.mark.slow
@@ -471,10 +500,10 @@ def test_a_gradient_not_finite_in_one_process_ends_all_with_what_was_saved(tmp_p
     ("port", "is in use"), ("missing", "waiting for 2 processes at"),
     ("lr", "process 1 has lr 0.25, but process 0 has 0.5"), ("data", "process 1 has fingerprint"),
     ("out", "does not see what process 0 wrote"), ("run", "does not see what process 0 writes")])
-def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
+def test_processes_that_do_not_fit_do_not_begin(runs, tmp_path, text, case, says):
     """Different runs that train as one; a wait without a message."""
     made, more = tmp_path / "made", {}
-    words = [*TWO, "--steps", 4, "--lr", 0.5, "--out", tmp_path / "run", "--patience", 5]
+    words = [*TWO, "--steps", 4, "--lr", 0.5, "--out", runs.out(), "--patience", 5]
     with socket.socket() as taken:
         if case == "port":
             taken.bind(("127.0.0.1", 0))
@@ -483,7 +512,7 @@ def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
         elif case == "lr":
             more["own"] = lambda i: ("--lr", 0.5 / (i + 1))
         elif case == "out":
-            more["own"] = lambda i: ("--out", tmp_path / f"run{i}")
+            more["own"] = lambda i: ("--out", runs.out(f"run{i}"))
         elif case == "run":         # of the same name, on another machine
             data.prepare([str(text)], made)
             text = made
@@ -494,20 +523,20 @@ def test_processes_that_do_not_fit_do_not_begin(tmp_path, text, case, says):
             for i in range(2):
                 data.prepare([str(text / f"{j}.txt") for j in range(3 + i)], tmp_path / f"{i}/made")
             more = dict(own=lambda i: ("--data", "made"), cwd=lambda i: tmp_path / str(i))
-        runs = hosts(2, *words, *(() if case == "data" else ("--data", text)), **more)
+        two = hosts(2, *words, *(() if case == "data" else ("--data", text)), **more)
         if case == "missing":
-            runs.pop().kill()
-        results = ends(runs, 60)
+            two.pop().kill()
+        results = ends(two, 60)
     # (One that waits for another that has ended may be aborted by jax before it has begun: -6.)
     statuses = {status for status, *_ in results}
     assert statuses <= {1, 2, -6} and statuses & {1, 2}, results
     assert any(line.startswith("error: ") and says in line
                for _, _, error in results for line in error.splitlines()), results
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not (runs.here() / "metrics.jsonl").exists()
 
 
 @pytest.mark.full
-def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text, monkeypatch):
+def test_processes_are_found_where_a_scheduler_knows_them(runs, text, monkeypatch):
     """Processes of SLURM that are not found with --distributed; a run on a laptop that looks for
     them. (jax reads SLURM's variables.)"""
     def one(i):
@@ -517,7 +546,7 @@ def test_processes_are_found_where_a_scheduler_knows_them(tmp_path, text, monkey
                 "SLURM_STEP_NUM_NODES": "1"}.items():
             monkeypatch.setenv(name, value)
         return started(*SMALL, "--mesh", "data=2", "--steps", 1, "--data", text,
-                       "--out", tmp_path / "run", "--distributed")
+                       "--out", runs.out(), "--distributed")
 
     results = all_succeed([one(0), one(1)])
     assert "devices  process 1 on " in results[0][1]

@@ -58,7 +58,7 @@ def test_the_help_of_lm_eval_begins_with_ours(tmp_path):
         done = run_lm_eval(word, PYTHONPATH=tmp_path)
         assert done.returncode == 0, done.stderr
         ours, _, theirs = done.stdout.partition("lm_eval's own help")
-        assert ours.startswith("The tasks of EleutherAI's lm_eval")
+        assert ours.startswith("Run the tasks of EleutherAI's lm_eval")
         assert "python recipes/lm_eval.py --model smollm2 --tasks" in ours
         assert all(f"    --{name} " in ours for name in (
             "model", "run", "checkpoint", "shards", "mesh"))
