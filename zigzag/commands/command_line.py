@@ -51,8 +51,8 @@ def config_of_flags(given: Values) -> Any:
 
 
 def chosen(given: Values) -> tuple[Network, Values, Values]:
-    """Return (the network that the flags `given` choose, fields from --model, --init_from or
-    --depth, the values of the first two that a run records)."""
+    """Return (the network that the flags `given` choose, its fields according to --model,
+    --init_from or --depth, the values of --model and --init_from that a run records)."""
     name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
     if (depth := given.get("depth", 0)) > 0:
         fields = part("forecast.depth", f"--depth {depth}").chosen(given)
@@ -116,7 +116,7 @@ def read_flags(argv: Argv, script: str | None = None) -> Values:
         _show_help(given, is_all, script)
     for flag, command in commands().items():
         if given.get(flag):
-            # An Unused group never covers --out: the question is how a training command would run.
+            # An Unused group never covers --out: it is part of the training command we ask about.
             check_unused(given, command.unused or [
                 name for name in given if name not in (flag, *command.beside)], f"with --{flag}")
             if command.beside:
@@ -136,7 +136,7 @@ def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
 
 
 def _show_help(given, is_all, script):
-    """Print the flags, with the values that `given` leads to."""
+    """Print the flags, with the values that the flags `given` lead to."""
     network, fields, source = chosen(given)
     own = {name: value for name, value in fields.items() if name in options(network.config)}
     values = fields | dataclasses.asdict(network.config(**own)) | source if given else {}
@@ -170,7 +170,7 @@ def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: 
 
 
 def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> None:
-    """Reject flags that have no effect `where`: the names in `unused`, or an Unused's options."""
+    """Reject flags in `unused` (names, or an Unused). `where` says where they have no effect."""
     if isinstance(unused, Unused):
         unused = [*unused.names, *(name for name, (_, group, _) in comments(train.Config).items()
                                    if group in unused.groups and name != "out")]

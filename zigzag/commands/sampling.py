@@ -192,7 +192,7 @@ def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Ans
 def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequence[Answer],
          flags: Flags) -> None:
     """Print the answers in order, as they grow or, with --json, once they have ended. Each piece
-    holds an argument of Answer.add for every answer."""
+    holds, for every answer, the argument to pass to Answer.add."""
     clean = printable if sys.stdout.isatty() else str
     before, after = ([nothing] * len(answers) for nothing in (None, ((), ())))
     at = sent = 0

@@ -81,8 +81,8 @@ def file_of(function: Any) -> str:
 
 
 def why_untested(names: Sequence[str]) -> str:
-    """Return a text that names any of these files edited since their tests passed, or with no
-    record of passing; "" if there are none."""
+    """Return a text that names those of these files that were edited since their tests passed, or
+    have no record of passing; "" if there are none."""
     record, tests = read_record(), "the tests" if "published" in names else "test_all.py"
     edited = [name for name in names
               if not RUNNING.get(name) or record.get(name) != RUNNING[name]]

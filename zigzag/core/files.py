@@ -1,5 +1,5 @@
-"""File helpers: write files whole or not at all, undo that, read JSON, lock, hash, and wait for
-files on shared disks; reject folders that a command must not fill."""
+"""File helpers: write files whole or not at all, undo moves into a run's folder, read JSON, lock,
+hash, wait for files on shared disks, and reject folders that a command must not fill."""
 
 import contextlib
 import hashlib

@@ -247,7 +247,7 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return the paths of a tree's leaves, as a.b.c, the leaves, and the tree's structure."""
+    """Return the paths of a tree's leaves (written a.b.c), the leaves, and the tree's structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     return ([jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs],
             [leaf for _, leaf in pairs], structure)
@@ -339,8 +339,8 @@ def sum_if_tensor_split(x: jax.Array) -> jax.Array:
 
 
 def local_part(x: jax.Array, dim: int) -> jax.Array:
-    """Return this device's part, along one dimension, of an array that every device of tensor
-    holds whole."""
+    """Given an array that every device of the tensor axis holds whole, return this device's part
+    along one dimension."""
     size = x.shape[dim] // axis_size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
@@ -387,8 +387,8 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
 
 
 def pmean_over(tree: Any, *axes: str) -> Any:
-    """Tell jax that leaves are equal on all devices of these axes, where it only knows that they
-    might differ. In the backward pass, each device receives an equal share of a leaf's gradient."""
+    """Tell jax that leaves are equal on all devices of these axes if their types say that they may
+    differ. In the backward pass, each device receives an equal share of a leaf's gradient."""
     def one(x):
         marked = tuple(sorted(varying(x) & {*axes}))
         return lax.pmean(x, marked) if marked else x

@@ -1,7 +1,7 @@
 """A run's folder: what the run writes to disk, and how commands read it back.
 
-    out/config.json             the config; a run refuses to resume with a different one, and
-                                records the changes made by --change with their step
+    out/config.json             the config, which must match when a run resumes, and each change
+                                made by --change, with its step
     out/metrics.jsonl           a line per step and per evaluation
     out/lock                    held while a process writes to the folder
     out/checkpoints/STEP/       params    the weights alone
@@ -358,8 +358,8 @@ class RunFolder(contextlib.AbstractContextManager):
             self.drain(uploads=False)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Tell orbax at the start of a save what to keep: the last `keep` steps and the best ones.
-        orbax deletes the rest only once that save is complete, so a kill never leaves fewer."""
+        """At the start of a save, tell orbax to keep the last `keep` steps and the best ones. orbax
+        deletes the rest only once that save is complete, so a kill never leaves fewer."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in steps[-self.keep:] or step in self.best for step in steps]
 
@@ -406,8 +406,8 @@ def _orbax_manager(folder, policy, is_shared):
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # our messages take one line
     ocp.type_handlers.register_type_handler(
         Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
-    # In a folder of its own, each process writes files that are complete without the others'. Its
-    # folders must be there first: orbax counts the signals for that as if all processes shared one.
+    # With a folder of its own, each process writes files that don't need the others'. Create its
+    # folders synchronously: otherwise orbax counts signals as if all processes shared one folder.
     who = {"multiprocessing_options": ocp.options.MultiprocessingOptions() if is_shared
            else _alone(ocp)}
     arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=SAVING_GB, use_ocdbt=is_shared,
@@ -420,7 +420,7 @@ def _orbax_manager(folder, policy, is_shared):
 
 
 def _trim_memory():
-    """Return the memory freed by the last save to the system. glibc would keep it in the pools of
+    """Return to the system the memory that the last save freed. glibc would keep it in the pools of
     orbax's threads: with a 1.7 GB state, 1.5 GB more after each of three saves."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
@@ -548,8 +548,8 @@ def best_of(best: str, numbers: dict[int, Record]) -> int | None:
 
 
 def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
-    """Return the step of a run's best checkpoint, `by` smallest:NAME or largest:NAME (default: the
-    run's first --best)."""
+    """Return the step of a run's best checkpoint. `by` is the criterion, smallest:NAME or
+    largest:NAME (default: the run's first --best)."""
     best = by or next(iter(run_record(folder, flag).get("best") or ()), "")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so it has no "

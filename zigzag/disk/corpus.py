@@ -258,7 +258,7 @@ def _encoded(paths, part, tokenizer, flag, options):
     if tokenizer and tokenizer.kind == "ids":
         raise ConfigError(f"{named(flag, paths)}: text needs a tokenizer, but the token files have "
                           f"none; give only token files")
-    if (part / "data.json").exists():       # from a run killed right after, maybe of other text
+    if (part / "data.json").exists():       # a killed run left it here, perhaps from other text
         shutil.rmtree(part)
     try:
         return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
@@ -327,7 +327,7 @@ class Sources:
 
 
 def _answers(corpus, length):
-    """Return lines that count the truncated conversations and show the first, answers in [[ ]]."""
+    """Return lines: how many conversations are cut, and the first one with its answers in [[ ]]."""
     documents = corpus.documents("train")
     lengths = documents.lengths(np.arange(len(documents)))
     cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""

@@ -115,7 +115,7 @@ def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
 
 def order_at(count: int, seed: int, places: np.ndarray) -> np.ndarray:
     """Return the numbers, below `count`, of the examples at these places, without making a list of
-    examples. A Feistel network permutes [0, 4^k), repeatedly until each number is below `count`."""
+    examples. A Feistel network permutes [0, 4^k); apply it until each number is below `count`."""
     if count < 1:
         raise ConfigError("there are no examples to train on")
     epoch, x = np.divmod(np.asarray(places).astype(np.uint64), count)

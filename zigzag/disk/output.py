@@ -2,7 +2,7 @@
 
     bin.part        tokens of all documents        docs.part     where each document begins
     learned.part    which tokens are targets       order.part    the split of each document
-    weights.part    or their weights
+    weights.part    or the weight of each token
     progress.json   how many pieces are on disk, and the size of each file at that point
 
 The .part files only grow. When encoding resumes, it truncates anything written after the last
@@ -100,8 +100,8 @@ class Output:
 
     def finish(self, out: Path, form: str) -> Record:
         """Write the files of both splits into `out`, and return their entries for data.json. Hashes
-        choose the held-out documents. With so few documents that this picks too few or too many
-        tokens, hold out the last tenth instead."""
+        choose the held-out documents. If there are so few documents that the hashes pick too few or
+        too many tokens, hold out the last tenth instead."""
         self.save(at_once=True)
         arrays = {kind: mapped(self.part / f"{kind}.part", dtype)
                   for kind, dtype in self.dtypes.items()}

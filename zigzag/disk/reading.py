@@ -183,7 +183,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def _look_at(path, name):
-    """Return the File at a path or, to skip it, the kind to count it under in the summary."""
+    """Return the File at a path or, if we skip it, the kind to count it under in the summary."""
     with open(path, "rb") as f:
         begin, size = f.read(8), os.fstat(f.fileno()).st_size
     if begin.startswith(b"PAR1"):
@@ -205,7 +205,7 @@ def _look_at(path, name):
 
 
 def _beginning(file, size):
-    """Return the first characters of a file, or what can be unpacked (`pieces` reports errors)."""
+    """Return a file's first characters, or those we can unpack (`pieces` reports any error)."""
     text = ""
     with contextlib.suppress(Exception):
         for part in _decoded(file, size):
@@ -394,7 +394,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
             "folders made by data.py, with --mix")
-    if options.weight_field and not has_weights and not flag:   # of several --data, any may have it
+    if options.weight_field and not has_weights and not flag:   # any of several --data may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
                           f"{lacks(options.weight_field, first)}; it works on lines of JSON and "
                           f".parquet")

@@ -14,7 +14,7 @@ the rule splits each weight, and what a weight table determines.
     hlo             the collectives of a compiled program, parsed from its text
 
     rule            the policy: how to split each weight
-    trace           the facts about a loss that the rule decides on; jaxprs helps to read a jaxpr
+    trace           the facts about a loss that the rule relies on; jaxprs helps to read a jaxpr
     table           a weight table: initial values, counts, FLOPs
     network         Network: what the machinery needs to know about a kind of model
     rotary          rotary positions

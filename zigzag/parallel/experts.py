@@ -82,9 +82,10 @@ def _blocks(counts, rows, expected):
 
 
 def _loop(size, blocks, make, put, start, *rows):
-    """Loop over the blocks. Each turn computes made = make(group, *rows of the block) and replaces
-    the carry `out` (initially `start`) with put(out, group, first row, made). The slices of `rows`
-    always have `size` rows, with zeros for rows outside the block. Empty blocks skip `make`."""
+    """Loop over the blocks. Each iteration computes made = make(group, *rows of the block) and
+    replaces the carry `out` (initially `start`) with put(out, group, first row, made). The slices
+    of `rows` always have `size` rows, with zeros for rows outside the block. Empty blocks skip
+    `make`."""
     rows = [jnp.pad(a, ((0, size), (0, 0))) for a in rows]
 
     def turn(out, block):

@@ -59,8 +59,8 @@ def _adapters(name, w, rank):
 
 
 def _over_fsdp(w):
-    """Put fsdp on the adapter's longest free dimension, unless the adapter shares the dimension of
-    its weight that fsdp splits."""
+    """Put fsdp on the adapter's longest free dimension, unless fsdp already splits a dimension that
+    the adapter shares with its weight."""
     if "fsdp" in w.mesh_axes:
         return w
     free = [d for d, axis in enumerate(w.mesh_axes) if not axis]

@@ -40,8 +40,8 @@ def _gathers_weights(name, params):
 
 
 def _all_but_weights(operation, *_, **params):
-    """A checkpoint policy that saves everything but gathered weights, because saving those would
-    undo fsdp: no gather, no layer picked from a stack, and no view of either."""
+    """A checkpoint policy that saves everything but gathered weights, layers picked from a stack,
+    and views of either, because saving those would undo fsdp."""
     return operation.name not in VIEWS and not _gathers_weights(operation.name, params)
 
 

@@ -1,4 +1,4 @@
-"""Rejects bad settings before anything compiles, naming the numbers and the nearest that work.
+"""Rejects bad settings before anything compiles, naming the numbers and the nearest valid ones.
 
     check_config      config values, alone and in combination
     check_network     a network that the mesh or the options can't train

@@ -198,7 +198,7 @@ def _report_skipped(loop, at, row):
 
 
 def is_due(loop: Loop, every: int) -> bool:
-    """Return whether to act now, given an action every `every` updates and at the end; 0: never."""
+    """Return whether an action is due that runs every `every` updates and at the end (0: never)."""
     return every > 0 and (loop.at == loop.program.config.steps or loop.at % every == 0)
 
 

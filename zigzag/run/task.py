@@ -28,7 +28,7 @@ class Task:
                                         # example. fit joins them in the examples' order
     examples: Any = ()                  # to learn from: anything with a length and an index, or a
                                         # function: seed, step, weights -> one update's examples,
-                                        # made from the weights before it
+                                        # made from the weights before that update
     held_out: Sequence = ()             # to evaluate on
 
     _: dataclasses.KW_ONLY
@@ -60,7 +60,7 @@ class Task:
         """Return the batch of only the first example, which gives the shapes of all batches."""
         if not len(self.examples):
             raise ConfigError("there are no examples to train on")
-        return batch_arrays(self.collate, [self.examples[0]])   # from Made, a held-out one
+        return batch_arrays(self.collate, [self.examples[0]])   # before training, a held-out one
 
 
 def with_sequence(task: Task, config: Any) -> Task:
