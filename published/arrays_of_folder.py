@@ -311,7 +311,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
     """Return {name: its Parts} for this folder's arrays. Rejects the folder if an array is missing
     or unknown, has the wrong shape, or has a dtype that we don't read."""
-    there, spare = folder.arrays.keys(), {}     # {array that may not be a weight: why}
+    there, spare = folder.arrays.keys(), {}     # {array that might not be a weight: why}
     for pattern, why in family.ignored.items():
         pattern = pattern.replace("{layers}", str(config.layers))
         spare |= {name: why for name in there if re.fullmatch(pattern, name)}
@@ -349,8 +349,8 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
 
 
 def _check_ignored(folder, config, name, why):
-    """Reject an ignored array if its reason doesn't hold. It must be the constant that the config
-    implies, or the class in `architectures` must match the reason's regex."""
+    """Reject an array if we have no valid reason to ignore it: either it must be the constant that
+    the config implies, or the class in `architectures` must match the regex in `why`."""
     kinds = folder.config.get("architectures") or [""]
     if callable(why) and not why(config, folder.arrays[name].astype(np.float32)):
         raise ConfigError(f"{folder.path}: {name} is not the constant of model_type "

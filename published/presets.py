@@ -58,7 +58,7 @@ def _shape(family: Fields, layers: int, d_model: int, heads: int, d_ff: int = 0,
 
 
 def _pair(family: Fields, layers: int, d_model: int, *sizes: int, **others: Any) -> Fields:
-    """An encoder-decoder with `layers` layers in the encoder and the same number in the decoder."""
+    """Return an encoder-decoder with `layers` layers in the encoder and as many in the decoder."""
     scale = {"head_scale": d_model**-0.5} if family is T5_1 else {}
     return _shape(family, layers, d_model, *sizes, encoder_layers=layers, **scale, **others)
 

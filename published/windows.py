@@ -62,6 +62,6 @@ def cut(x: Array, size: int) -> Array:
 
 
 def join(x: Array, size: int, height: int, width: int) -> Array:
-    """The inverse of `cut`: [B, height, width, ...]."""
+    """Undo `cut`: return [B, height, width, ...]."""
     x = x.reshape(-1, height // size, width // size, size, size, *x.shape[2:])
     return x.swapaxes(2, 3).reshape(-1, height, width, *x.shape[5:])
