@@ -47,10 +47,10 @@ def is_complete(plan: Any) -> bool:
 
 
 def _sends_more(plan):
-    """Return whether an update sends anything that has no formula: to orthogonalize matrices, to
-    compare rows, for adapters, for weights stored differently from how they're used, for --remat of
-    part of a layer or of some layers, or for 1F1B with one layer per stage. A float32 step on a TPU
-    counts as well: its matmuls round to bfloat16, and it may round before it gathers."""
+    """Return whether an update sends anything that these formulas don't cover. They don't cover
+    Muon, a loss that compares rows, adapters, weights stored differently from how they're used,
+    --remat of part of a layer or of some layers, or 1F1B with one layer per stage; nor float32
+    steps on a TPU, whose matmuls round to bfloat16 and which may round before they gather."""
     config, c = plan.config, plan.config.network
     return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
@@ -105,7 +105,7 @@ class _Run:
         # Whether tensor also splits the head's tokens after the stages divide them.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
-        # How often a layer runs, and forward passes per run, to which 1F1B and --remat add one.
+        # How often a layer runs, and its forward passes each time (1F1B and --remat each add one).
         self.layers = round(self.passes * c.layers / S)
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and head run (every tick in 1F1B), and the bytes of their X.
