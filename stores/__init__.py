@@ -6,7 +6,7 @@ bucket. A command first downloads config.json, the metrics and the descriptions 
 It then works in the scratch folder as in any other. While a run trains, a thread uploads what
 appears there.
 
-    store.py        an object store, which may be slow or away for a while
+    store.py        an object store, which may be slow or unreachable for a while
     mirror.py       the scratch folder of an address, and files of --data
     lease.py        the lock that keeps two runs from sharing an address
     shards.py       the files of a checkpoint that this process needs

@@ -20,8 +20,8 @@ from stores.mirror import MARKER, Mirror
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.hosts import process_allgather
 
-INTERVAL = 10.0         # seconds between two uploads of metrics.jsonl, at least
-SHARE = 20              # and this many times what the last took
+INTERVAL = 10.0         # minimum seconds between two uploads of metrics.jsonl,
+SHARE = 20              # and this many times as long as the last one took
 LOOKS = 0.1             # seconds between two looks at the scratch folder
 
 
@@ -144,11 +144,11 @@ class Uploads:
             self.mirror.steps.discard(step)
 
     def _objects(self, step):
-        """Return the names of a checkpoint's objects, the one that makes it complete first."""
+        """Return the names of a checkpoint's objects, starting with the one that completes it."""
         return sorted(self.store.list(f"checkpoints/{step}"), key=lambda n: MARKER not in n)
 
     def _upload_files(self):
-        """Upload the run's other files that have changed; config.json last."""
+        """Upload the run's other files that have changed, with config.json last."""
         begin, found = time.monotonic(), list(filter(self._is_mine, self.mirror.files()))
         self.mirror.send([name for name in found if name != "config.json"])
         self.mirror.send([name for name in found if name == "config.json"])
