@@ -104,7 +104,7 @@ def weight_table(c: Config) -> Params:
 # A block
 
 def norm(x, scale, c):
-    """RMSNorm over the last dimension, in float32."""
+    """Apply RMSNorm over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + c.norm_eps)
     return x32.astype(x.dtype) * scale
@@ -255,8 +255,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
     """Run new tokens [B, T] through all layers. Return the last layer's output [B, T, D] and the
-    cache with their keys and values, from `slot` on. Slots before start[b] are padding in row b.
-    The layers in params and cache are lists. `length`, of the whole text, may scale positions."""
+    cache with their keys and values, starting at `slot`. Slots before start[b] are padding in row
+    b. The layers in params and cache are lists. `length`, the whole text's, may scale positions."""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # trace once for all layers
@@ -279,7 +279,7 @@ init, weight_specs = NETWORK.init, NETWORK.weight_specs
 
 
 def main() -> None:
-    """python model.py --run RUN --export DIR: a run as a published folder."""
+    """Run python model.py --run RUN --export DIR: write a run as a published folder."""
     part("published.folders", "python model.py --export").export()
 
 
