@@ -396,7 +396,7 @@ def _of_stack(path, counts):
 
 
 def _read_part(folder, axes, pieces, ranges):
-    """Read these ranges of one of our weights; zeros where no array has it."""
+    """Read these ranges of one of our weights; use zeros where no array has it."""
     out, done = np.zeros([r.stop - r.start for r in ranges], np.float32), {}
     for name, part in sorted(pieces, key=lambda piece: SIGNS.index(piece[1].sign)):
         stacked = len(axes) - len(part.layout.own)      # leading axes that the array lacks

@@ -345,8 +345,8 @@ def _add(w, half, x, y, c, site, batch):
 
 
 def _parallel_block(w, x, i, c, batch, cache):
-    """Run attention and the MLP side by side on x. They share a collective on the way out, and on
-    the way in if they read the same norm."""
+    """Run attention and the MLP side by side on x. They share the collective at their output and,
+    if they read the same norm, the one at their input."""
     h = norm(w, "attn_norm", x, c)
     if c.parallel_norms == 1:
         q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))

@@ -2,7 +2,7 @@
 
 Each write is conditional on the object that the holder wrote before, so a run that lost its lock
 notices. A lock that nobody writes for LEASE seconds is stale, and the next run takes it. That run
-does not wait if the holder was a process of this machine that has ended.
+does not wait if the holder was a process on this machine that has ended.
 """
 
 import json
@@ -30,7 +30,7 @@ def _process():
 
 
 def _has_ended(holder):
-    """Return whether a holder was a process of this machine, and has ended."""
+    """Return whether a holder was a process on this machine that has ended."""
     its, own = holder.get("process"), _process()
     return bool(its and own) and its[:2] == own[:2] and not os.path.exists(f"/proc/{its[2]}")
 

@@ -156,7 +156,7 @@ def files(address: str) -> str:
     with open(root.with_name(f"{root.name}.lock"), "a") as held:
         if fcntl:                   # another process may be downloading
             fcntl.flock(held, fcntl.LOCK_EX)
-        for path in (root / folder).rglob("*"):         # of objects that are gone
+        for path in (root / folder).rglob("*"):         # delete files whose objects were deleted
             name = path.relative_to(root).as_posix()
             if path.is_file() and is_wanted(name) and name not in there:
                 path.unlink()

@@ -70,7 +70,7 @@ WORDS = {
     "vocab_size": "n_vocab vocab num_embeddings padded_vocab_size vocabulary",
 }
 
-# Words that match no flag of ours: (a flag that the command must have, the sentence to print, the
+# Words that match none of our flags: (a flag that the command must have, the sentence to print, the
 # words).
 SENTENCES = [
     ("accumulate", "--batch counts the examples of an update, over all devices",

@@ -47,7 +47,7 @@ class CorruptCheckpoint(Exception):
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Prefix the message of any ConfigError raised in this context with `what`."""
+    """Put `what` in front of the message of any ConfigError raised in this context."""
     try:
         yield
     except ConfigError as e:
@@ -55,8 +55,8 @@ def naming(what: str) -> Iterator[None]:
 
 
 def optional_package(name: str, what: str) -> Any:
-    """Import a package, or a module from one. If it's missing, raise a ConfigError that says `what`
-    needs it and how to install it."""
+    """Import a package, or a module from one. If it's missing, raise a ConfigError that says that
+    `what` needs it, and how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -149,7 +149,7 @@ def lock(file: IO) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file from a published model's folder. A ConfigError says what's wrong with it."""
+    """Read a JSON file from a published model's folder. If that fails, a ConfigError says why."""
     try:
         return json.loads(path.read_text())
     except OSError as e:

@@ -28,7 +28,7 @@ from zigzag.core.options import has_part as has_part
 
 
 class Unused(NamedTuple):
-    """The option groups, and individual options, that have no effect with some flag."""
+    """The option groups, and individual options, that have no effect if a certain flag is given."""
     groups: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 

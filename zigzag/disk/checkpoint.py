@@ -16,8 +16,8 @@ else.
 
 A resumed run gets the same bits as one that never stopped. Weights, optimizer state and step are in
 the checkpoint. Batches and dropout are functions of (seed, step), and the learning rate is a
-function of the step. The run drops the lines of metrics.jsonl after the checkpoint and rewrites
-them.
+function of the step. The run drops the lines of metrics.jsonl that come after the checkpoint, and
+writes them again.
 
 A run keeps its newest checkpoints and the best one (--best). No file stores which one is best: the
 run derives it from the evaluations in the existing checkpoints.
@@ -167,7 +167,7 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
     return old
 
 
-# {files that a run interrupted at its start may leave: the condition for each}
+# {regex for files that a run interrupted at its start may leave: condition on the path}
 OF_BEGINNING = {
     r"data\d*|held_out": lambda path: (path / "data.json").exists(),
     r"(data\d*|held_out)\.(part|before)": anyway,
@@ -458,8 +458,8 @@ def _differences(saved, item):
 
 
 def checksum(x: Array) -> Array:
-    """Return a uint32 that changes if any single bit of x changes, whatever the mesh. It is the sum
-    over all elements of their bits times (2 * index + 1), modulo 2**32."""
+    """Return a uint32 that changes if any single bit of x changes, and is the same on any mesh. It
+    is the sum over all elements of their bits times (2 * index + 1), modulo 2**32."""
     if jnp.iscomplexobj(x):
         return checksum(x.real) + checksum(x.imag) * jnp.uint32(2**16 + 1)
     bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

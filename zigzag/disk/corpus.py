@@ -61,7 +61,7 @@ from zigzag.disk.tokenizers import (
     train_pieces,
 )
 
-# {files that an interrupted encoding may have left in a folder: the condition for each}
+# {regex for files that an interrupted encoding may leave in a folder: condition on the path}
 OF_ENCODING = {"unfinished|stdin": anyway,
                rf"((train|held_out)\..*|data\.json|{'|'.join(map(re.escape, FILES))})(\.part)?":
                lambda path: (path.parent / "unfinished").exists()}

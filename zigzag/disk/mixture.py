@@ -23,7 +23,7 @@ ROUND = 1000
 
 @dataclasses.dataclass
 class Part:
-    """The examples of a sequence with these numbers."""
+    """The examples that have these numbers in a sequence."""
     examples: Any
     numbers: np.ndarray
 

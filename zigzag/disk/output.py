@@ -89,7 +89,7 @@ class Output:
         self.state["pieces"] += 1
 
     def save(self, at_once: bool = False) -> None:
-        """Flush everything to disk, unless the last save was under SAVE_SECONDS ago."""
+        """Flush everything to disk, unless the last save was less than SAVE_SECONDS ago."""
         if at_once or time.monotonic() > self.saved + SAVE_SECONDS:
             for kind, file in self.files.items():
                 file.flush()

@@ -83,7 +83,7 @@ def keys_of(seeds: Array, count: Array | int) -> Array:
 
 def choose(state: State, logits: Array, sampling: Sampling, draw: Callable) -> tuple[State, Array]:
     """Choose an id for each row from these logits [B, V] with draw (sample.draw). Return the state
-    with these as the `newest` ids, and their log-probabilities [B]. Rows that have ended get ids
+    with the chosen ids as `newest`, and their log-probabilities [B]. Rows that have ended get ids
     too, but nothing reads them."""
     has_penalty = "seen" in state
     scores = penalised(logits, state["seen"], sampling.repetition_penalty

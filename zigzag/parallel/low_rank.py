@@ -77,8 +77,8 @@ def adapted(w: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's float32 weights with adapters merged in: w + a b where a weight has
-    them."""
+    """Return the model's float32 weights with adapters merged in: any weight with adapters becomes
+    w + a b."""
     def merge(w, a, b):
         if a.ndim + b.ndim - w.ndim > 2:        # over layers, then over experts
             return jax.vmap(merge)(w, a, b)

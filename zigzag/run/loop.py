@@ -52,7 +52,7 @@ class Fit(NamedTuple):
     held_out: float | None          # the loss of the last evaluation
     outputs: Any                    # its predictions, arrays [examples, ...]
     evaluation: Values      # all numbers of that evaluation, as in metrics.jsonl
-    best: int | None                # the step of the best evaluation by the first of config.best
+    best: int | None                # the best evaluation's step, by config.best's first criterion
 
 
 @dataclasses.dataclass
