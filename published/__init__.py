@@ -14,8 +14,8 @@ Recipes that train or read published models need this part, and tasks/pairs.py n
 encoder-decoders. If a published model isn't the plain decoder, read transformer.py. To add a
 family, see llama.py. To add a custom network, put its file here and import it in this file. The
 file needs a Config, a weight table, a loss, the batch shapes, and whichever other functions in
-zigzag/parallel/network.py apply. These files import shard.py, each other and zigzag/. Only this
-one imports model.py, to choose between it and the other networks.
+zigzag/parallel/network.py apply. The files here import shard.py, each other and zigzag/. Only this
+file imports model.py, to choose between it and the other networks.
 """
 
 import dataclasses

@@ -80,7 +80,7 @@ class Layout(NamedTuple):
     def read(self, array: np.ndarray, ranges: Sequence[slice], order: np.ndarray | None = None
              ) -> np.ndarray:
         """Read these ranges of the weight from a published array, whose last axis may have a
-        different order. Skips indices past the end of an axis, which are padding."""
+        different order. Skip indices past the end of an axis, which are padding."""
         at = []
         for letter, r in zip(self.own, ranges):
             in_groups = letter == "H" and "g" in self.letters
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
 
 def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
             ) -> dict[str, Layout]:
-    """Parse a pattern into {weight: its Layout}. `own` has the weights in order, with axes."""
+    """Parse a pattern into {weight: its Layout}. `own` has the weights in order, with their axes."""
     found, sizes = {}, {"1": 1, **sizes}
 
     def count(letters):
@@ -260,7 +260,7 @@ def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = Fals
 
 
 def _rows(ours, prefix, own):
-    """Find the arrays that a row of a name table stands for, if `own` has their weights. Returns
+    """Find the arrays that a row of a name table stands for, if `own` has their weights. Return
     [(name suffix, layout or "" for torch's, sign, weight paths)]."""
     if sign := re.search("|".join(SIGNS), ours):
         rows = [("", ours[:sign.start()].strip(), sign[0], ours[sign.end():].split())]
@@ -309,7 +309,7 @@ FUSED = ("experts.gate_up_proj", "experts.down_proj")
 
 def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
-    """Return {name: its Parts} for this folder's arrays. Rejects the folder if an array is missing
+    """Return {name: its Parts} for this folder's arrays. Reject the folder if an array is missing
     or unknown, has the wrong shape, or has a dtype that we don't read."""
     there, spare = folder.arrays.keys(), {}     # {array that might not be a weight: why}
     for pattern, why in family.ignored.items():

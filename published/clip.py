@@ -56,7 +56,7 @@ def _fields(r):
     text = _part(r, "text_config", TEXT)
     general.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
-    float(r["logit_scale_init_value"])      # fail here if it's no number, not in the weight table
+    float(r["logit_scale_init_value"])      # fail here, not in the weight table, if it's no number
     an_id("text_config.eos_token_id", text["eos_token_id"])
     return {**general.tower_sizes(text), "positions": "learned", **named(
         text, vocab_size="vocab_size", seq_len="max_position_embeddings",

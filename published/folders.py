@@ -102,7 +102,7 @@ SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
 def _check_described(network, config, seen):
-    """Reject options that differ from the config.json we'd write, except those in `seen`."""
+    """Reject options that differ from the config.json that we'd write, except those in `seen`."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
     found = fields_of(json.loads(config.published), families_of(network))

@@ -121,7 +121,7 @@ class Repository(NamedTuple):
 # Models
 
 def repository(name: str | Path) -> Repository | None:
-    """Return the repository that a name means; None for a folder, a Path, or a preset."""
+    """Return the repository that a name refers to; None for a folder, a Path, or a preset."""
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if not match or Path(name).is_dir():
         return None

@@ -68,7 +68,7 @@ def family_of(record: Fields, families: Families = FAMILIES,
 
 def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fields:
     """Translate a published config.json, or its part `at`, into fields of
-    published.transformer.Config. Rejects unread keys that may matter."""
+    published.transformer.Config. Reject unread keys that may matter."""
     family, kind = family_of(record, families), record["model_type"]
     try:
         fields, r = read_record(record, family, at)
@@ -80,7 +80,7 @@ def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fi
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
         raise ConfigError(f"config.json of model_type {kind}: a value has the wrong type "
                           f"({one_line(e)})") from None
-    # Only new models need the router losses; fine-tuning doesn't.
+    # Only new models need the router losses; fine-tuned ones don't.
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
             "published": json.dumps(r.given, sort_keys=True), **fields}
 
@@ -140,7 +140,7 @@ PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim
 
 def as_llama(c: Any) -> tuple[Any, Callable]:
     """Express our own model as one that transformers supports: a LLaMA or, with experts, a Mixtral.
-    Returns the config, and a function that converts our weights. folders.save_hf rejects options
+    Return the config, and a function that converts our weights. folders.save_hf rejects options
     that these models lack."""
     record = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=c.d_model,

@@ -198,7 +198,7 @@ def _fields(r):
 
 
 def _check_stages(r):
-    """Reject invalid stages. Returns the first stage's head count."""
+    """Reject invalid stages. Return the first stage's head count."""
     size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (

@@ -146,7 +146,7 @@ def _has_bias(c, product):
 
 
 def encoder_config(c: Any, length: int = 0) -> Any:
-    """Return the Config of an encoder-decoder's encoder for a source of this length. Rejects a
+    """Return the Config of an encoder-decoder's encoder for a source of this length. Reject a
     source longer than the table of learned positions."""
     if length and c.stem == "tokens":
         c = change(c, source_len=length)

@@ -240,7 +240,7 @@ def feed_forward(w, h, c, i=0, batch=None):
 
 def _out_of_block(w, h, c, i, batch, out, dense):
     """Sum the products `out`, the MLP that every token goes through (`dense` has its first
-    products' results), and the experts' output for h. Returns the sum and the experts' loss
+    products' results), and the experts' output for h. Return the sum and the experts' loss
     terms."""
     if dense:
         out = [*out, (activate(c, *dense), w["w_down"])]
@@ -539,7 +539,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
            config: Config, length: int, specs: Params | None = None,
            embed: Callable = embedding) -> tuple[Array, list[Params]]:
     """Run `tokens` [B, T] through all layers. The tokens are at slots slot ... slot + T - 1 of rows
-    that begin at slots start [B]. Returns the last block's output [B, T, D] for the whole sequence,
+    that begin at slots start [B]. Return the last block's output [B, T, D] for the whole sequence,
     and the cache with the new keys and values. `length` scales some positions. The layers are a
     list (zigzag.generate.engine.unstack_layers)."""
     config = change(config, seq_len=length)

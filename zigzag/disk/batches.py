@@ -1,6 +1,6 @@
 """Batches: turning examples into arrays, and placing them on the mesh.
 
-Each process builds only the rows its own devices hold.
+Each process builds only the rows that its own devices hold.
 """
 
 from typing import Any, Callable, Mapping, Sequence

@@ -79,7 +79,7 @@ FORMAT = 1
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
-    """Read config.json of the run that `flag` names, filling in all fields of the dataclass
+    """Read the config.json of the run that `flag` names, filling in all fields of the dataclass
     `config`. Fields newer than the run get their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
 
@@ -105,7 +105,7 @@ def is_published(folder: str | Path) -> bool:
 
 
 def run_record(folder: str | Path, flag: str = "--run") -> Record:
-    """Read config.json of the run that `flag` names."""
+    """Read the config.json of the run that `flag` names."""
     path = place(folder) / "config.json"
     try:
         record = dict(json.loads(path.read_text()))
@@ -180,7 +180,7 @@ def _shown(value):
 
 
 # -------------------------------------------------------------------------------------------
-# The folder of a running run
+# The folder of a run in progress
 
 class RunFolder(contextlib.AbstractContextManager):
     """Saves and restores a run's state and writes its metrics. As a context manager, it closes the
@@ -198,7 +198,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.has_damaged = False        # whether `restore` set aside damaged, newer checkpoints
-        self.skipped = 0        # updates in a row that learned nothing, at the restored step
+        self.skipped = 0        # consecutive updates, up to the restored step, that learned nothing
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
         old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
@@ -337,7 +337,7 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: set[int]) -> None:
         """Start saving the state of step `at` with its evaluation's numbers. The save continues in
-        the background. It keeps the checkpoints of the best steps so far, `best`."""
+        the background. Keep the checkpoints of the best steps so far (`best`)."""
         if self.saved == at:
             return
         if self.uploads:

@@ -10,7 +10,7 @@
     held_out.bin, held_out.docs                               *.learned     1: a target (answers)
     unfinished/ an encoding in progress                       *.weights     float32, per token
 
-`prepare` writes data.json last, so a folder with a data.json is complete. Needs numpy, not jax.
+`prepare` writes data.json last, so a folder with one is complete. This file needs numpy, not jax.
 """
 
 import contextlib
@@ -247,8 +247,8 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
 
 
 def _encoded(paths, part, tokenizer, flag, options):
-    """Encode text into the folder `part` and return its corpus. If interrupted, rerun the same
-    command to resume."""
+    """Encode text into the folder `part` and return its corpus. If this is interrupted, running the
+    same command again resumes it."""
     if "-" in paths:
         find(["-"], flag)       # raises ConfigError
     if mixed := [one for one in paths if token_files([one])]:
@@ -327,7 +327,8 @@ class Sources:
 
 
 def _answers(corpus, length):
-    """Return lines: how many conversations are cut, and the first one with its answers in [[ ]]."""
+    """Return lines that say how many conversations are cut, and that show the first, with answers
+    in [[ ]]."""
     documents = corpus.documents("train")
     lengths = documents.lengths(np.arange(len(documents)))
     cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""

@@ -83,7 +83,7 @@ def is_arrays(path: str | Path) -> bool:
 
 
 def numbers_in(where, read):
-    """Return read(), an array or a .npz. Reject arrays whose dtype a device can't compute in."""
+    """Return the result of read(): an array or a .npz. Reject dtypes that devices can't handle."""
     try:
         found = read()
     except Exception as e:      # numpy, zipfile and zlib each raise different errors

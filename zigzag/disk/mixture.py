@@ -111,7 +111,7 @@ def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------------------------------
 # Shuffles without lists. A place is an integer from 0, in an endless order that cycles through all
 # examples. Each epoch has a new order, without repeats. The order is a pure function of the seed
-# and the place, so a run has no position to save, and processes agree.
+# and the place, so a run has no position to save, and all processes agree.
 
 def order_at(count: int, seed: int, places: np.ndarray) -> np.ndarray:
     """Return the numbers, below `count`, of the examples at these places, without making a list of

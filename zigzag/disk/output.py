@@ -6,7 +6,7 @@
     progress.json   how many pieces are on disk, and the size of each file at that point
 
 The .part files only grow. When encoding resumes, it truncates anything written after the last
-progress.json. `finish` writes both splits and only reads these files, so it can be interrupted too.
+progress.json. `finish` writes both splits without changing these files, so it can be interrupted.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Rows packed with whole documents, so attention can stay within each document.
+"""Rows packed with whole documents, so that attention can stay within each document.
 
     documents -> shuffled into blocks of 4,096 -> rows of each block, by best fit
 

@@ -1,4 +1,4 @@
-"""Files to documents.
+"""Reads files as documents.
 
     text files               a document each
     lines of JSON            a document per line: the text in its field (--field)
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document, or the next part of a document that has begun."""
+    """A document, or the next part of a document that has already begun."""
     begins: bool
     content: Any        # a text, or a line's or row's object
     name: str           # decides whether the document is held out
@@ -87,7 +87,7 @@ class Document(NamedTuple):
 # Which files
 
 def library_sources() -> list[File]:
-    """List the source files of Python's standard library, a corpus every machine already has."""
+    """List the source files of Python's standard library, which every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
@@ -136,7 +136,7 @@ def counted(counts: dict[str, int]) -> str:
 
 
 def _under(path, name, spool):
-    """Yield (the folder its name is relative to, the file) for each file at or under a path."""
+    """For each file at or under a path, yield (the folder that its name is relative to, it)."""
     if not path:
         raise ConfigError(f"{name} '': an empty path; expected a text file or a folder")
     if path == "-":

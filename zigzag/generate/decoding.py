@@ -52,7 +52,7 @@ def end_ids(ends: Any, vocab_size: int) -> list[int]:
 
 
 def penalised(logits: Array, seen: Array, penalty: float) -> Array:
-    """Return the logits [B, V] with those of the ids in `seen` [B, V] lowered."""
+    """Return the logits [B, V], lowered for the ids in `seen` [B, V]."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 

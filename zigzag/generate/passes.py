@@ -6,8 +6,8 @@
     decode          loop in compiled code: read each row's newest id, choose the next
     ids_of_rows     prefill, then decode; works inside a compiled function
 
-Each takes an Engine (a model) first. On a mesh, a pass is a single shard_map (Engine.on_mesh). In
-it, a device has its rows, all layers, and its part of each weight and of the cache. A pass also
+The first argument is an Engine (a model). On a mesh, a pass is a single shard_map (Engine.on_mesh).
+In it, a device has its rows, all layers, and its part of each weight and of the cache. A pass also
 takes the state of its rows, a dict of arrays:
 
     start      [B]        the slot where each row begins, after its padding

@@ -103,7 +103,7 @@ def _is_adapter(name, beside):
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Split a tree shaped like the weights in two: the adapters' entries, and all others."""
+    """Split a tree shaped like the weights: return the adapters' entries, and all others."""
     adapters, others = {}, {}
     for name, x in tree.items() if isinstance(tree, dict) else ():
         if isinstance(x, dict):

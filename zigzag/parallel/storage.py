@@ -21,7 +21,7 @@ from zigzag.parallel.collectives import all_gather
 
 
 def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) -> Any:
-    """Convert weights inside a shard_map from each decision's `spec` to its `used` spec. In the
+    """Convert weights inside a shard_map from each decision's `spec` to its `spec_in_loss`. In the
     backward pass, the transposes (reduce-scatters and zero padding) split gradients by `spec`."""
     sizes, manual = ambient()
     if not manual:          # --collectives compiler: the compiler inserts the collectives

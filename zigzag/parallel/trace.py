@@ -163,7 +163,7 @@ class _Walk:
         self.costs = []                 # (group, key, collectives per step, their total bytes);
                                         # a group's costs with the same key count once
         self.forbidden = []             # (group, why)
-        self.reshards = []              # (from group, to group, whether it is the only way on)
+        self.reshards = []              # (from group, to group, whether there's no other way)
         self.heads = []                 # groups that count attention heads
         self.lengths = []               # (group, length) of dimensions in matmuls
         self.outer = []                 # (group, size of the merged dimensions outside it)

@@ -199,7 +199,7 @@ class Plan:
         return zero1_specs(shapes, trained, self.mesh, self.config.fsdp_min)
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
-        """Split a tree shaped like the weights in two: the trained part and the frozen part."""
+        """Split a tree shaped like the weights: return its trained part and its frozen part."""
         if self.learned is not None:
             own = {name: x for name, x in tree.items() if name == self.learned}
             return own, {name: x for name, x in tree.items() if name not in own}
