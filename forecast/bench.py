@@ -1,5 +1,5 @@
 """python train.py --bench: time training steps, and compare their speed with a plain matmul's.
-Also times a few steps for --minutes and --depth. For sample.py --bench, see generation_speed.py."""
+This file also times steps for --minutes and --depth. generation_speed.py has sample.py --bench."""
 
 import contextlib
 import dataclasses

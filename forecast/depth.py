@@ -45,7 +45,7 @@ def chosen(given: Values) -> Values:
     batch = 2 ** max(0, round(math.log2(rows)))     # a power of two, which meshes divide
     steps = math.ceil(tokens / ((given.get("batch") or batch) * c.seq_len))
     lr = rounded(0.3118 * flops**-0.1250)
-    # Each update shrinks weights by lr * weight_decay. In a run of a few steps, decay by at most 1.
+    # Each update shrinks weights by lr * weight_decay. In a short run, weight_decay is at most 1.
     updates = MEMORY * given.get("steps", steps)
     weight_decay = rounded(1 / max(1, given.get("lr", lr) * updates))
     return {**sizes, "batch": batch, "steps": steps, "lr": lr, "weight_decay": weight_decay,

@@ -5,9 +5,9 @@
        stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
 
 X, W and K are bytes per device in the compute dtype. hlo.add_up computes what fraction of its bytes
-a collective sends, so each function below yields only the collectives. They are rows: the kind, the
-axes joined by +, how often it runs, and the bytes of its result per device (for a reduce-scatter,
-of its operand).
+a collective sends, so each function below yields only the collectives, as rows. A row has the kind,
+the axes joined by +, how often it runs, and the bytes of its result per device (for a
+reduce-scatter, of its operand).
 """
 
 import collections
@@ -49,8 +49,8 @@ def is_complete(plan: Any) -> bool:
 def _sends_more(plan):
     """Return whether an update sends anything that these formulas don't cover. They don't cover
     Muon, a loss that compares rows, adapters, weights stored differently from how they're used,
-    --remat of part of a layer or of some layers, or 1F1B with one layer per stage; nor float32
-    steps on a TPU, whose matmuls round to bfloat16 and which may round before they gather."""
+    --remat of part of a layer or of some layers, 1F1B with one layer per stage, or a float32 step
+    on a TPU (its matmuls round to bfloat16, and it may round before it gathers)."""
     config, c = plan.config, plan.config.network
     return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES

@@ -97,7 +97,7 @@ class Layout(NamedTuple):
 
 def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
             ) -> dict[str, Layout]:
-    """Parse a pattern into {weight: its Layout}. `own` has the weights in order, with their axes."""
+    """Parse a pattern into {weight: its Layout}. `own` has the weights in order and their axes."""
     found, sizes = {}, {"1": 1, **sizes}
 
     def count(letters):

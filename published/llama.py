@@ -259,9 +259,8 @@ FAMILIES["phi3"] = _relative(
 
 
 def _gemma(r, **of_rope):
-    """Return the fields that Gemma 2 and 3 share: norms before and after attention and the MLP
-    (`_one_more` adjusts their scales), and an embedding scaled by the root of its width
-    (embed_scale 0)."""
+    """Return what Gemma 2 and 3 share: norms before and after attention and the MLP (`_one_more`
+    adjusts their scales), and an embedding scaled by the root of its width (embed_scale 0)."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
     return {**_modern(r, **of_rope), **named(r, activation="hidden_activation"),

@@ -51,13 +51,13 @@ def _own_folder(address):
 
 
 def _state(path):
-    """Return a file's size and time of change, or None if there is no file."""
+    """Return a file's size and modification time, or None if there is no file."""
     found = path.stat() if path.exists() else None
     return found and (found.st_size, found.st_mtime_ns)
 
 
 def _fetch(store, folder, objects):
-    """Download these objects, {name: facts}, into a folder, unless they are here."""
+    """Download these objects, {name: facts}, into a folder, unless they are already here."""
     store.all(lambda name: store.download(name, folder / name),
               [name for name, meta in objects.items()
                if _state(folder / name) != (meta["size"], time_of(meta))])
@@ -97,7 +97,7 @@ class Mirror:
         self.sent |= {name: _state(self.folder / name) for name in objects}
 
     def send(self, names: Iterable[str]) -> None:
-        """Upload these files, unless they are there."""
+        """Upload these files, unless they are already there."""
         def one(name):
             before = _state(self.folder / name)     # a file may grow while it is read
             self.store.put(name, self.folder / name)

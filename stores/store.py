@@ -85,7 +85,7 @@ class Store:
         kind = RunError if self.is_reached else ConfigError     # has anything worked so far?
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", text):
             return kind(f"{self.address}: there is no bucket {self.bucket}")
-        # Without credentials in the environment, the package asks the cloud's own machine.
+        # Without credentials in the environment, the package asks the cloud's metadata server.
         if not self.is_reached and re.search("169.254.169.254|metadata.google|Account must be|"
                                              "Missing|[Cc]redential", text):
             return ConfigError(f"{self.address}: no credentials were found; {how}")

@@ -1,7 +1,7 @@
 """Uploads a run while it trains, for zigzag.disk.checkpoint.RunFolder.
 
 A thread looks for what is new in the scratch folder. It uploads this process's arrays of each
-complete checkpoint and tells process 0. Once all processes have, process 0 uploads the metrics and
+complete checkpoint and tells process 0. Once all have done so, process 0 uploads the metrics and
 other files, and then _CHECKPOINT_METADATA. So a killed run continues from a checkpoint whose
 metrics are in the store, and repeats the rest. In between, process 0 uploads changed files every
 INTERVAL seconds, or less often if that takes long.

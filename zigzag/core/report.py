@@ -49,7 +49,7 @@ class Reporter:
         return took, saving
 
     def training_loss(self) -> float | None:
-        """Return the mean of the finite losses since the last evaluation, or None without any."""
+        """Return the mean of the finite losses since the last evaluation, or None."""
         finite = list(filter(math.isfinite, self.losses))
         return statistics.fmean(finite) if finite else None
 

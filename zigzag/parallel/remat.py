@@ -25,7 +25,7 @@ from zigzag.core.mesh import may_unroll, trace_settings, within
 
 # On a single CPU or GPU, `scan_layers` unrolls up to this many layers. With 6, 12 and 16 layers on
 # a CPU, steps were 5 to 10% faster than with a loop, and compiling took 0.5 to 2 seconds longer.
-# With 12 layers on an H200, a step took 48.3 ms; the fastest loop we tried took 56.4, but kept less.
+# With 12 layers on an H200, a step took 48.3 ms; the fastest loop we tried took 56.4 but kept less.
 UNROLLED = 16
 
 # Never worth saving, because recomputing them from the operand is cheap.
