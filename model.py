@@ -43,7 +43,7 @@ from zigzag.parallel.table import Table, padded
 
 @dataclasses.dataclass(frozen=True)
 class Config(ComputeOptions):
-    """What a model is. Each field is also a flag."""
+    """A model's options. Each field is also a flag."""
     # model
     layers: int = flag(4, least=1)      # number of layers
     d_model: int = flag(128, least=1)   # width of the residual stream
@@ -76,7 +76,7 @@ class Config(ComputeOptions):
 def weight_table(c: Config) -> Params:
     """Return the weight table: for each weight, its dimensions with their mesh axes and its initial
     standard deviation (None: all ones, 0.0: all zeros). D/fsdp splits D over fsdp, unless the axis
-    doesn't divide D or the weight has under --fsdp_min elements. To print it: python shard.py."""
+    doesn't divide D or the weight has under --fsdp_min elements. python shard.py prints it."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # The stream sums 2 L outputs, so each projection starts smaller by a factor of sqrt(2 L).
