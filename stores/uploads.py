@@ -70,7 +70,7 @@ class Uploads:
             raise error
 
     def wait(self, step: int | None) -> None:
-        """Wait until the store has a checkpoint, once it is complete here."""
+        """Wait until the store has a checkpoint that is complete here."""
         while step is not None and step not in self.mirror.steps:
             self.check()
             time.sleep(LOOKS / 2)

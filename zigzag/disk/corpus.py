@@ -72,7 +72,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             options: Options = Options(), cores: int = 0) -> "Corpus":
     """Encode the text at the paths (default: the source of Python's library) into `out`. Use the
     given tokenizer, train a new one with vocab_size subwords, or use bytes. If the same encoding
-    was interrupted there, resume it; after a different one, start over. Return the Corpus."""
+    was interrupted there, resume it; if a different one was, start over. Return the Corpus."""
     if "://" in str(out):
         raise ConfigError(f"--out {out}: expected a folder on this machine")
     out, paths = Path(out), here(paths)

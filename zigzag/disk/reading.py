@@ -136,7 +136,7 @@ def counted(counts: dict[str, int]) -> str:
 
 
 def _under(path, name, spool):
-    """For each file at or under a path, yield (the folder that its name is relative to, it)."""
+    """For each file at or under a path, yield (the folder its name is relative to, the file)."""
     if not path:
         raise ConfigError(f"{name} '': an empty path; expected a text file or a folder")
     if path == "-":

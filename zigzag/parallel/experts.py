@@ -104,7 +104,7 @@ def _loop(size, blocks, make, put, start, *rows):
 
 
 def _by_blocks(x, w, counts, expected):
-    """grouped_product on CPU and GPU, where XLA's ragged_dot would multiply every row by the
+    """Compute grouped_product on CPU and GPU, where XLA's ragged_dot would multiply rows by the
     weights of every group. This loops over blocks (`_blocks`) instead; each is a dense matmul of up
     to `size` rows with a single group's weights. A group of the expected size has about four.
 

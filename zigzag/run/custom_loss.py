@@ -63,7 +63,7 @@ class Value(NamedTuple):
 
 def must_compare(plan: Plan, say: Callable) -> bool:
     """Return whether to compare the loss with one device's. Do so for a custom loss, and for a
-    network's own with --check or after an edit that its tests haven't seen. Print the edit."""
+    network's own loss if --check is given or its tests haven't seen an edit. Print the edit."""
     why = _why_untested(plan) if plan.is_builtin_loss else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")

@@ -63,7 +63,7 @@ def fill_in(c: Any) -> None:
 
 
 def updates(value: float, steps: int) -> int:
-    """Return the updates for a value that is a count or, below 1, a share of `steps`."""
+    """Return the number of updates that a value stands for. Below 1, it is a share of `steps`."""
     return int(value) if value >= 1 or value == 0 else max(1, int(value * steps + 1e-9))
 
 
