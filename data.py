@@ -1,4 +1,4 @@
-"""Text to tokens to batches.
+"""Turns text into tokens, and tokens into batches.
 
     files --prepare--> train.bin, held_out.bin, data.json --Windows--> examples --collate--> batch
           zigzag/disk/reading.py finds and reads files, encoding.py encodes them on all cores

@@ -43,7 +43,7 @@ from zigzag.parallel.table import Table, padded
 
 @dataclasses.dataclass(frozen=True)
 class Config(ComputeOptions):
-    """What a model is. Each field is also a flag."""
+    """A model's options. Each field is also a flag."""
     # model
     layers: int = flag(4, least=1)      # number of layers
     d_model: int = flag(128, least=1)   # width of the residual stream
@@ -76,7 +76,7 @@ class Config(ComputeOptions):
 def weight_table(c: Config) -> Params:
     """Return the weight table: for each weight, its dimensions with their mesh axes and its initial
     standard deviation (None: all ones, 0.0: all zeros). D/fsdp splits D over fsdp, unless the axis
-    doesn't divide D or the weight has under --fsdp_min elements. To print it: python shard.py."""
+    doesn't divide D or the weight has under --fsdp_min elements. python shard.py prints it."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # The stream sums 2 L outputs, so each projection starts smaller by a factor of sqrt(2 L).
@@ -104,7 +104,7 @@ def weight_table(c: Config) -> Params:
 # A block
 
 def norm(x, scale, c):
-    """RMSNorm over the last dimension, in float32."""
+    """Apply RMSNorm over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + c.norm_eps)
     return x32.astype(x.dtype) * scale
@@ -255,8 +255,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
     """Run new tokens [B, T] through all layers. Return the last layer's output [B, T, D] and the
-    cache with their keys and values, from `slot` on. Slots before start[b] are padding in row b.
-    The layers in params and cache are lists. `length`, of the whole text, may scale positions."""
+    cache with their keys and values, starting at `slot`. Slots before start[b] are padding in row
+    b. The layers in params and cache are lists. `length`, the whole text's, may scale positions."""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # trace once for all layers
@@ -279,7 +279,7 @@ init, weight_specs = NETWORK.init, NETWORK.weight_specs
 
 
 def main() -> None:
-    """python model.py --run RUN --export DIR: a run as a published folder."""
+    """Run python model.py --run RUN --export DIR: write a run as a published folder."""
     part("published.folders", "python model.py --export").export()
 
 

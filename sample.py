@@ -48,7 +48,7 @@ from zigzag.parallel.saved import load_run
 
 def generate_slowly(params: Any, prompt: Sequence[int], config: Any, tokens: int = 128,
                     temperature: float = 1.0, seed: int = 0) -> list[int]:
-    """Return the ids `generate` adds to this prompt, without a cache; they must fit the context."""
+    """Return the ids that `generate` adds, computed without a cache; they must fit the context."""
     forward = jax.jit(functools.partial(network_of(config).forward, config=config))
     sampling = Sampling(temperature)
     seeds = seeds_of({"tokens": np.array([prompt]), "start": np.zeros(1, int)}, seed)
@@ -184,7 +184,7 @@ def beam_search(params: Any, prompts: Sequence[Sequence[int]], config: Any, beam
 def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any = None,
           batch: int = 8, given: Sequence[int] | None = None, likeliest: bool = False) -> list:
     """For each row, return the sum of its ids' log-probabilities and the number of ids in the sum.
-    It skips the first id, or the first given[row]. With likeliest, also count the argmax ids."""
+    Skip the first id, or the first given[row] ids. With likeliest, also count the argmax ids."""
     found = part("tools.scores", "sample.score").logprobs_of(
         engine_of(config), params, rows, sources, batch, given)
     return [one[:3 if likeliest else 2] for one in found]
@@ -196,7 +196,7 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
          edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
     """Load (weights, network config, tokenizer or None) from a run, at this checkpoint or the
-    newest, or from a published model (`edited`: even if an edit of the network's code may compute a
+    newest, or from a published model (with `edited`, even if its edited network may compute a
     different function). The weights are float32, and split over the mesh if you pass one."""
     if is_published(folder):
         params, config = part("published", f"{folder}").load_hf(folder, mesh, edited)

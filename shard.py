@@ -419,8 +419,8 @@ def residual_stream(x: Array) -> Array:
 
 
 def my_time_slice(tree: Any, x: Array) -> Any:
-    """Cut arrays [B, T, ...] that are whole over tensor to this device's part of the sequence, like
-    the stream x."""
+    """Cut arrays [B, T, ...] that are whole over tensor to the part of the sequence that this
+    device's stream x has."""
     def local_slice(a):
         if a.shape[1] != x.shape[1] * axis_size("tensor"):
             raise ValueError(f"an array of sequence length {a.shape[1]} next to a stream of length "
@@ -543,7 +543,7 @@ def attend(attention_fn: Callable, q: Array, k: Array, v: Array, mask: Callable,
     """Compute attention [B, T, H, N] of queries q [B, T, H, N] to keys and values k, v
     [B, S, K, N]. The sequences may be split over seq.
 
-        attention_fn(q, k, v, allowed) attends to some of the keys: returns a pair of the result
+        attention_fn(q, k, v, allowed) attends to some of the keys, and returns the result
                                        [B, T, H, N] and the log-sum-exp of its scores [B, H, T]
         mask(query_info, key_info)     computes `allowed` for some queries and keys, from trees of
                                        arrays that describe them ([B, T] and [B, S])
@@ -576,7 +576,7 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
                 local: Array | None = None, softcap: float = 0.0, heads: int = 0,
                 positions: Array | None = None, documents: Array | None = None,
                 slots: Array | None = None, kernel: bool = True) -> Array:
-    """Softmax attention within each row: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N].
+    """Compute softmax attention within rows: q [B, T, H, N], k and v [B, T, K, N] -> [B, T, H, N].
 
     A query sees the keys of its own document (documents [B, T]; None: one document per row) up to
     its own slot, or all of them with causal=False. To change that:
@@ -717,7 +717,7 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
     microbatches, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
     numbers = me * own + jnp.arange(own)            # of this stage's layers
-    # Marks and cast stay outside the ticks. A mark's transpose is a sum over stages (for an encoder
+    # Keep marks and cast outside the ticks. A mark's transpose is a sum over stages (for an encoder
     # output in the batch), which a stage would skip in an idle tick. And autodiff adds up the
     # ticks' gradients in the dtype that the ticks read: float32.
     xs, batch = split_rows(x, microbatches), mark_varying(split_rows(batch, microbatches), me)
@@ -744,7 +744,7 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
 
 def share_time(x: Array) -> Array:
     """Return this stage's part of the sequence of x [B, T, D], for the head. The last stage has x
-    and the others have zeros, so a reduce-scatter sums to x. If tensor already split the sequence,
+    and the others have zeros, so a reduce-scatter's sum is x. If tensor already split the sequence,
     cut its parts again; if pipe doesn't divide those, gather x over tensor first."""
     stages = axis_size("pipe")
     if is_tensor_split(x) and x.shape[1] % stages:

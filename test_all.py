@@ -2,10 +2,10 @@
 
     pytest test_all.py
 
-Run it after each change of model.py, shard.py, train.py or sample.py. Every check is relative: your
+Run it after each change to model.py, shard.py, train.py or sample.py. Every check is relative: your
 model on a mesh against your model on one device, your loss against your forward pass, a stopped and
-continued run against an uninterrupted one. No expected values are stored here. The tests of each
-part are in tests/.
+continued run against an uninterrupted one. No expected values are stored here. Each docstring names
+the mistakes that its test catches. The tests of each part are in tests/.
 
 If a mesh differs from one device, the leaves in the message point to the place. A wrong sum over
 the loss makes every gradient wrong. A wrong sum over one weight makes only that weight's gradient
@@ -67,7 +67,7 @@ def config_of(what, **choices):
 
 @functools.cache
 def on_one_device(what):
-    """Three updates on one device, by the same code."""
+    """Run three updates on one device, with the same code."""
     return run_updates(config_of(dict(what)), "", 3)[0]
 
 
@@ -103,16 +103,16 @@ def test_the_pairs_of_axes_are_all_there():
 # The loss and its gradient
 
 def cross_entropy(params, batch, config):
-    """The mean loss, from forward's logits and no other code of ours. If you add a second head's
-    term to `loss`, under `if "seeds" in batch`, add it here as well. Held-out batches have no
-    seeds, so their loss and bits per byte stay those of the text."""
+    """Return the mean loss, using forward's logits but none of our other code. If you add a second
+    head's term to `loss`, under `if "seeds" in batch`, add it here as well. Held-out batches have
+    no seeds, so their loss and bits per byte leave that term out."""
     logits = model.forward(params, batch["tokens"], config).astype(jnp.float32)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)
     return -jnp.sum(log_probs[..., 0] * batch["weights"]) / jnp.sum(batch["weights"])
 
 
 def masked_batch(run):
-    """The first batch of `run_updates`."""
+    """Return the first batch of `run_updates`."""
     weights = np.random.default_rng(0).random((16, run.network.seq_len)) < np.linspace(
         0.1, 1, 16)[:, None]
     return {k: jnp.asarray(v) for k, v in batch_of(run, 0, weights).items()}
@@ -120,7 +120,7 @@ def masked_batch(run):
 
 @pytest.mark.parametrize("what", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_the_loss_is_the_cross_entropy_of_forward(what):
-    """An edit of `loss` that `forward` does not follow, or vice versa: generation then uses a
+    """An edit of `loss` without the same edit of `forward`, or vice versa: generation then uses a
     different model than training. Padded rows of the vocabulary that get a probability."""
     run = config_of(what)
     config = run.network
@@ -134,7 +134,7 @@ def test_the_loss_is_the_cross_entropy_of_forward(what):
 
 def test_the_gradient_is_that_of_the_cross_entropy():
     """A wrong custom derivative (of the chunked loss, of a kernel, of a collective); a gradient
-    that flows through the count; a division at the wrong place."""
+    that flows through the count; a division in the wrong place."""
     run = config_of(DENSE)
     want = jax.jit(jax.grad(lambda p: cross_entropy(p, masked_batch(run), run.network)))(
         model.init(run.network, jax.random.key(0)))

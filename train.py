@@ -203,7 +203,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
     def step(state, batch):
         params, opt = state["params"], state["opt"]
         grads, (loss_sum, count, others) = gradients(params, batch, state["frozen"])
-        # If each device divided by its own count, tokens on a device with few would weigh more.
+        # Dividing by each device's own count would give more weight to tokens on devices with few.
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 

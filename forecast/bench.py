@@ -1,5 +1,5 @@
 """python train.py --bench: time training steps, and compare their speed with a plain matmul's.
-Also times a few steps for --minutes and --depth. For sample.py --bench, see generation_speed.py."""
+This file also times steps for --minutes and --depth. generation_speed.py has sample.py --bench."""
 
 import contextlib
 import dataclasses
@@ -54,7 +54,7 @@ class BenchReporter(Reporter):
 
 
 def run(config: Any) -> None:
-    """--bench: measure a run on --data, in a temporary folder."""
+    """Run --bench: measure a run on --data, in a temporary folder."""
     config, mesh = programs.on_machine(config)
     with opened(config) as (config, task):
         bench(config, mesh, task)
@@ -62,13 +62,13 @@ def run(config: Any) -> None:
 
 def timed(given: Values, config: Any) -> Any:
     """Return the config of a run with --minutes or --depth. If the run is new, first time a few
-    steps, whose results are discarded: --minutes becomes the steps that fit in it, and --depth
-    prints its cost. Compiling, evaluations and saves don't count."""
+    steps and discard their results: --minutes becomes the number of steps that fit in it, and
+    --depth prints its cost. Compiling, evaluations and saves don't count."""
     config, mesh = programs.on_machine(config)
     minutes, is_new = given.pop("minutes", 0), not newest_step(config.out)
     if config.mesh != given.get("mesh", ""):        # --mesh auto has chosen one
         given["mesh"] = config.mesh
-    if is_new:          # otherwise the run has its steps already
+    if is_new:          # otherwise the run already has its number of steps
         with training.opened(config, is_quiet=True) as (small, task, _):
             step = seconds_of_step(small, mesh, task)
         if minutes:
@@ -123,8 +123,8 @@ def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[
 
 
 def bench(config: Any, mesh: Any, task: Task) -> None:
-    """--bench: time updates of a run on --data, keeping nothing. Print the results, with the last
-    line as JSON. Every second update reuses the first batch, which shows what the loader costs."""
+    """Time updates of a run on --data, keeping nothing. Print the results, with the last line as
+    JSON. Every second update reuses the first batch, which shows what the loader costs."""
     say = BenchReporter(WARM + TIMED)
     program, next_batch = train_some(config, mesh, task, say)
     begin = time.perf_counter()
@@ -144,7 +144,7 @@ def bench(config: Any, mesh: Any, task: Task) -> None:
              f"(counting {USUAL_COUNT}), {flops / step / best:.0%} of the "
              f"{best / 1e9:,.0f} that a matrix product reaches here, mfu "
              + ("n/a" if share is None else f"{share:.1%}"))
-    # Compare neighbors: the machine's other load varies more than this from second to second.
+    # Compare neighbors: over seconds, the machine's other load varies more than the loader's cost.
     costs = statistics.median(new / old for new, old in zip(took, reused)) - 1
     say.line(f"loader   a batch in {loader * 1e3:.1f} ms while devices work, which adds "
              f"{costs:.1%} to a step that reuses one batch")

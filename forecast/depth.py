@@ -23,8 +23,8 @@ MEMORY = 0.2        # the share of a run after which weight decay has shrunk old
 
 
 def chosen(given: Values) -> Values:
-    """Return the options that --depth chooses. Flags in `given` replace them, so the options that
-    depend on those use the given values."""
+    """Return the options that --depth chooses. Flags in `given` replace some of them, and options
+    that depend on a replaced one use its given value."""
     depth, network = given["depth"], train.model.NETWORK
     for name in ("layers", "model", "init_from"):
         if name in given:
@@ -45,7 +45,7 @@ def chosen(given: Values) -> Values:
     batch = 2 ** max(0, round(math.log2(rows)))     # a power of two, which meshes divide
     steps = math.ceil(tokens / ((given.get("batch") or batch) * c.seq_len))
     lr = rounded(0.3118 * flops**-0.1250)
-    # Each update shrinks weights by lr * weight_decay. At most 1, for a run of a few steps.
+    # Each update shrinks weights by lr * weight_decay. In a short run, weight_decay is at most 1.
     updates = MEMORY * given.get("steps", steps)
     weight_decay = rounded(1 / max(1, given.get("lr", lr) * updates))
     return {**sizes, "batch": batch, "steps": steps, "lr": lr, "weight_decay": weight_decay,

@@ -34,8 +34,8 @@ SHOWN, COMPILED = 5, 3
 
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
-    """Find the fastest mesh that divides the model and fits. Compile the few best meshes by the
-    estimate until one fits, and return the config with that mesh, its program and compiled step."""
+    """Find the fastest mesh that divides the model and fits. Compile the meshes that the estimate
+    ranks best until one fits, and return the config with it, its program and its compiled step."""
     devices = devices_of(config)
     one = resolved(config, make_mesh(devices[:1]))
     # Reject options that are invalid on every mesh here; below, an error only excludes one mesh.

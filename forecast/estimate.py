@@ -32,8 +32,8 @@ USUAL_COUNT = "6 per weight per token, and attention to every key"
 # -------------------------------------------------------------------------------------------
 # The estimate
 
-# The cost of --remat in FLOPs and sending, relative to none, measured on compiled programs; then a
-# and b. Per token, a layer saves a d_model + b d_ff numbers for the backward pass.
+# {--remat: (its cost in FLOPs and sending, relative to none, measured on compiled programs; a; b)}.
+# Per token, a layer saves a d_model + b d_ff numbers for the backward pass.
 REMAT = {"none": (1.0, 10, 4), "selective": (1.05, 6, 3), "full": (1.3, 2, 0),
          "offload": (1.3, 0, 0), "attention": (1.05, 10, 4), "mlp": (1.2, 10, 0),
          "attention,mlp": (1.25, 10, 0)}

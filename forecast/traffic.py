@@ -5,9 +5,9 @@
        stream [B, T, D]               K  a microbatch's keys [B, T, K, N]
 
 X, W and K are bytes per device in the compute dtype. hlo.add_up computes what fraction of its bytes
-a collective sends, so each function below yields only the collectives. They are rows: the kind, the
-axes joined by +, how often it runs, and the bytes of its result per device (for a reduce-scatter,
-of its operand).
+a collective sends, so each function below yields only the collectives, as rows. A row has the kind,
+the axes joined by +, how often it runs, and the bytes of its result per device (for a
+reduce-scatter, of its operand).
 """
 
 import collections
@@ -47,10 +47,10 @@ def is_complete(plan: Any) -> bool:
 
 
 def _sends_more(plan):
-    """Return whether an update sends anything that has no formula: to orthogonalize matrices, to
-    compare rows, for adapters, for weights stored differently from how they're used, for --remat of
-    part of a layer or of some layers, or for 1F1B with one layer per stage. A float32 step on a TPU
-    counts as well: its matmuls round to bfloat16, and it may round before it gathers."""
+    """Return whether an update sends anything that these formulas don't cover. They don't cover
+    Muon, a loss that compares rows, adapters, weights stored differently from how they're used,
+    --remat of part of a layer or of some layers, 1F1B with one layer per stage, or a float32 step
+    on a TPU (its matmuls round to bfloat16, and it may round before it gathers)."""
     config, c = plan.config, plan.config.network
     return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
@@ -105,7 +105,7 @@ class _Run:
         # Whether tensor also splits the head's tokens after the stages divide them.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
-        # How often a layer runs, and forward passes per run, to which 1F1B and --remat add one.
+        # How often a layer runs, and its forward passes each time (1F1B and --remat each add one).
         self.layers = round(self.passes * c.layers / S)
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and head run (every tick in 1F1B), and the bytes of their X.

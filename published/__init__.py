@@ -6,7 +6,7 @@ optional: delete it if you only train the decoder in model.py.
     clip  swin  sam  blip2      vision models built from transformer.py, general.py, windows.py
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
     record  arrays_of_folder  folders           read and write a folder
-    hub_names   names of the Hugging Face hub: models, and datasets as --data
+    hub_names   names on the Hugging Face hub: models, and datasets as --data
     reference   check that an edited network still computes the published model
     presets     model shapes by name
 
@@ -14,8 +14,8 @@ Recipes that train or read published models need this part, and tasks/pairs.py n
 encoder-decoders. If a published model isn't the plain decoder, read transformer.py. To add a
 family, see llama.py. To add a custom network, put its file here and import it in this file. The
 file needs a Config, a weight table, a loss, the batch shapes, and whichever other functions in
-zigzag/parallel/network.py apply. These files import shard.py, each other and zigzag/. Only this
-one imports model.py, to choose between it and the other networks.
+zigzag/parallel/network.py apply. The files here import shard.py, each other and zigzag/. Only this
+file imports model.py, to choose between it and the other networks.
 """
 
 import dataclasses
@@ -79,8 +79,8 @@ PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}
 
 
 def folder_of(name: str) -> str:
-    """Return the folder that --model NAME names, or a name of the hub with its commit; "" for a
-    preset: gpt2 is a preset, gpt2/ is a folder."""
+    """Return the folder that --model NAME names, or a name on the hub with its commit, or "" for a
+    preset. (gpt2 is a preset, but gpt2/ is a folder.)"""
     is_preset = name in PRESETS or not (Path(name).is_dir() or hub_names.repository(name))
     return "" if is_preset else hub_names.with_commit(name).rstrip("/")
 
@@ -96,14 +96,14 @@ def preset(name: str, given: dict[str, Any]) -> tuple[Network, dict[str, Any]]:
 # Weights
 
 def hf_config(folder: str | Path, **fields: Any) -> Any:
-    """The config of a published model, with these fields overridden."""
+    """Return the config of a published model, with these fields overridden."""
     folder = hub_names.with_commit(folder)
     return folders.hf_config(network_of_folder(folder), folder, **fields)
 
 
 def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields: Any
             ) -> tuple[Params, Any]:
-    """Load (weights, config) from a Hugging Face folder, or a name of the hub (org/name@REVISION).
+    """Load (weights, config) from a Hugging Face folder, or a name on the hub (org/name@REVISION).
     Weights go straight into their shards on the mesh, or onto one device if `mesh` is None.
     `fields` override options for training and running the model. With `edited`, load even if the
     network's code computes something else."""
@@ -114,8 +114,8 @@ def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields
 def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
                       ) -> tuple[Params, Any, Tokenizer]:
     """Load (weights, config, tokenizer) for sample.py --model. The weights have the form that
-    decoding uses, a list of layers, in the dtype that suits the devices best. Only a decoder inside
-    a larger model builds the stacked layers of training first."""
+    decoding uses, a list of layers, in the dtype that suits the devices best. Only for a decoder
+    inside a larger model do we first build stacked layers, as in training."""
     folder = hub_names.with_commit(folder)
     assert_same_everywhere({"model": folder})       # each process asked the hub, or its own cache
     network = network_of_folder(folder)

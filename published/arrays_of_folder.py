@@ -80,7 +80,7 @@ class Layout(NamedTuple):
     def read(self, array: np.ndarray, ranges: Sequence[slice], order: np.ndarray | None = None
              ) -> np.ndarray:
         """Read these ranges of the weight from a published array, whose last axis may have a
-        different order. Skips indices past the end of an axis, which are padding."""
+        different order. Skip indices past the end of an axis, which are padding."""
         at = []
         for letter, r in zip(self.own, ranges):
             in_groups = letter == "H" and "g" in self.letters
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
 
 def layouts(pattern: str, own: dict[str, tuple[str, ...]], sizes: dict[str, int]
             ) -> dict[str, Layout]:
-    """Parse a pattern into {weight: its Layout}. `own` has the weights in order, with axes."""
+    """Parse a pattern into {weight: its Layout}. `own` has the weights in order and their axes."""
     found, sizes = {}, {"1": 1, **sizes}
 
     def count(letters):
@@ -260,7 +260,7 @@ def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = Fals
 
 
 def _rows(ours, prefix, own):
-    """Find the arrays that a row of a name table stands for, if `own` has their weights. Returns
+    """Find the arrays that a row of a name table stands for, if `own` has their weights. Return
     [(name suffix, layout or "" for torch's, sign, weight paths)]."""
     if sign := re.search("|".join(SIGNS), ours):
         rows = [("", ours[:sign.start()].strip(), sign[0], ours[sign.end():].split())]
@@ -309,9 +309,9 @@ FUSED = ("experts.gate_up_proj", "experts.down_proj")
 
 def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
-    """Return {name: its Parts} for this folder's arrays. Rejects the folder if an array is missing
+    """Return {name: its Parts} for this folder's arrays. Reject the folder if an array is missing
     or unknown, has the wrong shape, or has a dtype that we don't read."""
-    there, spare = folder.arrays.keys(), {}     # {array that may not be a weight: why}
+    there, spare = folder.arrays.keys(), {}     # {array that might not be a weight: why}
     for pattern, why in family.ignored.items():
         pattern = pattern.replace("{layers}", str(config.layers))
         spare |= {name: why for name in there if re.fullmatch(pattern, name)}
@@ -349,8 +349,8 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
 
 
 def _check_ignored(folder, config, name, why):
-    """Reject an ignored array if its reason doesn't hold. It must be the constant that the config
-    implies, or the class in `architectures` must match the reason's regex."""
+    """Reject an array if we have no valid reason to ignore it: either it must be the constant that
+    the config implies, or the class in `architectures` must match the regex in `why`."""
     kinds = folder.config.get("architectures") or [""]
     if callable(why) and not why(config, folder.arrays[name].astype(np.float32)):
         raise ConfigError(f"{folder.path}: {name} is not the constant of model_type "
@@ -396,7 +396,7 @@ def _of_stack(path, counts):
 
 
 def _read_part(folder, axes, pieces, ranges):
-    """Read these ranges of one of our weights; zeros where no array has it."""
+    """Read these ranges of one of our weights; use zeros where no array has it."""
     out, done = np.zeros([r.stop - r.start for r in ranges], np.float32), {}
     for name, part in sorted(pieces, key=lambda piece: SIGNS.index(piece[1].sign)):
         stacked = len(axes) - len(part.layout.own)      # leading axes that the array lacks

@@ -38,7 +38,7 @@ from zigzag.parallel.products import lookup, matmul
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configs. The whole model uses the language model's.
+# Configs. The whole model uses the language model's Config.
 
 VISION = dict(hidden_size=1408, intermediate_size=6144, num_hidden_layers=39,
               num_attention_heads=16, image_size=224, patch_size=14, hidden_act="gelu",
@@ -117,7 +117,7 @@ def table(c: Any) -> Params:
 
 
 def _attention_arrays(name, ours, norm):
-    """BERT's names for the arrays of an attention block."""
+    """Return BERT's names for the arrays of an attention block."""
     return under(f"{name}.", attention("{}", "attention.query attention.key attention.value "
                                        "output.dense", ours), {"output.LayerNorm": norm})
 
@@ -199,7 +199,7 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
 def _embed_with(vectors, begins=False):
     """Return a replacement for transformer.embedding that puts these vectors [B, Q, D] into texts.
     The n-th vector replaces the embedding of a row's n-th image token. With `begins`, every row
-    begins with the image tokens, and a batch may hold a later part of it."""
+    begins with the image tokens, and a batch may hold later parts of the rows."""
     def embed(w, batch, c):
         r, x = record_of(c), transformer.embedding(w, batch, c)
         is_image = batch["tokens"] == r["image_token_index"]
@@ -254,7 +254,7 @@ def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
-    """Like model.extend, for rows that begin with source_ids."""
+    """Do the same as model.extend, for rows that begin with source_ids."""
     embed = _embed_with(cache[0]["cross_vectors"], begins=True)
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 

@@ -31,7 +31,7 @@ from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
-# Configs. The whole model uses the text tower's.
+# Configs. The whole model uses the text tower's Config.
 
 TEXT = dict(vocab_size=49408, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
             num_attention_heads=8, max_position_embeddings=77, hidden_act="quick_gelu",
@@ -56,7 +56,7 @@ def _fields(r):
     text = _part(r, "text_config", TEXT)
     general.tower(None, "vision_config", _vision(r))
     count(r, "projection_dim")
-    float(r["logit_scale_init_value"])      # fail here if the weight table couldn't read it
+    float(r["logit_scale_init_value"])      # fail here, not in the weight table, if it's no number
     an_id("text_config.eos_token_id", text["eos_token_id"])
     return {**general.tower_sizes(text), "positions": "learned", **named(
         text, vocab_size="vocab_size", seq_len="max_position_embeddings",

@@ -62,7 +62,7 @@ def _t5(r):
 
 
 def _t5_tied(r, fields, folder):
-    """The field `tied`. A T5 from transformers 5 is untied if its head and embedding differ."""
+    """Return the field `tied`. A T5 of transformers 5 is untied if its head isn't its embedding."""
     head, table = map(folder.arrays.get, ("lm_head.weight", "shared.weight"))
     if "scale_decoder_outputs" not in r or not fields["tied"] or head is None or table is None:
         return {}
@@ -95,7 +95,7 @@ PAIRS["t5"] = Family(
     dict(is_encoder_decoder=True, tie_word_embeddings=True, num_decoder_layers=None,
          relative_attention_num_buckets=32, relative_attention_max_distance=128,
          layer_norm_epsilon=1e-6, feed_forward_proj="relu", pad_token_id=0, eos_token_id=1),
-    # T5's earliest versions saved distance biases for cross-attention, which no class has.
+    # T5's earliest versions saved distance biases for cross-attention, but no class uses them.
     ignored={r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight": ""},
     seen=_t5_tied,
     aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads",
@@ -104,10 +104,10 @@ PAIRS["t5"] = Family(
 
 
 # -------------------------------------------------------------------------------------------
-# BART, with norms after attention and MLP, and Whisper, with norms before
+# BART, with norms after attention and the MLP, and Whisper, with norms before them
 
 def _layers(r, seq_len, source_len):
-    """The fields that BART and Whisper have under the same names."""
+    """Return the fields that BART and Whisper have under the same names."""
     refuse(r, is_encoder_decoder=True, tie_word_embeddings=True)
     return {**sizes(r, layers="decoder_layers", d_model="d_model", heads="decoder_attention_heads",
                     d_ff="decoder_ffn_dim", encoder_layers="encoder_layers",

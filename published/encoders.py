@@ -56,7 +56,7 @@ def _published(r, **changes):
 
 
 def _head(r, kind):
-    """The fields of the head of a text encoder."""
+    """Return the fields of a text encoder's head."""
     fields = classed(r, {f"{kind}For(MaskedLM|PreTraining)": MASKED,
                          f"{kind}ForSequenceClassification": POOLED, f"{kind}Model": PLAIN})
     if r["architectures"][0].endswith("ForPreTraining"):
@@ -65,15 +65,15 @@ def _head(r, kind):
 
 
 def _pooler(r, fields, folder):
-    """The field `pool_dense`. A model without a head may also lack a pooler."""
+    """Return the field `pool_dense`. A model without a head may also lack a pooler."""
     if fields["head"] == "none" and not any("pooler." in name for name in folder.arrays):
         return {"pool_dense": False}
     return {}
 
 
 def _masked(c, dense, norm, bias, decoder):
-    """The head of a masked language model. Its bias has two names. In transformers 5 an untied
-    model uses the decoder's bias; in 4 both names are the same array."""
+    """Return the names of a masked language model's head. Its bias has two names. In transformers 5
+    an untied model uses the decoder's bias; in 4 both names are the same array."""
     biases = {bias: "-> head_bias", f"{decoder}.bias": "== head_bias"} if c.tied else {
         bias: "~ head_bias"}
     return {dense: "transform", norm: "transform_norm", decoder: "head = embed", **biases}
@@ -116,8 +116,8 @@ ENCODERS["bert"] = Family(
 
 
 def _roberta(r):
-    """The fields of a RoBERTa. Its position table begins after row pad_token_id, which is for
-    padding."""
+    """Return the fields of a RoBERTa. In its position table, row pad_token_id is for padding, and
+    the positions begin after it."""
     fields = _text(r, "Roberta")
     if fields["head"] == "masked" and fields["activation"] != "gelu":
         refuse(r, hidden_act="gelu")    # its head uses gelu, whatever the layers use
@@ -138,7 +138,7 @@ ENCODERS["roberta"] = Family(_roberta, _roberta_arrays, {**TEXT, "pad_token_id":
 
 
 def _albert(r):
-    """The fields of an ALBERT. The layers of a group share their weights."""
+    """Return the fields of an ALBERT. The layers of a group share their weights."""
     refuse(r, inner_group_num=1)
     layers, groups = r["num_hidden_layers"], count(r, "num_hidden_groups")
     width = count(r, "embedding_size")
@@ -234,8 +234,8 @@ def _beit_arrays(c):
 
 
 def _is_index(c, array):
-    """Whether the array is the index table, which gives the learned bias's row for each pair of
-    patches, and for pairs with the class token."""
+    """Return whether the array is the index table, which gives the learned bias's row for each pair
+    of patches, and for pairs with the class token."""
     slots = np.arange(c.seq_len)
     return np.array_equal(array, patch_ids(c, slots[:, None], slots))
 

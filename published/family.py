@@ -57,7 +57,7 @@ def _is_rates(c, array):
 
 
 def _is_causal(c, array):
-    """Whether the array is a causal mask, with or without a window."""
+    """Return whether the array is a causal mask, with or without a window."""
     if array.ndim != 4:
         return False
     seen = np.tri(array.shape[-1], dtype=bool)

@@ -27,8 +27,8 @@ from zigzag.parallel.saved import is_custom, load_run
 # Published folders
 
 def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
-    """The config of a published model, with these fields overridden. Only options for training and
-    execution can be overridden."""
+    """Return the config of a published model, with these fields overridden. Only options for
+    training and execution can be overridden."""
     if other := fields.keys() - (may := _may_change(network)):
         raise ConfigError(f"{folder}: {min(other)} follows from its config.json and its weights; "
                           f"you can give only {', '.join(sorted(may))}")
@@ -40,7 +40,7 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
 
 
 def _may_change(network):
-    """The options that only affect how we train and execute a published model."""
+    """Return the options that only affect how we train and execute a published model."""
     return {*network.trained, *(f.name for f in dataclasses.fields(ComputeOptions))} - {"published"}
 
 
@@ -102,7 +102,7 @@ SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
 def _check_described(network, config, seen):
-    """Reject options that differ from the config.json we'd write, except those in `seen`."""
+    """Reject options that differ from the config.json that we'd write, except those in `seen`."""
     may = _may_change(network)
     given = {name: getattr(config, name) for name in may if hasattr(config, name)}
     found = fields_of(json.loads(config.published), families_of(network))

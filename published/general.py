@@ -170,12 +170,12 @@ def check(c: Any) -> None:
 
 
 def _longest(c):
-    """The longest text with positions: seq_len, or source_len if the source is longer text."""
+    """Return the longest text's length: seq_len, or source_len if the source is a longer text."""
     return max(c.seq_len, c.source_len if c.encoder_layers and c.stem == "tokens" else 0)
 
 
 def _of_values(c):
-    """Invalid values of single options."""
+    """Return the checks of single options, as rows for refuse_rows."""
     longest, turned = _longest(c), c.rotary_dim or c.head_dim
     rows = c.position_rows - c.position_offset
     return [
@@ -199,7 +199,7 @@ NEEDS = {"shared_experts": "experts", "qk_norm_wide": "qk_norm", "local_theta": 
 
 
 def _of_blocks(c):
-    """Block options that can't be combined."""
+    """Return the checks of block options that can't be combined, as rows for refuse_rows."""
     return [
         *((name, getattr(c, name) and not getattr(c, other), 
            f"give --{other}{' true' * (getattr(c, other) is False)} too")
@@ -227,7 +227,7 @@ def _of_blocks(c):
 
 
 def _of_encoders(c):
-    """Invalid options of encoders, encoder-decoders and classifiers."""
+    """Return the checks of encoders, encoder-decoders and classifiers, as rows for refuse_rows."""
     classes, half = c.head == "classes", c.relative_buckets // 2
     others = c.experts or c.parallel_block or c.kv_rank or c.layer_groups or not c.causal
     return [

@@ -77,8 +77,8 @@ GPT["gpt2"] = Family(_gpt2, ENDS | under(
 
 
 def _is_sinusoids(c, array):
-    """Whether the array holds each position's sines and cosines. GPT-J's earliest folders have it.
-    """
+    """Return whether the array holds each position's sines and cosines, as in GPT-J's earliest
+    folders."""
     angle = np.arange(len(array))[:, None] * plain_rates(c.rotary_dim or c.head_dim, 10000.0)
     return np.allclose(array, np.concatenate([np.sin(angle), np.cos(angle)], 1), atol=0.01)
 
@@ -192,9 +192,9 @@ GPT["bloom"] = Family(
 
 
 def _falcon(r):
-    """The fields of a Falcon. It has three layouts: 7B (a single key head), 40B (groups, two
-    norms), and RW (ALiBi, a sequential block). All of them fuse queries, keys and values into the
-    same array: groups of query heads, each with its key head."""
+    """Return the fields of a Falcon. It has three layouts: 7B (a single key head), 40B (groups, two
+    norms), and RW (ALiBi, a sequential block). All of them fuse queries, keys and values into a
+    single array, in which each group of query heads comes with its key head."""
     grouped, heads = r["new_decoder_architecture"], r["num_attention_heads"]
     if grouped:
         refuse(r, parallel_attn=True)

@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub, and where their files are on this machine.
+"""Names on the Hugging Face hub, and where their files are on this machine.
 
     --model org/name                the commit that the cache has, or else the hub's newest
     --model org/name@REVISION       a branch, a tag or a commit
@@ -8,9 +8,9 @@
     config_of  weights_of  tokenizer_of     that name -> its files in the cache
     files           an address in --data -> a path in the cache
 
-The package huggingface_hub has the cache, and reads the environment (HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE). We ask the hub only for files that the cache lacks, by name: never for a pickle or
-a program. For a folder, these functions return the folder itself.
+The package huggingface_hub manages the cache, and reads the environment (HF_HOME, HF_TOKEN,
+HF_HUB_OFFLINE). We ask the hub only for named files that the cache lacks, and never for a pickle or
+a program. Given a folder instead of a name, these functions return the folder itself.
 """
 
 import difflib
@@ -79,18 +79,18 @@ class Repository(NamedTuple):
         return ConfigError(f"{self.given}: {why}")
 
     def nearest(self) -> str:
-        """Return the end of a message: if the cache lacks this name, the nearest that it has."""
+        """Return the end of a message: the nearest names in the cache, if it lacks this one."""
         known = [path.name.partition("--")[2].replace("--", "/") for path in Path(
             self.hub.constants.HF_HUB_CACHE).glob(f"{self.kind}s--*--*")]
         near = [] if self.name in known else difflib.get_close_matches(self.name, known, 3)
         return f"; the nearest names in the cache: {', '.join(near)}" if near else ""
 
     def fetched(self, *names: str, is_first: bool = False) -> list[Path]:
-        """Return the paths of those of these files that the repository has, or of the first alone.
-        If the hub is silent, leave out files that aren't in the cache, unless none is."""
+        """Return the paths of the named files that the repository has; with is_first, only of the
+        first one. If the hub is silent, use only the cache; raise Silent if it has none of them."""
         found, silence, unknown = [], None, []
         for file in names:
-            # A path; None if the cache doesn't know; an object if the repository lacks it.
+            # This is a path, None if the cache doesn't know, or an object if there's no such file.
             path = self.ask(self.hub.try_to_load_from_cache, file)
             if path is None and not silence:
                 try:
@@ -121,7 +121,7 @@ class Repository(NamedTuple):
 # Models
 
 def repository(name: str | Path) -> Repository | None:
-    """Return the repository that a name means; None for a folder, a Path, or a preset."""
+    """Return the repository that a name refers to; None for a folder, a Path, or a preset."""
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if not match or Path(name).is_dir():
         return None
@@ -130,14 +130,14 @@ def repository(name: str | Path) -> Repository | None:
 
 
 def with_commit(name: str | Path) -> str | Path:
-    """Return a name of the hub with the commit that it means now."""
+    """Return a name on the hub with the commit that it refers to now."""
     repo = repository(name)
     return f"{repo.name}@{repo.folder().name}" if repo else name
 
 
 def at_commit(name: str | Path) -> Repository | None:
-    """Return the repository of a name with a commit. Without one, the name is a path: if somebody
-    moved the folder that a run began with, the hub's model of that name can't replace it."""
+    """Return the repository of a name with a commit, or None. A name without a commit is a path: if
+    somebody moved the folder that a run began with, no model on the hub may replace it."""
     repo = repository(name)
     return repo if repo and COMMIT.fullmatch(repo.revision) else None
 
@@ -159,7 +159,7 @@ def weights_of(name: str | Path) -> Path:
 
 
 def tokenizer_of(name: str | Path, rows: int) -> Tokenizer:
-    """Return a model's tokenizer; `rows` is published_tokenizer's."""
+    """Return a model's tokenizer; `rows` is the number of rows in its embedding."""
     if repo := at_commit(name):
         repo.fetched(*(kind.file for kind in KINDS.values()), is_first=True)
         repo.fetched("config.json", *BESIDE)

@@ -68,7 +68,7 @@ def family_of(record: Fields, families: Families = FAMILIES,
 
 def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fields:
     """Translate a published config.json, or its part `at`, into fields of
-    published.transformer.Config. Rejects unread keys that may matter."""
+    published.transformer.Config. Reject unread keys that may matter."""
     family, kind = family_of(record, families), record["model_type"]
     try:
         fields, r = read_record(record, family, at)
@@ -80,7 +80,7 @@ def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fi
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
         raise ConfigError(f"config.json of model_type {kind}: a value has the wrong type "
                           f"({one_line(e)})") from None
-    # Only new models need the router losses; fine-tuning doesn't.
+    # Only new models need the router losses; fine-tuned ones don't.
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
             "published": json.dumps(r.given, sort_keys=True), **fields}
 
@@ -140,7 +140,7 @@ PLAIN_OPTIONS = OF_TRAINING | set(keys("""layers d_model heads kv_heads head_dim
 
 def as_llama(c: Any) -> tuple[Any, Callable]:
     """Express our own model as one that transformers supports: a LLaMA or, with experts, a Mixtral.
-    Returns the config, and a function that converts our weights. folders.save_hf rejects options
+    Return the config, and a function that converts our weights. folders.save_hf rejects options
     that these models lack."""
     record = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=c.d_model,
@@ -168,7 +168,7 @@ def as_llama(c: Any) -> tuple[Any, Callable]:
 # LLaMA and its relatives
 
 def _modern(r, **of_rope):
-    """The fields that most newer families have."""
+    """Return the fields that most newer families have."""
     return {**sizes(r, d_ff="intermediate_size", norm_eps="rms_norm_eps", activation="hidden_act",
                     tied="tie_word_embeddings"), **decoder_head(r), **rope(r, **of_rope),
             "kv_heads": r.get("num_key_value_heads") or r["num_attention_heads"],
@@ -192,7 +192,7 @@ WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 
 def _relative(fields, defaults, arrays=LLAMA, shared=HEAD_DIM, ignored=INV_FREQ, **more):
-    """A relative of LLaMA. `defaults` lists only those that differ from MODERN."""
+    """Return a relative of LLaMA. `defaults` lists only those that differ from MODERN."""
     return Family(fields, arrays, {**MODERN, **defaults}, "model.", ignored, shared=shared, **more)
 
 
@@ -259,7 +259,7 @@ FAMILIES["phi3"] = _relative(
 
 
 def _gemma(r, **of_rope):
-    """Fields that Gemma 2 and 3 share: norms before and after attention and the MLP (`_one_more`
+    """Return what Gemma 2 and 3 share: norms before and after attention and the MLP (`_one_more`
     adjusts their scales), and an embedding scaled by the root of its width (embed_scale 0)."""
     refuse(r, use_bidirectional_attention=False)
     bias = r["attention_bias"]
@@ -281,7 +281,7 @@ def _gemma2(r):
 
 
 def _gemma3(r):
-    """The fields of a Gemma 3. Its rope_scaling applies only to the layers without a window."""
+    """Return the fields of a Gemma 3. Its rope_scaling applies only to layers without a window."""
     refuse(r, attn_logit_softcapping=None)      # its class ignores it
     if r.get("rope_scaling"):
         r["rope_scaling"]["rope_type"]          # must be there: transformers 5 ignores `type` here
@@ -292,7 +292,7 @@ def _gemma3(r):
 
 
 def _one_more(c):
-    """Gemma's norms multiply by 1 + the array, and ours store that sum."""
+    """Return the changes to norms: Gemma's multiply by 1 + the array, and ours store that sum."""
     return {name: Change(offset=1.0) for name in (
         "norm", "attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")}
 
@@ -332,8 +332,8 @@ FAMILIES["granite"] = _relative(
 
 
 def _smollm3(r):
-    """The fields of a SmolLM3. A layer has rotary positions if its entry in no_rope_layers is 1.
-    Without layer_types, the layers without rotary positions have the window."""
+    """Return the fields of a SmolLM3. A layer has rotary positions if its entry in no_rope_layers
+    is 1. Without layer_types, the layers without rotary positions have the window."""
     fields, every = _llama(r), r["no_rope_layer_interval"]
     turned = r["no_rope_layers"]
     if turned is None:
@@ -432,7 +432,7 @@ def _deepseek_v3_arrays(c):
 
 
 def _deepseek_v3_order(c):
-    """Published heads put the rotated part last, with the two elements of a pair adjacent."""
+    """Return the changes to heads: published heads end with the rotated part, in adjacent pairs."""
     begin, turned = c.head_dim - c.rotary_dim, c.rotary_dim
     if not json.loads(c.published).get("rope_interleave", True):
         return {"wq": Change(np.roll(np.arange(c.head_dim), turned))}

@@ -21,18 +21,18 @@ from zigzag.parallel.rotary import SCALINGS, Scaling, parse_scaling, plain_rates
 # Windows and rotary rates, which differ from layer to layer
 
 def _has_window(c):
-    """Whether each layer has the window, as a list."""
+    """Return a list that says for each layer whether it has the window."""
     kinds = (c.local_layers or "l") * c.layers
     return [c.window > 0 and kind == "l" for kind in kinds[:c.layers]]
 
 
 def layer_slots(c: Any, i: int) -> int:
-    """The maximum number of keys that a query in layer i sees; 0 if it sees all earlier keys."""
+    """Return how many keys a query in layer i sees at most; 0 if it sees all earlier keys."""
     return c.window if _has_window(c)[i] else 0
 
 
 def layer_is_local(c: Any, i: Array) -> Array:
-    """Whether layer i has the window; i may be traced."""
+    """Return whether layer i has the window; i may be traced."""
     return jnp.array(_has_window(c))[i]
 
 
@@ -51,7 +51,7 @@ def layer_rates(c: Any, i: Array) -> tuple[Any, Any]:
 
 
 def max_positions(c: Any) -> int:
-    """The maximum number of positions, which only a learned position table limits."""
+    """Return the maximum number of positions, which only a learned position table limits."""
     return c.position_rows - c.position_offset if c.positions == "learned" else sys.maxsize
 
 
@@ -74,8 +74,9 @@ def decoding_length(c: Any, tokens: int, slots: int) -> int:
 # Other positions
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Return each head's slope [H]: how much a key's score drops per step of distance. If the head
-    count isn't a power of two, the remaining heads take every other slope of the next power."""
+    """Return each head's slope [H]: how much a key's score drops per step of distance. If H isn't a
+    power of two, the first heads get the slopes for the largest power of two below H, and the rest
+    get every other slope for twice that power."""
     power = 2 ** math.floor(math.log2(heads))
 
     def slopes(n):
@@ -114,8 +115,8 @@ def relative_ids(c: Any, query: Token, key: Token) -> Array:
 
 
 def _bucket_ids(c, query, key):
-    """T5's buckets: one for each small distance, and logarithmic ones for larger distances. If
-    tokens see both ways, half the buckets are for later keys."""
+    """Return each pair's bucket, as in T5: there is one for each small distance, and larger
+    distances have logarithmic ones. If tokens see both ways, half are for later keys."""
     far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
     exact, steps = half // 2, np.arange(c.relative_distance)
     ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
@@ -158,7 +159,7 @@ def counted(flags: Array, slots: Array) -> Array:
 
 
 def sinusoids(rows: int, width: int) -> np.ndarray:
-    """A table [rows, width] of sines (even columns) and cosines (odd ones) of each position."""
+    """Return a table [rows, width] of positions' sines (even columns) and cosines (odd ones)."""
     angle = np.arange(rows)[:, None] * plain_rates(width, 10000.0)
     table = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(rows, -1)
     return table[:, :width].astype(np.float32)
@@ -175,7 +176,7 @@ def _dynamic(dim, theta, known, length):
 
 
 def _yarn(dim, theta, known, length):
-    """Like llama3, but mix by a linear ramp over the pairs' indices."""
+    """Scale the rates as llama3 does, but blend by a linear ramp over the pairs' indices."""
     trained = known["original_max_position_embeddings"]
 
     def pair(turns):        # the index of the pair that makes this many turns in the trained length
@@ -199,12 +200,12 @@ def _longrope(dim, theta, known, length):
 
 
 def mscale(factor: float, by: float) -> float:
-    """The factor by which yarn and DeepSeek's attention sharpen scores."""
+    """Return the factor by which yarn and DeepSeek's attention sharpen scores."""
     return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _sharpens(known):
-    """The factor on sine and cosine in yarn and longrope."""
+    """Return the factor on sine and cosine in yarn and longrope."""
     factor, by, by_all = known.get("factor", 1), known.get("mscale"), known.get("mscale_all_dim")
     if (given := known.get("attention_factor")) is not None:
         return given

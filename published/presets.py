@@ -58,7 +58,7 @@ def _shape(family: Fields, layers: int, d_model: int, heads: int, d_ff: int = 0,
 
 
 def _pair(family: Fields, layers: int, d_model: int, *sizes: int, **others: Any) -> Fields:
-    """An encoder-decoder with `layers` layers in the encoder and the same number in the decoder."""
+    """Return an encoder-decoder with `layers` layers in the encoder and as many in the decoder."""
     scale = {"head_scale": d_model**-0.5} if family is T5_1 else {}
     return _shape(family, layers, d_model, *sizes, encoder_layers=layers, **scale, **others)
 
@@ -113,7 +113,7 @@ PRESETS: dict[str, Fields] = {
     "t5-small": _pair(T5_1, 6, 512, 8), "t5-base": _pair(T5_1, 12, 768, 12),
     "t5-large": _pair(T5_1, 24, 1024, 16), "t5-3b": _pair(T5_1, 24, 1024, 32, 16384, head_dim=128),
     "t5-11b": _pair(T5_1, 24, 1024, 128, 65536, head_dim=128),
-    # Version 1.1, the only one with an xl and an xxl.
+    # Version 1.1, the only one that comes in the sizes xl and xxl.
     "t5-small-v1.1": _pair(T5_11, 8, 512, 6, 1024), "t5-base-v1.1": _pair(T5_11, 12, 768, 12, 2048),
     "t5-large-v1.1": _pair(T5_11, 24, 1024, 16, 2816), "t5-xl": _pair(T5_11, 24, 2048, 32, 5120),
     "t5-xxl": _pair(T5_11, 24, 4096, 64, 10240),

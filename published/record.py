@@ -125,11 +125,11 @@ class Record:
         return self[name] if name in self.values else default
 
     def of_class(self, name: str) -> Any:
-        """Read a key that only some classes have; None if this class lacks it."""
+        """Read a key that only some classes have; return None if this class lacks it."""
         return self.get(name) if name in self.shared else None
 
     def plain(self, name: str) -> Any:
-        """Read a value as plain data, all of which counts as read; None if the key is missing."""
+        """Return a value as plain data, all of which counts as read; None if the key is missing."""
         self.has_read.add(name)
         return self.values.get(name)
 
@@ -231,7 +231,7 @@ LANGUAGE_MODELS = {"": {}, r".*For(CausalLM|ConditionalGeneration)": {},
 
 def decoder_head(r: Record) -> Fields:
     """Return the fields of a decoder's head: {} for a language model, or those of a classifier on
-    the last token. Rejects other heads."""
+    the last token. Reject other heads."""
     return classed(r, {**LANGUAGE_MODELS,
                        ".*ForSequenceClassification": {"head": "classes", "pool": "last"}})
 

@@ -70,7 +70,7 @@ def _other_attention(network, c):
 
 
 def _small(c):
-    """The config of a small model with the same options."""
+    """Return the config of a small model with the same options."""
     kv_heads, head_dim = min(c.kv_heads, 2), min(c.head_dim, 16)
     heads = kv_heads * c.heads // c.kv_heads
     width = heads * head_dim if c.d_model == c.heads * c.head_dim else 64
@@ -106,7 +106,7 @@ def _other_logits(network, c, general, same):
 
 
 def plain_attention(q: Any, k: Any, v: Any, **asked: Any) -> Any:
-    """Causal softmax attention, written as the formula: q [B, T, H, N], k and v [B, T, K, N]."""
+    """Compute causal softmax attention by its formula: q [B, T, H, N], k and v [B, T, K, N]."""
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], 2) for a in (k, v))
     scores = jnp.einsum("bthn,bshn->bhts", q, k) * q.shape[-1] ** -0.5
     seen = jnp.tri(q.shape[1], dtype=bool)

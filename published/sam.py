@@ -68,7 +68,7 @@ def runs(c: Config) -> list[Run]:
 
 
 def table(c: Config) -> Params:
-    """The table of all weights."""
+    """Return the table of all weights."""
     D, out = c.d_model, record_of(c)["output_channels"]
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=D, P=c.side, p=c.side, O=out)
     weights = stems.patch_weights(c, make)
@@ -200,7 +200,7 @@ def _fields(r):
 
 
 def _fields_of_whole(r):
-    """The fields of a SamModel. We read, train and save only its image encoder."""
+    """Return the fields of a SamModel. We read, train and save only its image encoder."""
     classed(r, {"": {}, "SamModel": {}})
     own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
            "architectures": ["SamVisionModel"]}

@@ -26,14 +26,14 @@ def length(c: Any) -> int:
 
 
 def source_shape(c: Any, rows: int) -> tuple[int, ...]:
-    """The shape of a stem's input for a batch of `rows` rows."""
+    """Return the shape of a stem's input for a batch of `rows` rows."""
     if c.stem == "patches":
         return rows, c.channels, c.image_size, c.image_size
     return rows, c.channels, 2 * c.source_len
 
 
 def weight_table(c: Any, table: Any) -> Params:
-    """The table of a stem's weights, in the letters of tables.py."""
+    """Return the table of a stem's weights, in the letters of tables.py."""
     if c.stem == "patches":
         return patch_weights(c, table) | {"class_token": table("D", 0.02)}
     return {"conv1": table("k C D/fsdp", (3 * c.channels) ** -0.5), "conv1_bias": table("D", 0.0),
@@ -80,8 +80,8 @@ def _frames(params, sound, c):
 
 
 def sound_positions(rows: int, width: int) -> np.ndarray:
-    """Whisper's position table [rows, width]: each row has sines in its first half and cosines in
-    its second."""
+    """Return Whisper's position table [rows, width]: each row has sines in its first half and
+    cosines in its second."""
     rates = 10000.0 ** (-np.arange(width // 2) / max(width // 2 - 1, 1))
     angle = np.arange(rows)[:, None] * rates
     return np.concatenate([np.sin(angle), np.cos(angle)], 1).astype(np.float32)

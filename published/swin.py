@@ -77,7 +77,7 @@ def stages(c: Config) -> list[Stage]:
 
 
 def table(c: Config) -> Params:
-    """The table of all weights."""
+    """Return the table of all weights."""
     own, last = stages(c), stages(c)[-1].width
     make = Table(C=c.channels, y=c.patch_size, x=c.patch_size, D=c.d_model)
     weights = stems.patch_weights(c, make) | norms(c, make, "D", ["embed_norm"])
@@ -198,7 +198,7 @@ def _fields(r):
 
 
 def _check_stages(r):
-    """Reject invalid stages. Returns the first stage's head count."""
+    """Reject invalid stages. Return the first stage's head count."""
     size, width = -(-count(r, "image_size") // count(r, "patch_size")), count(r, "embed_dim")
     depths, heads, window = r["depths"], r["num_heads"], count(r, "window_size")
     if not all(isinstance(a, list) for a in (depths, heads)) or not (
@@ -240,7 +240,7 @@ NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "atte
 
 
 def _is_index(c, array):
-    """Whether the array gives the bias table's row for each pair of tokens in a window."""
+    """Return whether the array gives the bias table's row for each pair of tokens in a window."""
     side = record_of(c)["window_size"]
     patches = np.arange(side**2)
     return np.array_equal(array, grid_ids(patches[:, None], patches, side))

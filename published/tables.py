@@ -55,7 +55,7 @@ def _embed_weights(c, make):
 
 
 def head_weights(c: Any, make: Any) -> Params:
-    """The weights of the last norm and the head."""
+    """Return the weights of the last norm and the head."""
     D, W = c.d_model, c.embed_dim or c.d_model
     weights = norms(c, make, "D", ["norm"] * (c.norm_place != "post"))
     if c.head == "classes":
@@ -75,7 +75,7 @@ def head_weights(c: Any, make: Any) -> Params:
 
 
 def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
-    """The weights of a stack of L identical layers."""
+    """Return the weights of a stack of L identical layers."""
     D, G = c.d_model, c.expert_d_ff or c.d_ff
     F = c.shared_experts * G if experts else c.d_ff
     # Latent attention (R) computes queries, keys and values from short vectors. All heads share the
@@ -134,7 +134,7 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
 
 
 def norms(c: Any, make: Any, axes: str, names: list[str]) -> Params:
-    """The scales of these norms, plus the biases of LayerNorms."""
+    """Return the scales of these norms, plus the biases of LayerNorms."""
     weights = {name: make(axes) for name in names}
     if c.norm == "layer":
         weights |= {f"{name}_bias": make(axes, 0.0) for name in names}
@@ -146,7 +146,7 @@ def _has_bias(c, product):
 
 
 def encoder_config(c: Any, length: int = 0) -> Any:
-    """Return the Config of an encoder-decoder's encoder for a source of this length. Rejects a
+    """Return the Config of an encoder-decoder's encoder for a source of this length. Reject a
     source longer than the table of learned positions."""
     if length and c.stem == "tokens":
         c = change(c, source_len=length)

@@ -67,7 +67,7 @@ from zigzag.parallel.table import attention_flops, product_flops
 # The parts of a block
 
 def norm(w, name, x, c, kind="", eps=0.0):
-    """RMSNorm or LayerNorm over the last dimension, in float32."""
+    """Apply RMSNorm or LayerNorm over the last dimension, in float32."""
     x32 = x.astype(jnp.float32)
     if (kind or c.norm) == "layer":
         x32 = x32 - jnp.mean(x32, -1, keepdims=True)
@@ -82,16 +82,16 @@ def heads_of(q, a, dim):
 
 
 def _known(c, i):
-    """The arguments of shard.self_attend for a score bound and a window. With a window, a query
+    """Return shard.self_attend's arguments for a score bound and a window. With a window, a query
     sees the last c.window keys, including its own."""
     return {"softcap": c.attn_softcap, "window": c.window,
             "local": layer_is_local(c, i) if "g" in c.local_layers else None}
 
 
 def _scores(w, q, c):
-    """The `scores` argument of shard.self_attend for the queries q; None for plain scores. It's a
-    function that adds a learned distance bias (`relative`) or ALiBi's bias (a slope per head) to
-    the scores."""
+    """Return shard.self_attend's `scores` argument for the queries q: a function that adds a
+    learned distance bias (`relative`) or ALiBi's bias (a slope per head) to the scores. Return None
+    for plain scores."""
     table = slopes = None
     if c.relative:
         table = heads_of(q, w["relative"], 1)
@@ -107,7 +107,7 @@ def _scores(w, q, c):
 
 
 def with_bias(w, name):
-    """The weight as `columns` takes it, or (weight, bias) if it has a bias."""
+    """Return the weight as `columns` takes it: (weight, bias) if it has a bias."""
     bias = w.get(f"{name}_bias")
     return w[name] if bias is None else (w[name], bias)
 
@@ -125,7 +125,7 @@ def _into_keys(w, c, *names):
 def _latent(w, h, c):
     """For latent attention, return queries [B, T, H, N], the latent [B, T, R] of keys and values,
     and the keys' rotary part [B, T, 1, U], which all heads share. In these norms the published
-    models use an epsilon of 1e-6, whatever the others use."""
+    models use an epsilon of 1e-6, whatever their other norms use."""
     q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
@@ -160,8 +160,8 @@ def _latent_from_cache(w, h, c, i, batch, cache):
 
 
 def _heads(w, qkv, c, i, batch, cache=None):
-    """Queries [B, T, H, N], keys and values [B, T, K, N] -> attention [B, T, H, N], and the cache
-    with these keys and values added."""
+    """Given queries [B, T, H, N], keys and values [B, T, K, N], return attention [B, T, H, N], and
+    the cache with these keys and values added."""
     q, k, v = qkv
     if c.qk_norm_wide:
         scale = w["k_norm"] if cache is not None else shard.repeat_kv(w["k_norm"], c.heads)
@@ -186,7 +186,7 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
     """Apply RMSNorm to queries [B, T, H, N] and keys [B, T, K, N], each over all of a token's heads
     together; the scales are [1, H, N] and [1, K, N]. If the device holds only some of the `heads`
     query heads, one reduction computes both means, and another computes their gradients. The device
-    may hold all key heads or only some. Repeating each equally often doesn't change the mean."""
+    may hold all key heads or only some: counting every head equally often leaves the mean as is."""
     means = jnp.stack([jnp.mean(jnp.square(x.astype(jnp.float32)), (2, 3), keepdims=True)
                        for x in (q, k)])                                    # [2, B, T, 1, 1]
     if q.shape[2] < heads:
@@ -227,7 +227,7 @@ def activate(c, first, *gated):
 
 
 def _into_dense(w):
-    """The input weights of the MLP that every token goes through; [] if there's no such MLP."""
+    """Return the input weights of the MLP that every token goes through; [] if there is none."""
     return [with_bias(w, name) for name in ("w_gate", "w_up") if name in w]
 
 
@@ -240,7 +240,7 @@ def feed_forward(w, h, c, i=0, batch=None):
 
 def _out_of_block(w, h, c, i, batch, out, dense):
     """Sum the products `out`, the MLP that every token goes through (`dense` has its first
-    products' results), and the experts' output for h. Returns the sum and the experts' loss
+    products' results), and the experts' output for h. Return the sum and the experts' loss
     terms."""
     if dense:
         out = [*out, (activate(c, *dense), w["w_down"])]
@@ -293,7 +293,7 @@ def _drop(y, c, site, batch):
 # The network: embed, block, head
 
 def embedding(params, batch, c):
-    """The stream [B, T, D] that enters the first layer."""
+    """Return the stream [B, T, D] that enters the first layer."""
     if c.own_stem == "tokens":
         check_ids(batch["tokens"], c.vocab_size)
         x = shard.embed_lookup(params["embed"], batch["tokens"])
@@ -345,8 +345,8 @@ def _add(w, half, x, y, c, site, batch):
 
 
 def _parallel_block(w, x, i, c, batch, cache):
-    """Run attention and the MLP side by side on x. They share a collective on the way out, and on
-    the way in if they read the same norm."""
+    """Run attention and the MLP side by side on x. They share the collective at their output and,
+    if they read the same norm, the one at their input."""
     h = norm(w, "attn_norm", x, c)
     if c.parallel_norms == 1:
         q, k, v, *dense = shard.columns(h, *_into_heads(w, c, cache), *_into_dense(w))
@@ -419,7 +419,7 @@ def _layer(w, x, i, c, batch):
 
 
 def begin(params, c, batch, specs=None, embed=embedding):
-    """Return the embedding [B, T, D], after the dense layers if a model with experts has any."""
+    """Return the embedding [B, T, D] or, if there are `dense_layers`, their output."""
     x = embed(params, batch, c)
     if c.dense_layers:
         x, _ = shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), params["dense_layers"], x,
@@ -539,7 +539,7 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Any, start:
            config: Config, length: int, specs: Params | None = None,
            embed: Callable = embedding) -> tuple[Array, list[Params]]:
     """Run `tokens` [B, T] through all layers. The tokens are at slots slot ... slot + T - 1 of rows
-    that begin at slots start [B]. Returns the last block's output [B, T, D] for the whole sequence,
+    that begin at slots start [B]. Return the last block's output [B, T, D] for the whole sequence,
     and the cache with the new keys and values. `length` scales some positions. The layers are a
     list (zigzag.generate.engine.unstack_layers)."""
     config = change(config, seq_len=length)
@@ -575,7 +575,7 @@ def _source(batch, c):
 
 
 def only(batch: Batch, *names: str) -> Batch:
-    """The batch's arrays with these names."""
+    """Return the batch's arrays with these names."""
     return {name: batch[name] for name in names if name in batch}
 
 
@@ -695,8 +695,8 @@ def check(c: Config, mesh: Any) -> None:
 
 
 def flops(c: Config, tokens: int, table: Params) -> float:
-    """Training FLOPs for this many tokens. The encoder's weights, and cross-attention's weights for
-    keys and values, count for the source's tokens."""
+    """Return the training FLOPs for this many tokens. The source's tokens use the encoder's
+    weights, and cross-attention's weights for keys and values."""
     share = c.source_len / c.seq_len if c.encoder_layers else 0.0
     layers = dict(table.get("layers", {}))
     of_source = [layers.pop(name) for name in list(layers)
@@ -739,7 +739,7 @@ def block_traffic(c: Config) -> Traffic | None:
 
 
 def why(config: Config) -> str:
-    """Say why a model needs more than the plain decoder."""
+    """Explain why a model needs more than the plain decoder."""
     names = lacking(dataclasses.asdict(config))
     names = [name for name in names if not is_derived(config, name)] or names
     options = [f"{name}={getattr(config, name)}" for name in names]

@@ -19,7 +19,7 @@ from zigzag.parallel import low_rank
 
 
 def patches(params: Any, pictures: Array, c: Any) -> Array:
-    """Turn pictures [B, C, height, width] into grids of tokens [B, h, w, D]. Zero-pads the pictures
+    """Turn pictures [B, C, height, width] into grids of tokens [B, h, w, D]. Zero-pad the pictures
     to whole patches."""
     w, p = params["patch"], c.patch_size
     x = lax.conv_general_dilated(
@@ -31,7 +31,7 @@ def patches(params: Any, pictures: Array, c: Any) -> Array:
 def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: Callable,
           shift: Any = None) -> Array:
     """Run a block with windowed attention on the stream x [B, T, D] of pictures with `size` = (h,
-    w) tokens. It rolls each picture by `shift` before cutting it. attend(w, q, k, v, size) computes
+    w) tokens. Roll each picture by `shift` before cutting it. attend(w, q, k, v, size) computes
     attention for each window's tokens [B W, t, H, N], where `size` includes the padding."""
     w = low_rank.adapted(w)
     h = norm(w, "attn_norm", x, c)
@@ -62,6 +62,6 @@ def cut(x: Array, size: int) -> Array:
 
 
 def join(x: Array, size: int, height: int, width: int) -> Array:
-    """The inverse of `cut`: [B, height, width, ...]."""
+    """Undo `cut`: return [B, height, width, ...]."""
     x = x.reshape(-1, height // size, width // size, size, size, *x.shape[2:])
     return x.swapaxes(2, 3).reshape(-1, height, width, *x.shape[5:])

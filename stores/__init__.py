@@ -1,12 +1,12 @@
 """Object stores: runs in a bucket, and data from one. Addresses are s3://BUCKET/FOLDER, gs://... or
 az://...; the package obstore talks to all three.
 
-A run in a bucket is a run in a folder of this machine, the scratch folder, which mirrors the
+A run in a bucket is a run in a folder on this machine, the scratch folder, which mirrors the
 bucket. A command first downloads config.json, the metrics and the descriptions of the checkpoints.
 It then works in the scratch folder as in any other. While a run trains, a thread uploads what
 appears there.
 
-    store.py        an object store, which may be slow or away for a while
+    store.py        an object store, which may be slow or unreachable for a while
     mirror.py       the scratch folder of an address, and files of --data
     lease.py        the lock that keeps two runs from sharing an address
     shards.py       the files of a checkpoint that this process needs

@@ -2,7 +2,7 @@
 
 Each write is conditional on the object that the holder wrote before, so a run that lost its lock
 notices. A lock that nobody writes for LEASE seconds is stale, and the next run takes it. That run
-does not wait if the holder was a process of this machine that has ended.
+does not wait if the holder was a process on this machine that has ended.
 """
 
 import json
@@ -21,7 +21,7 @@ BEATS = 5.0             # seconds between two writes
 
 
 def _process():
-    """Return what identifies this process, or None where nobody can tell whether it has ended."""
+    """Return what identifies this process, or None on a system that can't tell if it has ended."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return [f.read().strip(), os.readlink("/proc/self/ns/pid"), os.getpid()]
@@ -30,7 +30,7 @@ def _process():
 
 
 def _has_ended(holder):
-    """Return whether a holder was a process of this machine, and has ended."""
+    """Return whether a holder was a process on this machine that has ended."""
     its, own = holder.get("process"), _process()
     return bool(its and own) and its[:2] == own[:2] and not os.path.exists(f"/proc/{its[2]}")
 
@@ -61,8 +61,8 @@ class Lease:
         self.thread = threading.Thread(target=self._renew, daemon=True)
 
     def take(self) -> None:
-        """Take the lock and keep it, if this process has not. Raise ConfigError if another run
-        holds it, or if the store cannot keep two writers apart."""
+        """Take the lock and keep it, unless this process already has it. Raise ConfigError if
+        another run holds it, or if the store cannot keep two writers apart."""
         if self.thread.is_alive():
             return
         if not self._write("create") and not self._write(self._stale()):
@@ -108,14 +108,14 @@ class Lease:
             self.meta = self.store.put("lock", json.dumps(own).encode(), mode)
         except self.store.refused:
             found, meta = read(self.store)
-            if found != own:    # else a write was repeated, because its first answer was lost
+            if found != own:    # else the first try succeeded, but its answer was lost
                 return False
             self.meta = meta
         self.at = begin
         return True
 
     def _stale(self):
-        """Return the facts of a lock that its holder has left. Raise ConfigError if it is held."""
+        """Return the facts of an abandoned lock. Raise ConfigError if a run still holds it."""
         found, meta = read(self.store)
         if found and not _has_ended(found):
             note(f"{self.store.address}: locked by a run on {found.get('host')}; waiting "

@@ -32,7 +32,7 @@ def _scratch():
 
 
 def _own_folder(address):
-    """Return a folder for an address that no other process uses until this one ends."""
+    """Return a folder for an address. No other process uses it until this one ends."""
     digest = hashlib.sha256(address.encode()).hexdigest()
     root = _scratch() / f"{re.sub(r'[^a-zA-Z0-9]+', '-', address)[-80:]}-{digest[:8]}"
     try:
@@ -51,13 +51,13 @@ def _own_folder(address):
 
 
 def _state(path):
-    """Return a file's size and time of change, or None if there is no file."""
+    """Return a file's size and modification time, or None if there is no file."""
     found = path.stat() if path.exists() else None
     return found and (found.st_size, found.st_mtime_ns)
 
 
 def _fetch(store, folder, objects):
-    """Download these objects, {name: facts}, into a folder, unless they are here."""
+    """Download these objects, {name: facts}, into a folder, unless they are already here."""
     store.all(lambda name: store.download(name, folder / name),
               [name for name, meta in objects.items()
                if _state(folder / name) != (meta["size"], time_of(meta))])
@@ -80,12 +80,12 @@ class Mirror:
             return
         self.fetch(name for name in self.there if "/" not in name and name != "lock"
                    and not name.startswith("log-"))
-        with contextlib.suppress(FileNotFoundError):    # a run may delete its oldest meanwhile
+        with contextlib.suppress(FileNotFoundError):    # a run may be deleting its oldest one
             self.fetch(f"checkpoints/{step}/{name}" for step in self.steps
                        for name in (MARKER, "meta/metadata"))
 
     def look(self) -> None:
-        """Find out what is there."""
+        """Find out what is at the address."""
         self.there = self.store.list(most=None if self.store.facts("config.json") else MOST)
         found = (re.fullmatch(rf"checkpoints/(\d+)/{MARKER}", name) for name in self.there)
         self.steps = {int(match[1]) for match in found if match}
@@ -97,7 +97,7 @@ class Mirror:
         self.sent |= {name: _state(self.folder / name) for name in objects}
 
     def send(self, names: Iterable[str]) -> None:
-        """Upload these files, unless they are there."""
+        """Upload these files, unless they are already there."""
         def one(name):
             before = _state(self.folder / name)     # a file may grow while it is read
             self.store.put(name, self.folder / name)
@@ -107,12 +107,12 @@ class Mirror:
                                           != _state(self.folder / name)])
 
     def files(self, folder: str = "") -> list[str]:
-        """Return the names of the files that are here. (rglob fails if a folder goes meanwhile.)"""
+        """Return the names of the files that are here. (rglob fails if a folder is deleted.)"""
         return [Path(root, name).relative_to(self.folder).as_posix()
                 for root, _, names in os.walk(self.folder / folder) for name in names]
 
     def fetch_data(self) -> None:
-        """Download the encoded text, as process 0 or an earlier start has uploaded it."""
+        """Download the encoded text that process 0 or an earlier start has uploaded."""
         self.there |= {name: meta for name, meta in self.store.list().items() if DATA.match(name)}
         self.fetch(filter(DATA.match, self.there))
 
@@ -156,7 +156,7 @@ def files(address: str) -> str:
     with open(root.with_name(f"{root.name}.lock"), "a") as held:
         if fcntl:                   # another process may be downloading
             fcntl.flock(held, fcntl.LOCK_EX)
-        for path in (root / folder).rglob("*"):         # of objects that are gone
+        for path in (root / folder).rglob("*"):         # delete files whose objects were deleted
             name = path.relative_to(root).as_posix()
             if path.is_file() and is_wanted(name) and name not in there:
                 path.unlink()

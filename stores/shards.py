@@ -2,7 +2,7 @@
 
 A run in a bucket saves an array as chunks, one per device, named by their place in the array:
 params/layers.w_up/0.0.3 (orbax with use_ocdbt=False). A process needs those that overlap its
-devices' parts, or all files of a checkpoint from a run folder, where a file holds many arrays.
+devices' parts. In a copied run folder a file holds many arrays, so it needs all of a checkpoint.
 """
 
 import itertools

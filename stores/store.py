@@ -1,4 +1,4 @@
-"""An object store. It may fail for a while: each call prints a line and tries again, for `patience`
+"""An object store. If it fails for a while, each call prints a line and tries again, for `patience`
 seconds. Any other error ends the command with one line that says what to do."""
 
 import concurrent.futures
@@ -16,7 +16,7 @@ from zigzag.core.errors import ConfigError, RunError, note, optional_package
 Meta = dict[str, Any]           # path, size, e_tag, version, last_modified
 
 AT_ONCE = 8             # files; each may take a dozen requests of 5 MB
-QUIET = 60              # seconds after a line about failures, in which there is no other
+QUIET = 60              # seconds after a line about failures before the next such line
 LONGEST_WAIT = 5.0      # seconds between two tries
 
 CREDENTIALS = {
@@ -43,7 +43,7 @@ class Store:
         self.package = optional_package("obstore", address)
         stores = optional_package("obstore.store", address)
         errors = optional_package("obstore.exceptions", address)
-        self.refused = errors.AlreadyExistsError, errors.PreconditionError      # by a condition
+        self.refused = errors.AlreadyExistsError, errors.PreconditionError  # a condition failed
         self.errors = errors.BaseError
         self.is_reached, self.said, self.saying = False, -QUIET, threading.Lock()
         try:
@@ -85,7 +85,7 @@ class Store:
         kind = RunError if self.is_reached else ConfigError     # has anything worked so far?
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", text):
             return kind(f"{self.address}: there is no bucket {self.bucket}")
-        # Without credentials in the environment, the package asks the cloud's own machine.
+        # Without credentials in the environment, the package asks the cloud's metadata server.
         if not self.is_reached and re.search("169.254.169.254|metadata.google|Account must be|"
                                              "Missing|[Cc]redential", text):
             return ConfigError(f"{self.address}: no credentials were found; {how}")
@@ -143,7 +143,7 @@ class Store:
 
     def put(self, name: str, content: bytes | Path, mode: Any = "overwrite") -> Meta:
         """Write an object: these bytes, or a file. `mode` is "create" or the facts of the object
-        that this may replace. If the object is another one, raise one of self.refused."""
+        that this may replace. If a different object is there, raise one of self.refused."""
         if isinstance(mode, dict):
             mode = {key: mode[key] for key in ("e_tag", "version") if mode.get(key)}
         return self.call(lambda: self.package.put(self.store, name, content, mode=mode))
@@ -152,24 +152,24 @@ class Store:
         self.call(lambda: self.package.copy(self.store, name, to))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete these objects. The first goes before the others."""
+        """Delete these objects, the first one before all others."""
         for some in filter(None, (names[:1], names[1:])):
             self.call(lambda: self.package.delete(self.store, some))
 
 
 def time_of(meta: Meta) -> int:
-    """Return when an object was written, in ns. `download` gives its file this time."""
+    """Return the time when an object was written, in ns. `download` gives its file this time."""
     return int(meta["last_modified"].timestamp() * 10**9)
 
 
 def no_room(address: str, folder: Path, e: OSError) -> RunError:
-    """Return the error for a disk that cannot keep what an address holds."""
+    """Return the error for a disk that is too full for what an address holds."""
     return RunError(f"{address}: {folder} cannot be written ({e.strerror}); set ZIGZAG_SCRATCH to "
                     f"a folder on another disk")
 
 
 def _why(e):
-    """Return the important part of an error of obstore, on one line."""
+    """Return the important part of an obstore error, on one line."""
     text = " ".join(str(e).partition("Debug source")[0].split())
     if code := re.search(r"status code: (\d+ [\w ]+)", text):
         return f"the store answers {code[1].strip()}"

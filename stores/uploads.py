@@ -1,7 +1,7 @@
 """Uploads a run while it trains, for zigzag.disk.checkpoint.RunFolder.
 
 A thread looks for what is new in the scratch folder. It uploads this process's arrays of each
-complete checkpoint and tells process 0. Once all processes have, process 0 uploads the metrics and
+complete checkpoint and tells process 0. Once all have done so, process 0 uploads the metrics and
 other files, and then _CHECKPOINT_METADATA. So a killed run continues from a checkpoint whose
 metrics are in the store, and repeats the rest. In between, process 0 uploads changed files every
 INTERVAL seconds, or less often if that takes long.
@@ -19,8 +19,8 @@ from stores.mirror import MARKER, Mirror
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, RunError
 
-INTERVAL = 10.0         # seconds between two uploads of metrics.jsonl, at least
-SHARE = 20              # and this many times what the last took
+INTERVAL = 10.0         # minimum seconds between two uploads of metrics.jsonl,
+SHARE = 20              # and this many times as long as the last one took
 LOOKS = 0.1             # seconds between two looks at the scratch folder
 
 
@@ -69,7 +69,7 @@ class Uploads:
             raise error
 
     def wait(self, step: int | None) -> None:
-        """Wait until the store has a checkpoint, once it is complete here."""
+        """Wait until the store has a checkpoint that is complete here."""
         while step is not None and step not in self.mirror.steps:
             self.check()
             time.sleep(LOOKS / 2)
@@ -143,11 +143,11 @@ class Uploads:
             self.mirror.steps.discard(step)
 
     def _objects(self, step):
-        """Return the names of a checkpoint's objects, the one that makes it complete first."""
+        """Return the names of a checkpoint's objects, starting with the one that completes it."""
         return sorted(self.store.list(f"checkpoints/{step}"), key=lambda n: MARKER not in n)
 
     def _upload_files(self):
-        """Upload the run's other files that have changed; config.json last."""
+        """Upload the run's other files that have changed, with config.json last."""
         begin, found = time.monotonic(), list(filter(self._is_mine, self.mirror.files()))
         self.mirror.send([name for name in found if name != "config.json"])
         self.mirror.send([name for name in found if name == "config.json"])

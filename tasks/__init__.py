@@ -8,7 +8,7 @@ custom steps.
     custom_step  fit(step=...): several networks and losses, state besides the weights
     adds      the flags that these files add
 
-pairs and arrays have `opened`, a context manager that opens --data and yields a `OpenedData`
+pairs and arrays have `opened`, a context manager that opens --data and yields an `OpenedData`
 (zigzag/run/task.py): the config with the values derived from the data, the task, its entries in
 config.json, and the description to print. An option for only some kinds of data declares them with
 `of=`; with other data, it is an error.

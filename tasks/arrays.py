@@ -16,7 +16,7 @@ from zigzag.run.task import OpenedData, Task, language
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[OpenedData]:
-    """Open the .npz, or folder of .npy files, that --data names, and likewise --held_out."""
+    """Open --data and, if given, --held_out; each is a .npz or a folder of .npy files."""
     network = network_of(config)
     shapes, limits = network.batch_shapes(config.network, 1), network.limits(config.network)
     for flag, paths in (("--data", config.data), ("--held_out", config.held_out)):

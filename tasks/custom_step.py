@@ -320,7 +320,7 @@ class CustomStep:
 
 def _check_config(c, mesh):
     check_batch(c, mesh)
-    # With chunks, trees that are in no loss would order their layers differently than the rest.
+    # With chunks, trees that no loss uses would order their layers differently from the rest.
     for name, usual, why in (
             ("lora_rank", 0, "has no adapters"), ("chunks", 1, "sees layers in their own order"),
             ("ema", 0, "keeps its own average, as a tree that init returns and the step updates")):
@@ -342,7 +342,7 @@ def _shapes(tree):
 
 def _means(gradient, sums):
     """Return the gradient of the mean, and the numbers to log. If the loss isn't finite or its
-    count is 0, that gradient is meaningless, so make it NaN, for which `update` changes nothing."""
+    count is 0, that gradient is meaningless, so make it NaN; then `update` changes nothing."""
     total, count, others = sums
     divisor = jnp.where(count == 0, 1, count)
     gradient = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), gradient)

@@ -1,7 +1,7 @@
 """Beam search: each prompt keeps K running beams and the K best finished ones.
 
     best_beams      the best beams for each prompt
-    ids_of_rows     the best beam for each row; can be called inside a compiled function
+    ids_of_rows     the best beam for each row; a compiled function may call it
     write           sample.py --beams
     next_beams      a step: K times V candidates -> the K best running and K best finished beams
 """
@@ -36,7 +36,7 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
     """Return the `beams` best continuations found for each prompt: (ids, score), best first. The
     score is the sum of log-probabilities divided by length ** length_penalty. An id in `eos` ends a
     continuation; it counts in the score but isn't returned. early_stop sets when the search ends.
-    False: when no running beam can beat a finished beam at its current length. "never": when none
+    False: when no running beam, at its current length, can beat a finished one. "never": when none
     can at any length. True: as soon as `beams` beams have finished."""
     vocab_size = engine.config.vocab_size
     if not (1 <= beams <= vocab_size and tokens >= 1 and math.isfinite(length_penalty)
@@ -57,13 +57,13 @@ def best_beams(engine: Engine, params: Any, prompts: Sequence[Sequence[int]], be
 
 def ids_of_rows(engine: Engine, params: Any, rows: dict[str, Array], tokens: int,
                 ends: Sequence[int], beams: int) -> Array:
-    """Return the best beam [B, tokens] for these rows. Can be called inside a compiled function."""
+    """Return the best beam [B, tokens] for these rows. A compiled function may call this."""
     return of_padded(engine, params, rows, lambda params, rows: _search(
         engine, params, rows, ends, beams, tokens, tokens)["finished"][:, 0])
 
 
 def write(model: Model, prompts: Sequence[Prompt]) -> None:
-    """sample.py --beams: print each prompt's best beams with their scores."""
+    """Run sample.py --beams: print each prompt's best beams with their scores."""
     flags = model.flags
 
     def room(prompt):
@@ -85,7 +85,7 @@ def write(model: Model, prompts: Sequence[Prompt]) -> None:
 
 
 def _search(engine, params, rows, ends, beams, limit, size, length_penalty=1.0, early_stop=False):
-    """Find these rows' best beams, with at most `limit` ids each including the end. Return
+    """Find these rows' best beams, each with at most `limit` ids, counting the end id. Return
     `finished` [B, beams, size] and finished_scores."""
     slots, length = room_for(engine, rows, limit)
     state = prefill(engine, params, rows, slots, length)
@@ -137,9 +137,9 @@ def _gather_beams(tree, beams):
 def next_beams(state: dict[str, Any], logits: Array, ends: Array, limit: Array,
                length_penalty: float, early_stop: bool | str
                ) -> tuple[dict[str, Any], Array, Array]:
-    """Extend each beam by an id, chosen by its next logits [B * K, V]. Return the new state; the
+    """Extend each beam by an id, given all beams' next logits [B * K, V]. Return the new state; the
     beam [B, K] that each running beam continues; and whether each prompt's search goes on [B]. A
-    beam has at most `limit` ids. The options are those of best_beams."""
+    beam has at most `limit` ids. The options are the same as in best_beams."""
     def score(sums, length):
         return sums / jnp.clip((length * 1.0) ** length_penalty, 1e-30, 1e30)
 

@@ -70,7 +70,7 @@ def message(model: Model, messages: list[dict[str, str]]) -> Prompt:
 
 
 def messages_of(model: Model, texts: Sequence[str]) -> list[Prompt]:
-    """--chat: make each text a separate conversation, after any --system message."""
+    """For --chat, make each text a separate conversation, after any --system message."""
     return [message(model, [*system(model), user(text)]) for text in texts]
 
 

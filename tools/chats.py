@@ -76,8 +76,8 @@ class Template:
 
     def learned(self, messages: Sequence[Record], first: int = 0, **more: Any
                 ) -> tuple[str, list[tuple[int, int]]]:
-        """Return a conversation's text and its learned spans (first character, end), for the
-        answers from message number `first` on."""
+        """Return a conversation's text and its learned spans (first character, end): the answers
+        among its messages, ignoring those before message number `first`."""
         text = self.render(messages, **more)
         if BEGIN in text or END in text:
             raise ConfigError("a message has a private-use character (U+E0F0 or U+E0F1)")
@@ -132,8 +132,8 @@ def encode_record(document: Document, tokenizer: Tokenizer, options: Options) ->
 
 def encode_chat(record: Record, template: Template, tokenizer: Tokenizer, first: int = 0,
                 weight_field: str = "") -> Marked:
-    """Return a conversation's ids, and which of them are learned: the answers from message number
-    `first` on. With a `weight_field`, return each id's weight instead, 0 if not learned."""
+    """Return a conversation's ids, and which of them are learned: the answers, except those before
+    message `first`. With a `weight_field`, return each id's weight instead (0: not learned)."""
     text, spans = template.learned(record["messages"], first, tools=_tools_of(record) or None)
     ids, begins, ends = tokenizer.with_places(text)
     learned = np.zeros(len(ids), np.float32 if weight_field else bool)

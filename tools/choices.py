@@ -46,7 +46,7 @@ def read_items(lines: Iterable[tuple[str, str]]) -> list[Item]:
 
 
 def _item(record):
-    """Parse a line's question. Any error means the line has none."""
+    """Parse a line's question. Any error means that the line has no valid question."""
     question, choices, answer = (
         record[[name for name in names if name in record][0]]
         for names in (QUESTION, CHOICES, ANSWER))
@@ -80,7 +80,7 @@ def logprobs(model: Model, items: Sequence[Item]) -> list[list[float]]:
 
 
 def run(model: Model, file: Input) -> None:
-    """sample.py --choices: print the share of the file's questions that the model answers
+    """Run sample.py --choices: print the share of the file's questions that the model answers
     correctly. With --json, first print an object for each question."""
     items, flags, right, right_norm = read_items(file.lines), model.flags, [], []
     for at in range(0, len(items), 16 * flags.batch):

@@ -1,7 +1,7 @@
 """python sample.py --bench: how fast a model generates here, compared with a lower bound on time.
 
 To decode a token of a single row, a device must read all its weights once. So the lower bound is
-the time that read takes, measured on an array of the same size. `run` alternates the two
+the time that this read takes, measured on an array of the same size. `run` alternates the two
 measurements and prints medians.
 """
 

@@ -27,10 +27,10 @@ from zigzag.parallel.products import LOGITS
 
 def logprobs_of(engine: Engine, params: Any, rows: Sequence[Sequence[int]], sources: Any,
                 batch: int, given: Sequence[int] | None = None) -> list[tuple[float, int, int]]:
-    """For each row, return the sum of its ids' log-probabilities, how many ids that counts, and how
-    many of them are the model's argmax. All ids count except the first, or the first given[row]
-    ids. The model reads a row longer than the context in windows that overlap by half, dropping
-    given ids that don't fit into a single window with the rest."""
+    """For each row, return the sum of its ids' log-probabilities, the number of ids in the sum, and
+    how many of those are the model's argmax. All ids count except the first, or the first
+    given[row] ids. The model reads a row longer than the context in windows that overlap by half,
+    dropping given ids that don't fit into a single window with the rest."""
     length = engine.config.seq_len - len(engine.network.source_ids(engine.config))
     # Batch rows of similar length, to keep padding small.
     windows = sorted(overlapping_windows(rows, length, given), key=lambda one: len(one[1]))
@@ -79,8 +79,8 @@ def _sums(engine, params, windows, sources):
 # The command
 
 def run(model: Model, file: Input) -> None:
-    """sample.py --score: print the log-probability, scored token count and perplexity of each text
-    in the file, and of all texts together."""
+    """Run sample.py --score: print the log-probability, scored token count and perplexity of each
+    text in the file, and of all texts together."""
     flags, texts = model.flags, [file.text]     # running text is a single document
     if flags.by == "line" or file.has_objects:
         texts = file.texts("text")

@@ -70,7 +70,7 @@ WORDS = {
     "vocab_size": "n_vocab vocab num_embeddings padded_vocab_size vocabulary",
 }
 
-# Words that match no flag of ours: (a flag that the command must have, the sentence to print, the
+# Words that match none of our flags: (a flag that the command must have, the sentence to print, the
 # words).
 SENTENCES = [
     ("accumulate", "--batch counts the examples of an update, over all devices",
@@ -111,8 +111,8 @@ SENTENCES = [
 
 
 def meaning(word: str, flags: Collection[str]) -> str:
-    """Return what to use instead of another codebase's flag, in a command with these flags, or ''
-    for an unknown word."""
+    """Given a flag from another codebase, return what to use instead in a command that has these
+    flags, or '' if the word is unknown."""
     ours = [(flag, f"did you mean --{flag}?", words) for flag, words in WORDS.items()]
     for flag, sentence, words in ours + SENTENCES:
         if flag in flags and word in words.split():

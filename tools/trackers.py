@@ -29,7 +29,7 @@ def _tensorboard(out, own_id, began, config):
     def add(step, **what):
         writer.add_event(event_pb2.Event(wall_time=time.time(), step=step, **what))
 
-    if began:           # makes TensorBoard drop what an earlier start logged from this step on
+    if began:           # makes TensorBoard drop what an earlier start logged after update `began`
         add(began + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def log(step, numbers):

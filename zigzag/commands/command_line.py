@@ -51,8 +51,8 @@ def config_of_flags(given: Values) -> Any:
 
 
 def chosen(given: Values) -> tuple[Network, Values, Values]:
-    """Return (the network that the flags `given` choose, fields from --model, --init_from or
-    --depth, the values of the first two that a run records)."""
+    """Return (the network that the flags `given` choose, its fields according to --model,
+    --init_from or --depth, the values of --model and --init_from that a run records)."""
     name, run = given.get("model", "tiny"), given.get("init_from", "").rstrip("/")
     if (depth := given.get("depth", 0)) > 0:
         fields = part("forecast.depth", f"--depth {depth}").chosen(given)
@@ -73,7 +73,7 @@ def chosen(given: Values) -> tuple[Network, Values, Values]:
     return network, fields_of_weights(given, network, config), source
 
 
-# The row length limit for fine-tuning a published model without --seq_len.
+# The longest rows for fine-tuning a published model, unless --seq_len is given.
 FINE_TUNING_LENGTH = 512
 # The flags that set a run's length. A command may have only one of them.
 LENGTHS = ("steps", "epochs", "tokens", "minutes")
@@ -100,9 +100,9 @@ def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
 
 
 def read_flags(argv: Argv, script: str | None = None) -> Values:
-    """Return the flags given, by name. With --help or --plot, print the help or the plot, and exit.
+    """Return the given flags by name. With --help or --plot, print the help or the plot, and exit.
     `script` is the docstring of the script that calls train.parse. The script's --help shows that
-    docstring and the flags given, which are the script's own defaults."""
+    docstring and the given flags, which are the script's own defaults."""
     words = list(sys.argv[1:] if argv is None else argv)
     asks_help = next((word for word in words if word in ("-h", "--help")), None)
     is_all = False
@@ -116,7 +116,7 @@ def read_flags(argv: Argv, script: str | None = None) -> Values:
         _show_help(given, is_all, script)
     for flag, command in commands().items():
         if given.get(flag):
-            # An Unused group never covers --out: the question is how a training command would run.
+            # An Unused group never covers --out: it is part of the training command we ask about.
             check_unused(given, command.unused or [
                 name for name in given if name not in (flag, *command.beside)], f"with --{flag}")
             if command.beside:
@@ -136,7 +136,7 @@ def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
 
 
 def _show_help(given, is_all, script):
-    """Print the flags, with the values that `given` leads to."""
+    """Print the help: all flags, with the values that the `given` ones lead to."""
     network, fields, source = chosen(given)
     own = {name: value for name, value in fields.items() if name in options(network.config)}
     values = fields | dataclasses.asdict(network.config(**own)) | source if given else {}
@@ -170,7 +170,7 @@ def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: 
 
 
 def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> None:
-    """Reject flags that have no effect `where`: the names in `unused`, or an Unused's options."""
+    """Reject flags in `unused` (names, or an Unused). `where` says where they have no effect."""
     if isinstance(unused, Unused):
         unused = [*unused.names, *(name for name, (_, group, _) in comments(train.Config).items()
                                    if group in unused.groups and name != "out")]
@@ -213,7 +213,7 @@ def asked_of_run(given: Values, old: Any) -> Values:
     began with this model, leave those out: other flags may have changed them since."""
     if given.keys().isdisjoint(("model", "init_from")):
         return dict(given)
-    if old.model.startswith(f"{given.get('model')}@"):      # of the hub, and `old` has its commit
+    if old.model.startswith(f"{given.get('model')}@"):      # on the hub; `old` has its commit
         given = given | {"model": old.model}
     network, fields, source = chosen(given)
     if source == {"model": old.model, "init_from": old.init_from}:

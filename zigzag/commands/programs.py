@@ -72,8 +72,8 @@ def resolved(config: Any, mesh: Any) -> Any:
 
 
 def show_sharding(argv: Argv = None) -> None:
-    """Run python shard.py --model llama-7b --shards 4: print how the mesh would split each weight,
-    and why, without creating any weights."""
+    """Run a command such as python shard.py --model llama-7b --shards 4: print how the mesh would
+    split each weight, and why, without creating any weights."""
     given = command_line.read_flags(argv)
     command_line.check_unused(given, NOT_USED, "in python shard.py")
     config = command_line.config_of_flags(given)

@@ -34,7 +34,7 @@ from zigzag.generate.rows import check_writes, context_of
 from zigzag.parallel.network import Network, config_of_run, network_of
 
 INPUTS = ("prompt", "prompts", "source")
-# {a part's flag: the module that runs instead of answering prompts}
+# {a part's flag: the module to run instead of answering prompts}
 COMMANDS = collections.ChainMap(*added("SAMPLING"))
 
 
@@ -63,7 +63,8 @@ class Model(NamedTuple):
         return [prompt.source for prompt in prompts] if self.has_source else None
 
     def room(self, prompt: Prompt) -> int:
-        """Count the new ids that fit after a prompt. The last is free: the model never reads it."""
+        """Count the new ids that fit after a prompt. The model never reads the last one, so it
+        needs no room."""
         context = context_of(self.network, self.c)
         return context - min(len(prompt.ids), context) + 1
 
@@ -192,7 +193,7 @@ def write_answers(model: Model, prompts: Sequence[Prompt], answers: Sequence[Ans
 def show(pieces: Iterable[Sequence], prompts: Sequence[Prompt], answers: Sequence[Answer],
          flags: Flags) -> None:
     """Print the answers in order, as they grow or, with --json, once they have ended. Each piece
-    holds an argument of Answer.add for every answer."""
+    holds, for every answer, the argument to pass to Answer.add."""
     clean = printable if sys.stdout.isatty() else str
     before, after = ([nothing] * len(answers) for nothing in (None, ((), ())))
     at = sent = 0

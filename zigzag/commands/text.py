@@ -48,7 +48,7 @@ def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0
 
 
 def check_corpus(config: Any, sources: Any) -> Any:
-    """Set the config's vocabulary from the corpora. Reject corpora without enough to learn."""
+    """Set the config's vocabulary from the corpora. Reject corpora with too little to learn."""
     config = checks.check_vocabulary(config, sources.tokenizer.vocab_size)
     length = config.network.seq_len
     if any(corpus and corpus.record.get("form") == "preference"

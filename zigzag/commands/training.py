@@ -51,7 +51,7 @@ def opener(kind: str) -> Callable:
 def opened(config: Any, is_quiet: bool = False) -> Iterator[tuple[Any, Task, Reporter]]:
     """For the run in config.out, yield the config for --data, the task, and a Reporter that has
     printed the first lines. Every check that needs no data runs before this opens --data. Process 0
-    opens it first, because the others read the files that it writes."""
+    opens --data before the others do, because they read the files that process 0 writes."""
     run, is_process_0 = place(config.out), jax.process_index() == 0
     if not config.out:
         raise ConfigError("--out '': expected a folder for the run")

@@ -2,7 +2,7 @@
 puzzles you.
 
     errors      the exceptions that end a command, and helpers for writing messages
-    flags       builds command lines from dataclasses; exit statuses
+    flags       builds command lines from dataclasses; sets exit statuses
     parts       the only way to reach the folders that a fork may delete
     start       runs before a command imports jax
     options     declares an option: default, help, values, whether it may change

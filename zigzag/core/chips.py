@@ -51,7 +51,7 @@ def memory_in_use(what: str = "bytes_in_use") -> int:
     return stats.get(what) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# Options for training, and for other programs on its weights, by platform or device kind.
+# Options for training, and for other programs that use its weights, by platform or device kind.
 TRAINING = {
     # Compiles in three quarters of the time; steps are just as fast.
     "cpu": {"xla_backend_optimization_level": 1},

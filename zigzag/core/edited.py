@@ -52,7 +52,7 @@ RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")
 
 
 def read_record() -> dict[str, str]:
-    """Return {file or folder: its hash when its tests passed}, or {} without a readable record."""
+    """Return {file or folder: its hash when its tests passed}, or {} if no record is readable."""
     try:
         record = json.loads((ROOT / NAME).read_text())
     except (OSError, ValueError):
@@ -81,8 +81,8 @@ def file_of(function: Any) -> str:
 
 
 def why_untested(names: Sequence[str]) -> str:
-    """Return a text that names any of these files edited since their tests passed, or with no
-    record of passing; "" if there are none."""
+    """Return a text that names any of these files that were edited since their tests passed, or
+    that have no record of passing; "" if there are none."""
     record, tests = read_record(), "the tests" if "published" in names else "test_all.py"
     edited = [name for name in names
               if not RUNNING.get(name) or record.get(name) != RUNNING[name]]

@@ -20,7 +20,8 @@ class ConfigError(ValueError):
 
 
 def any_loss(*axes: str) -> str:
-    """Return the end of a message that rejects axes (tensor, or tensor=2): axes that do work."""
+    """Return the end of a message that rejects these axes (tensor, or tensor=2). It says which axes
+    do work."""
     others = [axis for axis in ("data", "fsdp", "tensor")
               if axis not in {text.partition("=")[0] for text in axes}]
     where = " and ".join(filter(None, [", ".join(others[:-1]), *others[-1:]])) or "one device"
@@ -28,7 +29,7 @@ def any_loss(*axes: str) -> str:
 
 
 def count_of_other_time(seq: int) -> ConfigError:
-    """Return the error for a loss whose sum is per part of the sequence, but whose count isn't."""
+    """Return the error for a loss whose sum covers part of the sequence but whose count doesn't."""
     return ConfigError(
         f"mesh axis seq={seq}: this loss's sum covers a device's part of the sequence, but its "
         f"count does not: it is a constant, the number of rows, or a sum over the whole sequence; "
@@ -46,7 +47,7 @@ class CorruptCheckpoint(Exception):
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Prefix the message of any ConfigError raised in this context with `what`."""
+    """Put `what` in front of the message of any ConfigError raised in this context."""
     try:
         yield
     except ConfigError as e:
@@ -54,8 +55,8 @@ def naming(what: str) -> Iterator[None]:
 
 
 def optional_package(name: str, what: str) -> Any:
-    """Import a package, or a module from one. If it's missing, raise a ConfigError that says `what`
-    needs it and how to install it."""
+    """Import a package, or a module from one. If it's missing, raise a ConfigError that says that
+    `what` needs it, and how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -64,14 +65,14 @@ def optional_package(name: str, what: str) -> Any:
 
 
 def fill_in(config: Any, **sizes: int | float) -> None:
-    """In a frozen config, set each of these sizes that is zero, which means derived."""
+    """In a frozen config, set each of these sizes that is still zero, which means "derive it"."""
     for name, value in sizes.items():
         if not getattr(config, name):
             object.__setattr__(config, name, value)
 
 
 def derive(config: Any, **values: Any) -> None:
-    """In a frozen config, set each of these options that is None, which means not given."""
+    """In a frozen config, set each of these options that is still None, which means "not given"."""
     for name, value in values.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)

@@ -1,5 +1,5 @@
-"""File helpers: write files whole or not at all, undo that, read JSON, lock, hash, and wait for
-files on shared disks; reject folders that a command must not fill."""
+"""File helpers: write files whole or not at all, undo moves into a run's folder, read JSON, lock,
+hash, wait for files on shared disks, and reject folders that a command must not fill."""
 
 import contextlib
 import hashlib
@@ -149,7 +149,7 @@ def lock(file: IO) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file from a published model's folder. A ConfigError says what's wrong with it."""
+    """Read a JSON file from a published model's folder. If that fails, a ConfigError says why."""
     try:
         return json.loads(path.read_text())
     except OSError as e:

@@ -27,7 +27,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 
 def change(config: Any, **fields: Any) -> Any:
-    """Return the config with these fields replaced, whether its own or its `network`'s."""
+    """Return the config with these fields replaced, whether they are its own or its `network`'s."""
     own = {f.name for f in dataclasses.fields(config)}
     if inner := {name: fields.pop(name) for name in fields.keys() - own}:
         fields["network"] = dataclasses.replace(fields.get("network", config.network), **inner)
@@ -212,8 +212,8 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
 
 
 def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
-    """Run a command. If it fails, exit with the right status: a rejected value or a failure prints
-    a single line, a bug prints its traceback. Escape characters that the output can't encode."""
+    """Run a command. If it fails, exit with the right status, after printing a single line, or a
+    traceback for a bug. Escape characters that the output can't encode."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     start.has_begun()
@@ -224,7 +224,7 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
         if not line:
             raise
         print(line, file=sys.stderr, flush=True)
-        if isinstance(e, RunError):     # a normal exit after a failed save would print pages
+        if isinstance(e, RunError):     # after a failed save, a normal exit would print much more
             sys.stdout.flush()
             os._exit(status)
         sys.exit(status)

@@ -245,8 +245,8 @@ BEFORE_UPDATES = ("planning", "reading the checkpoint", "initializing the weight
 def stop_on_signals(stop: list[int], out: str = "") -> Iterator[None]:
     """Append the first Ctrl-C or SIGTERM to `stop`, so that the loop can finish its step and save
     in `out`. The run immediately prints what it's waiting for. A second signal only counts down; a
-    third ends the process. Before the first update, the second signal does. With several processes,
-    jax handles SIGTERM, and share_stop tells the other processes.
+    third ends the process. Before the first update, the second already does. With several
+    processes, jax handles SIGTERM, and share_stop tells the other processes.
     """
     watchdog.arm("planning")
     if threading.current_thread() is not threading.main_thread():

@@ -44,7 +44,7 @@ class TraceSettings(NamedTuple):
                                 # in the backward pass
     timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline splits by T
     part_of_time: bool = False  # true in the head of a pipelined loss that sees one stage's part of
-                                # the sequence; functions that need all of it then raise
+                                # the sequence; functions that need all of it then raise an error
     calls: Any = None           # a function that `attend` calls with each request (a Call)
 
 
@@ -142,7 +142,7 @@ def simulate_devices(count: int) -> None:
 
 
 def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
-    """Make the mesh of --mesh and --shards, on simulated CPU devices without an accelerator."""
+    """Make the mesh of --mesh and --shards. Without an accelerator, simulate devices on the CPU."""
     sizes = mesh_sizes(text, shards)
     simulate_devices(math.prod(sizes.values()))
     mesh = make_mesh(**sizes)
@@ -151,8 +151,8 @@ def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
 
 
 def keep_compiled(least: float = 1.0) -> None:
-    """Cache programs that take at least `least` seconds to compile in the user's cache folder, for
-    later runs."""
+    """If a program takes at least `least` seconds to compile, keep it in the user's cache folder
+    for later runs."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zigzag/compiled"
     jax.config.update("jax_compilation_cache_dir",
                       os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
@@ -247,7 +247,7 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return the paths of a tree's leaves, as a.b.c, the leaves, and the tree's structure."""
+    """Return the paths of a tree's leaves (written a.b.c), the leaves, and the tree's structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     return ([jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in pairs],
             [leaf for _, leaf in pairs], structure)
@@ -268,8 +268,8 @@ def cast(tree: Any, dtype: str) -> Any:
 
 
 def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> None:
-    """Reject ids outside the vocabulary; a lookup would still return numbers for them. Do nothing
-    while jax traces, because the ids have no values yet."""
+    """Reject ids outside the vocabulary, because a lookup would still return numbers for them. Do
+    nothing while jax traces, because the ids have no values yet."""
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
     ids = np.asarray(tokens)
@@ -299,7 +299,7 @@ def split_rows(tree: Any, count: int) -> Any:
 
 
 def add_to(total: Any, more: Any) -> Any:
-    """Add two trees, in the first one's dtypes."""
+    """Add two trees, keeping the first one's dtypes."""
     return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, more)
 
 
@@ -339,8 +339,8 @@ def sum_if_tensor_split(x: jax.Array) -> jax.Array:
 
 
 def local_part(x: jax.Array, dim: int) -> jax.Array:
-    """Return this device's part, along one dimension, of an array that every device of tensor
-    holds whole."""
+    """Given an array that every device of the tensor axis holds whole, return this device's part
+    along one dimension."""
     size = x.shape[dim] // axis_size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
 
@@ -387,8 +387,8 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
 
 
 def pmean_over(tree: Any, *axes: str) -> Any:
-    """Tell jax that leaves are equal on all devices of these axes, where it only knows that they
-    might differ. In the backward pass, each device receives an equal share of a leaf's gradient."""
+    """If a leaf's type says that it may differ between devices of these axes, tell jax that it
+    doesn't. In the backward pass, each device receives an equal share of the leaf's gradient."""
     def one(x):
         marked = tuple(sorted(varying(x) & {*axes}))
         return lax.pmean(x, marked) if marked else x

@@ -43,8 +43,8 @@ def has_part(name: str) -> bool:
 
 
 def flag(default: Any, **said: Any) -> Any:
-    """Declare a config field with more than a default. `said` may set any of Option's fields from
-    `least` on."""
+    """Declare a config field with more than a default. `said` may set any of Option's fields that
+    have a default."""
     return dataclasses.field(default=default, metadata=said)
 
 
@@ -53,7 +53,7 @@ class Option(NamedTuple):
     kind: type              # int, float, str, bool or tuple
     is_optional: bool       # whether it may be None, which means not given
     default: Any
-    least: float = 0        # the smallest value, for a number
+    least: float = 0        # the smallest value allowed for a number
     below: float = 2.0**63  # an upper bound that a number must stay below
     one_of: Collection[Any] = ()    # the only values allowed
     check: Callable | None = None   # a function that raises a ConfigError for bad values

@@ -3,8 +3,8 @@
     part("published", "--model gpt2")      load the module, or fail with a one-line message
     has_part("forecast")                   return whether this copy has the part
     added("OfTraining")                    list what this copy's parts declare under this name
-    here(["hf://datasets/org/name"])       return where paths are on this machine
-    place("gs://bucket/run")               return where a path is on this machine: stores/ knows
+    here(["hf://datasets/org/name"])       return where these data are on this machine
+    place("gs://bucket/run")               return where this run is on this machine (ask stores/)
 
 Neither zigzag/ nor any of the five files imports a part. They load its modules here, by name. A
 part's adds.py declares what it adds to the command lines:
@@ -28,7 +28,7 @@ from zigzag.core.options import has_part as has_part
 
 
 class Unused(NamedTuple):
-    """The option groups, and individual options, that have no effect with some flag."""
+    """The option groups, and individual options, that have no effect if a certain flag is given."""
     groups: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
@@ -37,7 +37,7 @@ class Command(NamedTuple):
     """The command that a part's flag runs instead of training or answering prompts."""
     module: str                     # the module that defines its `run`
     unused: Unused | None = None    # None: no other option affects it
-    beside: tuple[str, ...] = ()    # except these; if any, it runs before importing jax
+    beside: tuple[str, ...] = ()    # options that do; if any, it runs before importing jax
 
 
 def part(module: str, asked: str) -> ModuleType:
@@ -74,7 +74,7 @@ def place(path: str | Path) -> Path:
     return part("stores", path).run_folder(path.rstrip("/")) if is_address else Path(path)
 
 
-# {how an address begins: the module whose `files` returns where it is on this machine}
+# {how an address begins: the module whose `files` returns a local path for it}
 ADDRESSES = {"hf": "published.hub_names"}
 
 

@@ -49,7 +49,7 @@ class Reporter:
         return took, saving
 
     def training_loss(self) -> float | None:
-        """Return the mean of the finite losses since the last evaluation, or None without any."""
+        """Return the mean of the finite losses since the last evaluation, or None."""
         finite = list(filter(math.isfinite, self.losses))
         return statistics.fmean(finite) if finite else None
 
@@ -130,7 +130,7 @@ class Reporter:
              own: Mapping[str, Any] = {}) -> None:
         """Print a step: its `row` in metrics.jsonl, the seconds it took, the bytes of memory in
         use. `computed` is the number of `what` computed, if it differs from row["tokens"]. `own`
-        has the numbers that the loss itself logs; print the first two by name."""
+        has the numbers that the loss itself logs; print the first two in alphabetical order."""
         total, at, now = self.steps, row["step"], time.perf_counter()
         if self.first is None:
             self.first = at, now

@@ -1,4 +1,4 @@
-"""Reading data and writing checkpoints. Read it to bring your own data.
+"""Reading data and writing checkpoints. Read this package to bring your own data.
 
     tokenizers      text to ids and back: bytes, SentencePiece, tokenizer.json; tiktoken
     reading         files of any kind to documents

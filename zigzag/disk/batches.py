@@ -1,6 +1,6 @@
-"""Batches: from examples to arrays, and onto the mesh.
+"""Batches: turning examples into arrays, and placing them on the mesh.
 
-Each process builds only the rows its own devices hold.
+Each process builds only the rows that its own devices hold.
 """
 
 from typing import Any, Callable, Mapping, Sequence
@@ -68,7 +68,7 @@ def batch_shapes(rows: int, first: dict[str, np.ndarray]) -> dict[str, Any]:
 def place_batch(mesh: Any, make: Callable[[int, int], dict], rows: int) -> Any:
     """Put a batch {name: array [rows, ...]} on the mesh, with its rows split over BATCH_AXES. If
     they don't divide evenly, every device gets all rows. make(first, last) returns the arrays for
-    rows first to last - 1; it is called for just the rows this process's devices hold."""
+    rows first to last - 1; it is called only for the rows that this process's devices hold."""
     place = NamedSharding(mesh, P() if rows % row_groups(mesh) else batch_spec(mesh))
     here = [i[0].indices(rows)[:2] for i in place.addressable_devices_indices_map((rows,)).values()]
     first, last = min(a for a, _ in here), max(b for _, b in here)

@@ -1,7 +1,7 @@
 """A run's folder: what the run writes to disk, and how commands read it back.
 
-    out/config.json             the config; a run refuses to resume with a different one, and
-                                records the changes made by --change with their step
+    out/config.json             the config, which must match when a run resumes, and each change
+                                made by --change, with its step
     out/metrics.jsonl           a line per step and per evaluation
     out/lock                    held while a process writes to the folder
     out/checkpoints/STEP/       params    the weights alone
@@ -16,8 +16,8 @@ else.
 
 A resumed run gets the same bits as one that never stopped. Weights, optimizer state and step are in
 the checkpoint. Batches and dropout are functions of (seed, step), and the learning rate is a
-function of the step. The run drops the lines of metrics.jsonl after the checkpoint and rewrites
-them.
+function of the step. The run drops the lines of metrics.jsonl that come after the checkpoint, and
+writes them again.
 
 A run keeps its newest checkpoints and the best one (--best). No file stores which one is best: the
 run derives it from the evaluations in the existing checkpoints.
@@ -79,7 +79,7 @@ FORMAT = 1
 
 
 def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
-    """Read config.json of the run that `flag` names, filling in all fields of the dataclass
+    """Read the config.json of the run that `flag` names, filling in all fields of the dataclass
     `config`. Fields newer than the run get their default or derived values."""
     return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
 
@@ -105,7 +105,7 @@ def is_published(folder: str | Path) -> bool:
 
 
 def run_record(folder: str | Path, flag: str = "--run") -> Record:
-    """Read config.json of the run that `flag` names."""
+    """Read the config.json of the run that `flag` names."""
     path = place(folder) / "config.json"
     try:
         record = dict(json.loads(path.read_text()))
@@ -167,7 +167,7 @@ def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, s
     return old
 
 
-# {files that a run interrupted at its start may leave: the condition for each}
+# {regex for files that a run interrupted at its start may leave: condition on the path}
 OF_BEGINNING = {
     r"data\d*|held_out": lambda path: (path / "data.json").exists(),
     r"(data\d*|held_out)\.(part|before)": anyway,
@@ -180,7 +180,7 @@ def _shown(value):
 
 
 # -------------------------------------------------------------------------------------------
-# The folder of a running run
+# The folder of a run in progress
 
 class RunFolder(contextlib.AbstractContextManager):
     """Saves and restores a run's state and writes its metrics. As a context manager, it closes the
@@ -198,7 +198,7 @@ class RunFolder(contextlib.AbstractContextManager):
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.has_damaged = False        # whether `restore` set aside damaged, newer checkpoints
-        self.skipped = 0        # updates in a row that learned nothing, at the restored step
+        self.skipped = 0        # consecutive updates, up to the restored step, that learned nothing
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
         old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
@@ -337,7 +337,7 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def save(self, at: int, state: Any, skipped: int, evaluation: dict, best: set[int]) -> None:
         """Start saving the state of step `at` with its evaluation's numbers. The save continues in
-        the background. It keeps the checkpoints of the best steps so far, `best`."""
+        the background. Keep the checkpoints of the best steps so far (`best`)."""
         if self.saved == at:
             return
         if self.uploads:
@@ -358,8 +358,8 @@ class RunFolder(contextlib.AbstractContextManager):
             self.drain(uploads=False)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Tell orbax at the start of a save what to keep: the last `keep` steps and the best ones.
-        orbax deletes the rest only once that save is complete, so a kill never leaves fewer."""
+        """At the start of a save, tell orbax to keep the last `keep` steps and the best ones. orbax
+        deletes the rest only once that save is complete, so a kill never leaves fewer."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         return [step in steps[-self.keep:] or step in self.best for step in steps]
 
@@ -406,8 +406,8 @@ def _orbax_manager(folder, policy, is_shared):
     logging.getLogger("absl").setLevel(logging.CRITICAL)    # our messages take one line
     ocp.type_handlers.register_type_handler(
         Array, ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False), override=True)
-    # In a folder of its own, each process writes files that are complete without the others'. Its
-    # folders must be there first: orbax counts the signals for that as if all processes shared one.
+    # With a folder of its own, each process writes files that don't need the others'. Create its
+    # folders synchronously: otherwise orbax counts signals as if all processes shared one folder.
     who = {"multiprocessing_options": ocp.options.MultiprocessingOptions() if is_shared
            else _alone(ocp)}
     arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=SAVING_GB, use_ocdbt=is_shared,
@@ -420,7 +420,7 @@ def _orbax_manager(folder, policy, is_shared):
 
 
 def _trim_memory():
-    """Return the memory freed by the last save to the system. glibc would keep it in the pools of
+    """Return to the system the memory that the last save freed. glibc would keep it in the pools of
     orbax's threads: with a 1.7 GB state, 1.5 GB more after each of three saves."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
@@ -458,8 +458,8 @@ def _differences(saved, item):
 
 
 def checksum(x: Array) -> Array:
-    """Return a uint32 that changes if any single bit of x changes, whatever the mesh. It is the sum
-    over all elements of their bits times (2 * index + 1), modulo 2**32."""
+    """Return a uint32 that changes if any single bit of x changes, and is the same on any mesh. It
+    is the sum over all elements of their bits times (2 * index + 1), modulo 2**32."""
     if jnp.iscomplexobj(x):
         return checksum(x.real) + checksum(x.imag) * jnp.uint32(2**16 + 1)
     bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -548,8 +548,8 @@ def best_of(best: str, numbers: dict[int, Record]) -> int | None:
 
 
 def best_step(folder: str | Path, flag: str = "--run", by: str = "") -> int:
-    """Return the step of a run's best checkpoint, `by` smallest:NAME or largest:NAME (default: the
-    run's first --best)."""
+    """Return the step of a run's best checkpoint. `by` is the criterion, smallest:NAME or
+    largest:NAME (default: the run's first --best)."""
     best = by or next(iter(run_record(folder, flag).get("best") or ()), "")
     if not best:
         raise ConfigError(f"{flag} {folder}: this run was trained without --best, so it has no "

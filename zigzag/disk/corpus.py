@@ -10,7 +10,7 @@
     held_out.bin, held_out.docs                               *.learned     1: a target (answers)
     unfinished/ an encoding in progress                       *.weights     float32, per token
 
-`prepare` writes data.json last, so a folder with a data.json is complete. Needs numpy, not jax.
+`prepare` writes data.json last, so a folder with one is complete. This file needs numpy, not jax.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ from zigzag.disk.tokenizers import (
     train_pieces,
 )
 
-# {files that an interrupted encoding may have left in a folder: the condition for each}
+# {regex for files that an interrupted encoding may leave in a folder: condition on the path}
 OF_ENCODING = {"unfinished|stdin": anyway,
                rf"((train|held_out)\..*|data\.json|{'|'.join(map(re.escape, FILES))})(\.part)?":
                lambda path: (path.parent / "unfinished").exists()}
@@ -72,7 +72,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             options: Options = Options(), cores: int = 0) -> "Corpus":
     """Encode the text at the paths (default: the source of Python's library) into `out`. Use the
     given tokenizer, train a new one with vocab_size subwords, or use bytes. If the same encoding
-    was interrupted there, resume it; after a different one, start over. Return the Corpus."""
+    was interrupted there, resume it; if a different one was, start over. Return the Corpus."""
     if "://" in str(out):
         raise ConfigError(f"--out {out}: expected a folder on this machine")
     out, paths = Path(out), here(paths)
@@ -247,8 +247,8 @@ def opened(path: Sequence[str], run: Path, ready: float = 0, tokenizer: Tokenize
 
 
 def _encoded(paths, part, tokenizer, flag, options):
-    """Encode text into the folder `part` and return its corpus. If interrupted, rerun the same
-    command to resume."""
+    """Encode text into the folder `part` and return its corpus. If this is interrupted, running the
+    same command again resumes it."""
     if "-" in paths:
         find(["-"], flag)       # raises ConfigError
     if mixed := [one for one in paths if token_files([one])]:
@@ -258,7 +258,7 @@ def _encoded(paths, part, tokenizer, flag, options):
     if tokenizer and tokenizer.kind == "ids":
         raise ConfigError(f"{named(flag, paths)}: text needs a tokenizer, but the token files have "
                           f"none; give only token files")
-    if (part / "data.json").exists():       # from a run killed right after, maybe of other text
+    if (part / "data.json").exists():       # a killed run left it here, perhaps from other text
         shutil.rmtree(part)
     try:
         return prepare(paths, part, tokenizer=tokenizer, flag=flag, options=options)
@@ -327,7 +327,8 @@ class Sources:
 
 
 def _answers(corpus, length):
-    """Return lines that count the truncated conversations and show the first, answers in [[ ]]."""
+    """Return lines that say how many conversations are cut, and that show the first, with answers
+    in [[ ]]."""
     documents = corpus.documents("train")
     lengths = documents.lengths(np.arange(len(documents)))
     cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""

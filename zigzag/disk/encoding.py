@@ -1,4 +1,4 @@
-"""Documents to tokens, on all cores.
+"""Encodes documents as tokens, on all cores.
 
     files -> pieces -> [ worker: read, encode ] x cores -> in order -> Output
 
@@ -52,7 +52,7 @@ def encode(piece: Piece, tokenizer: Tokenizer, options: Options) -> EncodedPiece
             continue
         try:
             found = encode_document(document, tokenizer, options)
-        except WrongWeight as e:        # fail: nobody would notice a default weight instead
+        except WrongWeight as e:        # fail, because nobody would notice a default weight
             raise WrongWeight(f"{document.where}: {options.weight_field!r} {e}") from None
         except ConfigError as e:
             troubles.append(Trouble(f"{options.form} that cannot be encoded",
@@ -90,7 +90,7 @@ def encode_document(document: Document, tokenizer: Tokenizer, options: Options) 
 def serve() -> None:
     """Read pieces from stdin and write each one's result, or the exception it raised."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)               # keep anything a library prints out of the results
+    os.dup2(2, 1)               # send what libraries print to stderr, not into the results
     kind, path, options = pickle.load(source)
     gc.disable()                # it would rescan every list of ids for nothing
     tokenizer = KINDS[kind](path)
@@ -230,7 +230,7 @@ def what_was_skipped(record: Record) -> list[str]:
 
 
 def about_learned(record: Record) -> list[str]:
-    """Return a line from data.json on how many tokens are learned, or [] if that isn't recorded."""
+    """Return [a line on how many tokens are learned], or [] if data.json doesn't record that."""
     if "learned" not in record.get("train", {}):      # token files have no counts
         return []
     tokens, learned = (sum(record[split][name] for split in SPLITS)

@@ -10,7 +10,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError, did_you_mean, naming, one_line
 
 Record = dict[str, Any]         # a JSON object
-Marked = tuple[np.ndarray, np.ndarray]      # ids, and for each whether it is learned, or its weight
+Marked = tuple[np.ndarray, np.ndarray]      # ids, and each one's weight or whether it is learned
 
 
 def existing(path: str | Path, name: str = "") -> Path:
@@ -75,7 +75,7 @@ def read_npy(path: Path) -> np.ndarray:
 
 
 def is_arrays(path: str | Path) -> bool:
-    """Return whether the path is a .npz, or a folder with source.npy or without *.jsonl files."""
+    """Return whether the path is a .npz, or a folder with a source.npy or with no *.jsonl files."""
     path = Path(path)
     if not path.is_dir():
         return path.suffix == ".npz"
@@ -83,7 +83,7 @@ def is_arrays(path: str | Path) -> bool:
 
 
 def numbers_in(where, read):
-    """Return read(), an array or a .npz. Reject arrays whose dtype a device can't compute in."""
+    """Return the result of read(): an array or a .npz. Reject dtypes that devices can't handle."""
     try:
         found = read()
     except Exception as e:      # numpy, zipfile and zlib each raise different errors

@@ -23,7 +23,7 @@ ROUND = 1000
 
 @dataclasses.dataclass
 class Part:
-    """The examples of a sequence with these numbers."""
+    """The examples that have these numbers in a sequence."""
     examples: Any
     numbers: np.ndarray
 
@@ -111,11 +111,11 @@ def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------------------------------
 # Shuffles without lists. A place is an integer from 0, in an endless order that cycles through all
 # examples. Each epoch has a new order, without repeats. The order is a pure function of the seed
-# and the place, so a run has no position to save, and processes agree.
+# and the place, so a run has no position to save, and all processes agree.
 
 def order_at(count: int, seed: int, places: np.ndarray) -> np.ndarray:
     """Return the numbers, below `count`, of the examples at these places, without making a list of
-    examples. A Feistel network permutes [0, 4^k), repeatedly until each number is below `count`."""
+    examples. A Feistel network permutes [0, 4^k); apply it until each number is below `count`."""
     if count < 1:
         raise ConfigError("there are no examples to train on")
     epoch, x = np.divmod(np.asarray(places).astype(np.uint64), count)

@@ -2,11 +2,11 @@
 
     bin.part        tokens of all documents        docs.part     where each document begins
     learned.part    which tokens are targets       order.part    the split of each document
-    weights.part    or their weights
+    weights.part    or the weight of each token
     progress.json   how many pieces are on disk, and the size of each file at that point
 
 The .part files only grow. When encoding resumes, it truncates anything written after the last
-progress.json. `finish` writes both splits and only reads these files, so it can be interrupted too.
+progress.json. `finish` writes both splits without changing these files, so it can be interrupted.
 """
 
 import json
@@ -89,7 +89,7 @@ class Output:
         self.state["pieces"] += 1
 
     def save(self, at_once: bool = False) -> None:
-        """Flush everything to disk, unless the last save was under SAVE_SECONDS ago."""
+        """Flush everything to disk, unless the last save was less than SAVE_SECONDS ago."""
         if at_once or time.monotonic() > self.saved + SAVE_SECONDS:
             for kind, file in self.files.items():
                 file.flush()
@@ -100,8 +100,8 @@ class Output:
 
     def finish(self, out: Path, form: str) -> Record:
         """Write the files of both splits into `out`, and return their entries for data.json. Hashes
-        choose the held-out documents. With so few documents that this picks too few or too many
-        tokens, hold out the last tenth instead."""
+        choose the held-out documents. If there are so few documents that the hashes pick too few or
+        too many tokens, hold out the last tenth instead."""
         self.save(at_once=True)
         arrays = {kind: mapped(self.part / f"{kind}.part", dtype)
                   for kind, dtype in self.dtypes.items()}
@@ -120,7 +120,7 @@ class Output:
             if self.marks:
                 record["learned"] = sum(map(np.count_nonzero, _copied(
                     out / f"{split}.{self.marks}", arrays[self.marks], parts)))
-        # Divide the bytes that the tokenizer drops or changes between the splits, in proportion.
+        # Divide between the splits, in proportion, the bytes that the tokenizer drops or changes.
         spelled = sum(record["spelled"] for record in counted.values())
         for record in counted.values():
             record["bytes"] = record["spelled"] if form != "text" else round(

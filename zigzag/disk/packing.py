@@ -1,4 +1,4 @@
-"""Rows packed with whole documents, so attention can stay within each document.
+"""Rows packed with whole documents, so that attention can stay within each document.
 
     documents -> shuffled into blocks of 4,096 -> rows of each block, by best fit
 
@@ -49,7 +49,7 @@ def ids_of(tokens: Any, start: int, stop: int, vocab_size: int) -> np.ndarray:
 
 class Documents:
     """Documents on disk, concatenated; document i begins at starts[i]. The id `end` follows each
-    document's last token, with that token's weight, or 0 if not `ends_learned`. `weights`, if
+    document's last token and has that token's weight, or 0 if not `ends_learned`. `weights`, if
     given, are the weights of the tokens as targets."""
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, end: int,
@@ -80,7 +80,7 @@ class Documents:
                    for start in self.starts[long].tolist())
 
     def part(self, number: int, first: int, length: int) -> Part:
-        """Return `length` tokens of a document, from token number `first` on."""
+        """Return `length` tokens of a document, starting at token number `first`."""
         start = int(self.starts[number])
         end = start + int(self.lengths(np.array([number]))[0])
         begin, stop = start + first, min(start + first + length + 1, end)
@@ -139,8 +139,8 @@ class Packed:
 
 
 def question_in(rows: Iterable[Sequence[Part]], most: int) -> np.ndarray:
-    """Return a question from packed rows: the ids before the answer in the first part that has one,
-    up to the last `most` of them. Return no ids if there is no answer."""
+    """Return a question from packed rows: in the first part that has an answer, the last `most` ids
+    before it, or fewer if the part begins later. Return no ids if there is no answer."""
     for part in (part for row in rows for part in row):
         if part.weights.any():
             return part.tokens[:int((part.weights > 0).argmax()) + 1][-most:]

@@ -1,4 +1,4 @@
-"""Files to documents.
+"""Reads files as documents.
 
     text files               a document each
     lines of JSON            a document per line: the text in its field (--field)
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document, or the next part of a document that has begun."""
+    """A document, or the next part of a document that has already begun."""
     begins: bool
     content: Any        # a text, or a line's or row's object
     name: str           # decides whether the document is held out
@@ -87,7 +87,7 @@ class Document(NamedTuple):
 # Which files
 
 def library_sources() -> list[File]:
-    """List the source files of Python's standard library, a corpus every machine already has."""
+    """List the source files of Python's standard library, which every machine already has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [p for p in sorted(root.rglob("*.py")) if skip.isdisjoint(p.relative_to(root).parts)]
@@ -136,7 +136,7 @@ def counted(counts: dict[str, int]) -> str:
 
 
 def _under(path, name, spool):
-    """Yield (the folder its name is relative to, the file) for each file at or under a path."""
+    """For each file at or under a path, yield (the folder its name is relative to, the file)."""
     if not path:
         raise ConfigError(f"{name} '': an empty path; expected a text file or a folder")
     if path == "-":
@@ -183,7 +183,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def _look_at(path, name):
-    """Return the File at a path or, to skip it, the kind to count it under in the summary."""
+    """Return the File at a path or, if we skip it, the kind to count it under in the summary."""
     with open(path, "rb") as f:
         begin, size = f.read(8), os.fstat(f.fileno()).st_size
     if begin.startswith(b"PAR1"):
@@ -205,7 +205,7 @@ def _look_at(path, name):
 
 
 def _beginning(file, size):
-    """Return the first characters of a file, or what can be unpacked (`pieces` reports errors)."""
+    """Return a file's first characters, or those we can unpack (`pieces` reports any error)."""
     text = ""
     with contextlib.suppress(Exception):
         for part in _decoded(file, size):
@@ -394,7 +394,7 @@ def examined(files: Sequence[File], options: Options, flag: str) -> Options:
         raise ConfigError("a corpus of " + " and ".join(
             f"{form} ({path})" for form, path in forms.items()) + ": give them as several --data "
             "folders made by data.py, with --mix")
-    if options.weight_field and not has_weights and not flag:   # of several --data, any may have it
+    if options.weight_field and not has_weights and not flag:   # any of several --data may have it
         raise ConfigError(f"--weight_field {options.weight_field}: "
                           f"{lacks(options.weight_field, first)}; it works on lines of JSON and "
                           f".parquet")

@@ -4,9 +4,9 @@
     .npy    one-dimensional arrays of integers
 
 --data takes a file, several files, a pattern or a folder, whose files it reads in name order. Files
-with val, valid, validation, test or held_out in their names are held out; otherwise, the last tenth
-of the tokens. Token files don't say which ids exist or where documents begin. Next to a.bin or
-a.npy, a.weights.npy holds each token's weight as a target, float16 or float32 (default: 1).
+with val, valid, validation, test or held_out in their names are held out; if there are none, the
+last tenth of the tokens is. Token files don't say which ids exist or where documents begin. Next to
+a.bin or a.npy, a.weights.npy holds the tokens' weights as targets, float16 or float32 (default: 1).
 """
 
 import glob

@@ -241,7 +241,7 @@ class TokenizerJson(Tokenizer):
         is_byte_level = '"ByteLevel"' in json.dumps(record["decoder"])
 
         lengths = np.zeros(self.vocab_size, np.int64)
-        # A vocabulary has a character per byte, or plain text.
+        # A vocabulary spells tokens with one character per byte, or as plain text.
         for token, i in self.model.get_vocab(False).items():
             if is_byte_level:
                 lengths[i] = len(token)
@@ -429,7 +429,7 @@ def _special_ids(folder: Path, vocab_size: int, id_of: Callable[[str], int | Non
 def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
     """Train a sentencepiece model on lines of text and save it as `out`."""
     import sentencepiece
-    model, problem = io.BytesIO(), []   # in memory: the model would record a file's name
+    model, problem = io.BytesIO(), []   # in memory, because the model would record a file's name
 
     def parts():
         # The trainer drops sentences over 4192 bytes, and any error the iterator raises.
@@ -440,7 +440,7 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
             problem.append(e)
 
     try:
-        # Without normalization, so that decode(encode(text)) is the text.
+        # Turn normalization off, so that decode(encode(text)) is the text.
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=parts(), model_writer=model, vocab_size=vocab_size,
             model_type="bpe", byte_fallback=True, character_coverage=0.9995,

@@ -35,13 +35,13 @@ def as_weights(value: Any, count: int | None = None) -> np.ndarray:
 
 
 def finite_weights(weights: Any, start: int, count: int) -> np.ndarray:
-    """Read `count` weights from a file as float32, from token `start` on."""
+    """Read `count` weights from a file as float32, starting at token `start`."""
     return numbers_below(np.inf, weights, start, start + count, np.float32, "weight",
                          "expected numbers of 0 or more")
 
 
 def weight_in(record: Record, field: str) -> Any:
-    """Return a line's weight, 1 if only its messages have weights, or None if nothing has."""
+    """Return a line's weight, 1 if only its messages have weights, or None if there are none."""
     messages = record.get("messages")
     is_inside = isinstance(messages, list) and any(
         field in message for message in messages if isinstance(message, dict))

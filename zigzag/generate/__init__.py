@@ -1,4 +1,4 @@
-"""Generating text with a model. Read it to learn how sampling works.
+"""Generating text with a model. Read this package to learn how sampling works.
 
     cache       the KV cache
     engine      Engine: a model that generates, and how a mesh splits it

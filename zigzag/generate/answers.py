@@ -21,7 +21,7 @@ class Answer:
         self.decode, self.stop, self.tokens, self.room = decode, stop, tokens, room
         self.ids, self.logprobs, self.text = [], [], ""
         self.reason = ""        # why it ended: stop, length or context
-        self.before, self.decoded = prompt, 0       # ids already decoded; how many are in `ids`
+        self.before, self.decoded = prompt, 0       # ids already decoded; how many are from `ids`
 
     def add(self, pair: tuple[Sequence[int], Sequence[float]] | None) -> None:
         """Add the next ids and their log-probabilities. Empty lists mean that the answer ended, and

@@ -70,7 +70,7 @@ class Text:
 
 
 class Rows:
-    """The rows on the devices: at most `batch`, or more if the mesh doesn't divide that. `owners`
+    """The rows on the devices: at most `batch`, rounded up until the mesh divides them. `owners`
     lists the Text in each row, or None; `length` is the decoding_length that they all share."""
 
     def __init__(self, engine: Engine, params: Any, prompts: Sequence[Sequence[int]], tokens: int,
@@ -113,11 +113,11 @@ class Rows:
             text.length, text.number // (NEAR * self.count), text.size)))
 
     def _room(self, text):
-        """Return how many new ids it may get before its context is full. The last is never read."""
+        """Return how many new ids fill the text's context, plus one: the last is never read."""
         return self.context + 1 - text.size
 
     def _length_of(self, text):
-        """Return the length that sets the scaling of its positions, as if the text ran alone."""
+        """Return the length that the text's positions would scale with if the text ran alone."""
         tokens = padded_length(text.size) + min(text.left, self._room(text))
         return self.network.decoding_length(self.config, tokens, self.slots)
 
@@ -137,7 +137,7 @@ class Rows:
             yield self._write(draw)
 
     def _places(self):
-        """Return the rows to read next: all if all are free, or some if an eighth is free."""
+        """Return the rows to fill next: all if all are free, or some if at least an eighth are."""
         free = [row for row, text in enumerate(self.owners) if text is None]
         if not self.waiting or len(free) < max(1, self.count // 8):
             return []
@@ -210,7 +210,7 @@ class Rows:
 
 @jax.jit(static_argnames="engine", donate_argnames="cache")
 def put_rows(engine: Engine, cache: Any, new: Any, places: Any, moved: Any) -> Any:
-    """Copy the rows of a `new` cache into the cache at `places`, `moved` slots further on."""
+    """Copy the rows of a `new` cache into the cache at `places`, shifted by `moved` slots."""
     def put(name, rows, new):
         # A source's keys have no slots, so don't roll them.
         return rows.at[places].set(new if name.startswith("cross") else jnp.roll(new, moved, 2))

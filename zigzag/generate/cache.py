@@ -108,7 +108,7 @@ class Attend:
 
 
 def query_tokens(slot: Array, start: Array, count: int) -> Token:
-    """Return the Token of `count` new tokens from `slot` on, in rows that begin at start [B]."""
+    """Return the Token of `count` new tokens, the first in `slot`, for rows that begin at start."""
     slots = jnp.broadcast_to(slot + jnp.arange(count), (len(start), count))
     return Token(slots, jnp.maximum(slots - start[:, None], 0), jnp.zeros_like(slots))
 
@@ -153,9 +153,9 @@ def _key_tokens(query, start, slots, total):
 
 
 def _join(out, local_heads):
-    """Combine every device's attention `out`, each to its own slots, into attention to all slots
-    for this device's `local_heads` heads. The last number in each vector of `out` is the logsumexp
-    of its scores."""
+    """Combine all devices' `out`, where each device has attended only to its own slots, into
+    attention to all slots for this device's `local_heads` heads. The last number in each vector of
+    `out` is the logsumexp of its scores."""
     values, logsum = out[..., :-1], out[..., -1:]
     share = jnp.exp(logsum - lax.pmax(logsum, "tensor"))
     values = values * share / lax.psum(share, "tensor")

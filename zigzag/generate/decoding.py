@@ -27,7 +27,7 @@ class Sampling:
     top_k: int = 0                      # keep the k most likely ids; 0: all
     top_p: float = 1.0                  # keep the most likely ids, up to this total probability
     min_p: float = 0.0                  # keep ids with this share of the largest probability
-    repetition_penalty: float = 1.0     # divides earlier ids' positive logits, multiplies negative
+    repetition_penalty: float = 1.0     # divides old ids' positive logits, multiplies negative ones
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
@@ -52,7 +52,7 @@ def end_ids(ends: Any, vocab_size: int) -> list[int]:
 
 
 def penalised(logits: Array, seen: Array, penalty: float) -> Array:
-    """Return the logits [B, V] with those of the ids in `seen` [B, V] lowered."""
+    """Return the logits [B, V], lowered for the ids in `seen` [B, V]."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -83,7 +83,7 @@ def keys_of(seeds: Array, count: Array | int) -> Array:
 
 def choose(state: State, logits: Array, sampling: Sampling, draw: Callable) -> tuple[State, Array]:
     """Choose an id for each row from these logits [B, V] with draw (sample.draw). Return the state
-    with these as the `newest` ids, and their log-probabilities [B]. Rows that have ended get ids
+    with the chosen ids as `newest`, and their log-probabilities [B]. Rows that have ended get ids
     too, but nothing reads them."""
     has_penalty = "seen" in state
     scores = penalised(logits, state["seen"], sampling.repetition_penalty

@@ -2,7 +2,7 @@
 
 On a mesh, a forward pass is a single shard_map, like a training step. It takes the weights and the
 state (passes.py). The weights are split as in training, except that each device has all layers.
-The state consists of the rows, padded so that the mesh divides their number, the cache, and the
+The state consists of the rows (padded so that the mesh divides their number), the cache, and the
 values that all rows share.
 """
 

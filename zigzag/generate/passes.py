@@ -6,13 +6,14 @@
     decode          loop in compiled code: read each row's newest id, choose the next
     ids_of_rows     prefill, then decode; works inside a compiled function
 
-Each takes an Engine (a model) first. On a mesh, a pass is a single shard_map (Engine.on_mesh). In
-it, a device has its rows, all layers, and its part of each weight and of the cache. A pass also
+The first argument is an Engine (a model). On a mesh, a pass is a single shard_map (Engine.on_mesh).
+In it, a device has its rows, all layers, and its part of each weight and of the cache. A pass also
 takes the state of its rows, a dict of arrays:
 
     start      [B]        the slot where each row begins, after its padding
     slot       []         the slot of the newest ids
-    newest     [B]        each row's newest id, read next; initially the prompt's last id, again
+    newest     [B]        each row's newest id, to read next; initially the prompt's last id, which
+                          is read twice
     count      [B]        the number of new ids in each row
     ended      [B]        whether the row has one of `ends` (end ids, padded with -1 to 8 or more)
     seeds      [B, 3]     together with `count`, these determine a row's random numbers

@@ -129,7 +129,7 @@ class Input(NamedTuple):
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """List (its location, for messages; the line) for each nonblank line."""
+        """List a pair for each nonblank line: (its location, for messages; the line itself)."""
         return [(f"{self.name} line {number}", line.rstrip("\r"))   # only \n ends a line
                 for number, line in enumerate(self.text.split("\n"), 1) if line.strip()]
 
@@ -175,8 +175,8 @@ class Prompt(NamedTuple):
 def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence[str],
                  source: str = "") -> list[Prompt]:
     """Turn texts into prompts for this model. `source` is a .npy file for an encoder that doesn't
-    read text. A single text is the prompt for all of its arrays; several texts have one array each,
-    or share a single one."""
+    read text. A single text is the prompt for all arrays in the file; several texts have one array
+    each, or share a single one."""
     shape = network.source_shape(c)
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")

@@ -153,8 +153,8 @@ def seeds_of(rows: State, seed: int | Sequence[int], xp: Any = np) -> Any:
 # Contexts and ends
 
 def context_of(network: Network, c: Any) -> int:
-    """Return the maximum tokens per row: seq_len (or more, if positions scale with the length), or
-    the number of positions if that is smaller or there is an encoder."""
+    """Return the maximum number of tokens per row: seq_len (or more, if positions scale with the
+    length), or the number of positions if that is smaller or there is an encoder."""
     positions = network.max_positions(c) - len(network.source_ids(c))
     if network.source_shape(c) is not None:
         return positions

@@ -5,7 +5,7 @@ the rule splits each weight, and what a weight table determines.
     products        matmuls with weights, split or not, and losses summed over chunks
     overlap         matmuls in parts, each multiplied while the next is sent (--overlap)
     remat           what to recompute in the backward pass
-    layer_strips    a layer's rows in strips, so one is sent while another is multiplied
+    layer_strips    a layer's rows in strips, so that one is sent while another is multiplied
     attention       attention in blocks or by a device's kernel; the token order over seq
     ring_kernel     the TPU kernel, in a ring over seq
     experts         sorting tokens by expert, and grouped matmuls
@@ -14,7 +14,7 @@ the rule splits each weight, and what a weight table determines.
     hlo             the collectives of a compiled program, parsed from its text
 
     rule            the policy: how to split each weight
-    trace           the facts about a loss that the rule decides on; jaxprs helps to read a jaxpr
+    trace           the facts about a loss that the rule relies on; jaxprs helps to read a jaxpr
     table           a weight table: initial values, counts, FLOPs
     network         Network: what the machinery needs to know about a kind of model
     rotary          rotary positions

@@ -61,7 +61,7 @@ def all_to_all(x: jax.Array, axis: str) -> jax.Array:
 
 
 def psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """lax.psum_scatter, on every platform."""
+    """Apply lax.psum_scatter, on every platform."""
     return beside_auto_tensor(lambda x: lax.psum_scatter(
         x, axis, scatter_dimension=dim, tiled=True), P())(x)
 

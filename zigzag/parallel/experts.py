@@ -82,9 +82,10 @@ def _blocks(counts, rows, expected):
 
 
 def _loop(size, blocks, make, put, start, *rows):
-    """Loop over the blocks. Each turn computes made = make(group, *rows of the block) and replaces
-    the carry `out` (initially `start`) with put(out, group, first row, made). The slices of `rows`
-    always have `size` rows, with zeros for rows outside the block. Empty blocks skip `make`."""
+    """Loop over the blocks. Each iteration computes made = make(group, *rows of the block) and
+    replaces the carry `out` (initially `start`) with put(out, group, first row, made). The slices
+    of `rows` always have `size` rows, with zeros for rows outside the block. Empty blocks skip
+    `make`."""
     rows = [jnp.pad(a, ((0, size), (0, 0))) for a in rows]
 
     def turn(out, block):
@@ -103,7 +104,7 @@ def _loop(size, blocks, make, put, start, *rows):
 
 
 def _by_blocks(x, w, counts, expected):
-    """grouped_product on CPU and GPU, where XLA's ragged_dot would multiply every row by the
+    """Compute grouped_product on CPU and GPU, where XLA's ragged_dot would multiply rows by the
     weights of every group. This loops over blocks (`_blocks`) instead; each is a dense matmul of up
     to `size` rows with a single group's weights. A group of the expected size has about four.
 

@@ -49,10 +49,11 @@ def collectives(compiled: Any) -> list[Collective]:
 
 
 def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collective]:
-    """Sum rows into one Collective per kind and axis. A row is (kind, axis, the axis's n devices,
-    how often it runs, the bytes of its result per device, or of its operand for a reduce-scatter).
-    On the shortest ring, a device sends (n-1)/n of these bytes in an all-gather, a reduce-scatter
-    or an all-to-all, twice as much in an all-reduce, and all of them in a collective-permute."""
+    """Sum rows into one Collective per kind and axis. A row is (kind, axis, the number n of devices
+    on the axis, how often it runs, the bytes of its result per device, or of its operand for a
+    reduce-scatter). On the shortest ring, a device sends (n-1)/n of these bytes in an all-gather, a
+    reduce-scatter or an all-to-all, twice as much in an all-reduce, and all of them in a
+    collective-permute."""
     counts, sizes = collections.Counter(), collections.Counter()
     for kind, axis, n, count, size in rows:
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)

@@ -131,10 +131,10 @@ def computes_in_16_bits(fn: Callable | ClosedJaxpr, *args: Any) -> bool:
 # Functions that no compiler may split
 
 def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) -> str:
-    """Say why the compiler must not split fn(params, batch) over `tensor`, in a phrase that begins
-    with a verb; return '' if it may. The compiler puts collectives inside branches and loops. If a
-    branch or a loop's length depends on the batch, devices with different rows never meet there and
-    wait forever. The other reason is a call into Python."""
+    """Return the reason that the compiler must not split fn(params, batch) over `tensor`, as a
+    phrase that begins with a verb; '' if it may. The compiler puts collectives inside branches and
+    loops. If a branch or a loop's length depends on the batch, devices with different rows never
+    meet there and wait forever. The other possible reason is a call into Python."""
     reasons = [""]
 
     def run(jaxpr, depends):
@@ -164,8 +164,8 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
         return [any(ins)] * len(eqn.outvars)
 
     def loop(body, fixed, carry, scanned=()):
-        """Return whether each result of a loop depends on the batch. Repeat the body until no more
-        of the carry does."""
+        """Return whether each result of a loop depends on the batch. Repeat the body until no
+        further part of the carry does."""
         while True:
             outs = run(body, [*fixed, *carry, *scanned])
             new = [a or b for a, b in zip(carry, outs)]

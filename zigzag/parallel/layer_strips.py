@@ -30,14 +30,15 @@ MOST = 8        # maximum number of strips: each adds a copy of the layer to the
 
 def least(config: Any) -> int:
     """Return the minimum number of tokens per strip for a run of our own network, or 0 for no
-    strips. --overlap has its own way to send while it multiplies."""
+    strips: for example with --overlap, which has its own way to send while it multiplies."""
     c = config.network
     return 0 if c.overlap or config.collectives == "compiler" or getattr(c, "experts", 0) else LEAST
 
 
 def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
     """Return how many strips to cut `rows` of `time` tokens into, given a mesh's axis `sizes` and
-    platform `where`. A strip has at least `tokens` tokens. Nobody has measured strips with seq."""
+    platform `where`. A strip has at least `tokens` tokens. With seq, where strips are unmeasured,
+    return 1."""
     if not tokens or where not in PLATFORMS or sizes.get("tensor", 1) == 1 or max(
             sizes.get("seq", 1), sizes.get("expert", 1)) > 1:
         return 1
@@ -46,7 +47,7 @@ def count(rows: int, time: int, sizes: Any, where: str, tokens: int) -> int:
 
 
 def in_strips(layers: Callable, block: Callable, x: Array, batch: Any) -> tuple[Array, Any]:
-    """Run layers(block, x), which calls block(w, x, i, batch) per layer, in strips of rows."""
+    """Run layers(block, x) in strips of rows. It calls block(w, x, i, batch) for each layer."""
     time = x.shape[1] * (axis_size("tensor") if is_tensor_split(x) else 1)
     n = count(len(x), time, ambient()[0], platform(), trace_settings().strip)
     if n == 1:

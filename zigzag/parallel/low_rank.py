@@ -59,8 +59,8 @@ def _adapters(name, w, rank):
 
 
 def _over_fsdp(w):
-    """Put fsdp on the adapter's longest free dimension, unless the adapter shares the dimension of
-    its weight that fsdp splits."""
+    """Put fsdp on the adapter's longest free dimension, unless fsdp already splits a dimension that
+    the adapter shares with its weight."""
     if "fsdp" in w.mesh_axes:
         return w
     free = [d for d, axis in enumerate(w.mesh_axes) if not axis]
@@ -77,8 +77,8 @@ def adapted(w: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's float32 weights with adapters merged in: w + a b where a weight has
-    them."""
+    """Return the model's float32 weights with adapters merged in: any weight with adapters becomes
+    w + a b."""
     def merge(w, a, b):
         if a.ndim + b.ndim - w.ndim > 2:        # over layers, then over experts
             return jax.vmap(merge)(w, a, b)
@@ -103,7 +103,7 @@ def _is_adapter(name, beside):
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Split a tree shaped like the weights in two: the adapters' entries, and all others."""
+    """Split a tree shaped like the weights: return the adapters' entries, and all others."""
     adapters, others = {}, {}
     for name, x in tree.items() if isinstance(tree, dict) else ():
         if isinstance(x, dict):

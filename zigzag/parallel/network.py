@@ -45,8 +45,8 @@ from zigzag.parallel.table import (
 
 Params = dict[str, Any]
 
-# {name for --model: fields of model.Config}: model.py's block, tiny, at the size of GPT-2 small,
-# and with 1.2 billion parameters.
+# {name for --model: fields of model.Config}: model.py's block in three sizes: tiny, that of GPT-2
+# small, and 1.2 billion parameters.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,

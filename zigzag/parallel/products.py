@@ -94,8 +94,8 @@ def linear(x: Array, w: Any, dtype: Any = None) -> Array:
 
 
 def lookup(table: Array, ids: Array, **how: Any) -> Array:
-    """Look up table[ids], the vectors [..., D] of ids [...] in a table [V, D]. `how` are options
-    for jax's Array.at[ids].get; they decide the result for an id outside the table.
+    """Look up table[ids], the vectors [..., D] of ids [...] in a table [V, D]. `how` has options
+    for jax's Array.at[ids].get, which decide the result for an id outside the table.
 
     The gradient is summed in float32. In bfloat16, a sum stops growing after about 256 equal terms:
     with ids as frequent as words, an embedding's gradient was off by 58% of its length. On an H200,

@@ -25,7 +25,7 @@ from zigzag.core.mesh import may_unroll, trace_settings, within
 
 # On a single CPU or GPU, `scan_layers` unrolls up to this many layers. With 6, 12 and 16 layers on
 # a CPU, steps were 5 to 10% faster than with a loop, and compiling took 0.5 to 2 seconds longer.
-# With 12 on an H200, a step took 48.3 ms; the fastest loop we tried took 56.4 ms but kept less.
+# With 12 layers on an H200, a step took 48.3 ms; the fastest loop we tried took 56.4 but kept less.
 UNROLLED = 16
 
 # Never worth saving, because recomputing them from the operand is cheap.
@@ -40,8 +40,8 @@ def _gathers_weights(name, params):
 
 
 def _all_but_weights(operation, *_, **params):
-    """A checkpoint policy that saves everything but gathered weights, because saving those would
-    undo fsdp: no gather, no layer picked from a stack, and no view of either."""
+    """A checkpoint policy that saves everything but gathered weights, layers picked from a stack,
+    and views of either, because saving those would undo fsdp."""
     return operation.name not in VIEWS and not _gathers_weights(operation.name, params)
 
 

@@ -1,4 +1,4 @@
-"""The rule: it decides how to split any function's weights from how the function uses them.
+"""The rule decides how to split any function's weights, based on how the function uses them.
 
                  x [B, T, D]          unsplit: every device of the tensor axis has all of it
                    |
@@ -14,13 +14,13 @@ The rule chooses tensor splits in four steps (`_Choice.split`). Here is how they
 matrices above, with a residual connection, x + y:
 
   1. Groups. trace.py determines which dimensions must be split together: D of x, w_up, w_down and y
-     is one group, F of w_up, h and w_down is another.
+     is one group, and F of w_up, h and w_down is another.
   2. Rejections (`refuse`), before any pricing. The rule rejects D because its first use is a read:
      w_up contracts it. No weight has produced D, so nothing inside the function could have split x
      along it. This applies to every residual stream that begins as data or as rows of a table. The
-     rule also rejects lengths that the axis doesn't divide; the inside of an attention head;
-     experts, which have their own axis; and groups that aren't worth a reduction (`not_worth_it`):
-     low ranks, a few labels, a stem.
+     rule also rejects dimensions whose length the axis doesn't divide, dimensions inside an
+     attention head, dimensions that count experts (which have their own axis), and dimensions too
+     small to be worth a reduction (`not_worth_it`), such as a low rank or a few labels.
   3. Prices (`price`) of the remaining groups, the candidates:
 
          (bytes + 256 KiB x reductions) / weight elements
@@ -322,7 +322,7 @@ class _Choice:
 
     # -- refusals
     def refuse(self, group):
-        """Return why the rule won't split a group at any price, or '' if it's a candidate."""
+        """Return the reason not to split a group at any price, or '' if it's a candidate."""
         facts, members = self.facts, self.members[group]
         if group not in facts.made or not any(facts.roles[w][d] for w, d in members):
             return "its input is not split"
@@ -338,9 +338,9 @@ class _Choice:
         return self.not_worth_it(group)
 
     def not_worth_it(self, group):
-        """Return why the group is too small to be worth a reduction, or ''. A group's weights are
-        its columns (which produce it), its rows (which sum over it) and its tables (which tokens
-        look up along it)."""
+        """If the group is too small to be worth a reduction, return the reason; otherwise ''. A
+        group's weights are its columns (which produce it), its rows (which sum over it) and its
+        tables (which tokens look up along it)."""
         dim = dict(self.members[group])     # {weight: its dimension in the group}
         columns, rows, tables = ([w for w, d in dim.items() if role in self.facts.roles[w][d]]
                                  for role in ("free", "contracted", "indexed"))
@@ -390,7 +390,7 @@ class _Choice:
 
 def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
     """Return the Decision for a leaf. tensor, pipe and expert each split the first available
-    dimension in `dims`, and fsdp splits the largest one left. `whole` is why tensor has none."""
+    dimension in `dims`, and fsdp splits the largest one left. `whole` says why tensor has none."""
     sizes, shape, roles = _axis_sizes(mesh), facts.shapes[leaf], facts.roles[leaf]
     entries, why = [None] * len(shape), []
     reasons = {"tensor": _why_split(facts, leaf, dims, whole), "pipe": "pipe: it counts layers",
@@ -420,7 +420,7 @@ def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
 
 
 def _why_split(facts, leaf, dims, whole):
-    """Give the reason why `tensor` splits a dimension of the leaf, or why it splits none."""
+    """Return the reason why `tensor` splits a dimension of the leaf, or why it splits none."""
     roles = set().union(*[facts.roles[leaf][d] for d in dims["tensor"]])
     if not dims["tensor"]:
         return f"whole: {whole}"

@@ -21,7 +21,7 @@ from zigzag.parallel.collectives import all_gather
 
 
 def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) -> Any:
-    """Convert weights inside a shard_map from each decision's `spec` to its `used` spec. In the
+    """Convert weights inside a shard_map from each decision's `spec` to its `spec_in_loss`. In the
     backward pass, the transposes (reduce-scatters and zero padding) split gradients by `spec`."""
     sizes, manual = ambient()
     if not manual:          # --collectives compiler: the compiler inserts the collectives
@@ -74,7 +74,7 @@ def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np
 def permute_layers(tree: Any, places: Any, chunks: int, back: bool = False) -> Any:
     """Permute the layers of every array that pipe splits into stage order or, with `back`, into
     model order. `places` are the arrays' shardings. A single program moves all arrays. With one
-    program per array, more programs would wait for each other than a CPU client can hold, and the
+    program per array, a CPU client couldn't hold all the programs that wait for each other, and the
     devices would wait forever."""
     leaves, structure = jax.tree.flatten(tree)
     places = structure.flatten_up_to(places)

@@ -76,7 +76,7 @@ class Table:
 def padded(vocab_size: int) -> int:
     """Return the number of embedding rows for this vocabulary: vocab_size rounded up to a multiple
     of 128, a TPU's lane width. It doesn't depend on the mesh, so a checkpoint fits any mesh. No
-    token uses the rows from vocab_size on."""
+    token uses the extra rows."""
     return -(-vocab_size // 128) * 128
 
 

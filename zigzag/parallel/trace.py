@@ -84,7 +84,7 @@ class Facts:
                 for d, names in dims.items() if names & set(roles)}
 
     def dims(self, leaf: int, role: str) -> list[int]:
-        """Return the leaf's dimensions with this role. One that counts layers has no other role."""
+        """Return the leaf's dimensions with this role. Those that count layers have no other."""
         return [d for d, names in sorted(self.roles[leaf].items())
                 if role in names and ("stacked" not in names or role == "stacked")]
 
@@ -163,7 +163,7 @@ class _Walk:
         self.costs = []                 # (group, key, collectives per step, their total bytes);
                                         # a group's costs with the same key count once
         self.forbidden = []             # (group, why)
-        self.reshards = []              # (from group, to group, whether it is the only way on)
+        self.reshards = []              # (from group, to group, whether there's no other way)
         self.heads = []                 # groups that count attention heads
         self.lengths = []               # (group, length) of dimensions in matmuls
         self.outer = []                 # (group, size of the merged dimensions outside it)
@@ -215,7 +215,8 @@ class _Walk:
         self.inherit(x, dim, out, out_dim)
 
     def keep(self, x, dims, out, first=0):
-        """Record that x's dimensions `dims` are the result's, in this order, from `first` on."""
+        """Record that x's dimensions `dims` become the result's dimensions, in this order, starting
+        at `first`."""
         for o, d in enumerate(dims, first):
             self.same(x, d, out, o)
 
@@ -296,10 +297,10 @@ class _Walk:
                     self.same(x, d, out, o)
 
     def reshape(self, eqn, ins, outs):
-        """Merge the groups of the dimensions that carry a split before and after. A split survives
-        a reshape if each shard has whole entries of the outermost dimension (whole heads). If that
-        dimension is shorter than the number of shards and divides it, whole entries of the next one
-        also work (2 groups of 4 query heads over 4 shards)."""
+        """Merge the groups of the dimensions that carry a split before and after a reshape. A split
+        survives a reshape if each shard has whole entries of the outermost dimension (whole heads).
+        If that dimension is shorter than the number of shards and divides it, whole entries of the
+        next one also work (2 groups of 4 query heads over 4 shards)."""
         x, out = ins[0], outs[0]
         old, new = x.shape, out.shape
         for olds, news in _merged_or_divided(old, new):
@@ -319,8 +320,8 @@ class _Walk:
                     self.reshard(x.groups[m], out.groups[e], out, only_way=False)
 
     def carrier(self, shape, dims):
-        """Return which of the dimensions `dims`, which a reshape merges or divides, carries a split
-        of all of them into shards."""
+        """Given the dimensions `dims` that a reshape merges or divides, return the one that carries
+        a split of all of them into shards."""
         left = self.shards
         for d in dims:
             if shape[d] % left == 0:
@@ -506,7 +507,7 @@ class _Walk:
 
     def loop(self, body, fixed, carry, scanned=()):
         """Return the _Values of a loop's results. Walk the body once, and merge the groups of the
-        carry in and the carry out. A carried value may depend on any of the body's inputs."""
+        carry before and after it. A carried value may depend on any of the body's inputs."""
         seen = [*fixed, *carry, *scanned]
         learned = any(x.from_params for x in seen)
         carried = [dataclasses.replace(x, tables=frozenset(), from_params=learned,
@@ -572,8 +573,8 @@ class _Walk:
                     self.forbid(mine[max(beside)], INSIDE_A_HEAD)
 
     def forbid_indivisible(self):
-        """Forbid groups whose length in a matmul isn't divisible by the shards, not even when
-        multiplied by the size of the merged dimensions outside it."""
+        """Forbid groups whose length in a matmul isn't divisible by the shards, even if multiplied
+        by the size of the merged dimensions outside it."""
         outer = defaultdict(lambda: {1})
         for group, count in self.outer:
             outer[self.find(group)].add(count)

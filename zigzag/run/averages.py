@@ -1,7 +1,7 @@
 """--ema: a running average of the weights, which evaluations and checkpoints use.
 
-With --ema, a state also has "average". A checkpoint swaps the two: its params are the average,
-which sample.py, exports and --init_from read. It stores the weights themselves next to the
+With --ema, a state also has "average". A checkpoint swaps it with the weights: its params are the
+average, which sample.py, exports and --init_from read. It stores the weights themselves next to the
 optimizer's state, which only training reads.
 """
 

@@ -1,4 +1,4 @@
-"""Rejects bad settings before anything compiles, naming the numbers and the nearest that work.
+"""Rejects bad settings before anything compiles, naming the numbers and the nearest valid ones.
 
     check_config      config values, alone and in combination
     check_network     a network that the mesh or the options can't train
@@ -151,7 +151,7 @@ def check_overrides(texts: Sequence[str], params: Any, mesh: Any,
 
 
 def check_vocabulary(config: Any, ids: int) -> Any:
-    """Set vocab_size to `ids`, unless the config has a vocab_size. That must be at least `ids`."""
+    """Set vocab_size to `ids`, unless the config already has one, which must be at least `ids`."""
     if config.network.vocab_size and config.network.vocab_size < ids:
         raise ConfigError(f"--vocab_size {config.network.vocab_size}: the data has {ids} ids")
     return change(config, vocab_size=config.network.vocab_size or ids)

@@ -8,7 +8,7 @@ config, train.Config.
     check_steps    reject fewer steps than the run has made
     hold           keep a finished warmup or decay finished when a run gets more steps
     rates          compute some of a run's learning rates, for config.json
-    check_rates    reject a schedule that was edited since
+    check_rates    reject a schedule that was edited since the run began
     first_lines    the first lines to print: which run resumes from which step, and its schedule
     changes_text   describe the changes made by --change
 """

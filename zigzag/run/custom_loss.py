@@ -6,8 +6,9 @@ device.
 
 The values differ if one batch is off by more than three times what rounding explains, or if two of
 three batches are off by more than rounding explains. The run then computes the loss as on a single
-device, without types, if that helps and no axis needs more. Otherwise it rejects the loss, printing
-what differs and by how much; docs/tasks.md, *What is refused*, has a table of causes.
+device, without types, if that helps and no axis needs the loss to split its own work. Otherwise it
+rejects the loss, printing what differs and by how much; docs/tasks.md, *What is refused*, has a
+table of causes.
 
 The check uses new weights, moved at random, because a head of zeros would hide differences. To
 measure the tolerance, it moves the single device's weights by rounding errors.
@@ -62,7 +63,7 @@ class Value(NamedTuple):
 
 def must_compare(plan: Plan, say: Callable) -> bool:
     """Return whether to compare the loss with one device's. Do so for a custom loss, and for a
-    network's own with --check or after an edit that its tests haven't seen. Print the edit."""
+    network's own loss if --check is given or its tests haven't seen an edit. Print the edit."""
     why = _why_untested(plan) if plan.is_builtin_loss else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")
@@ -182,9 +183,9 @@ def _find_difference(plan, make_batch, compute):
     given = [(make_batch(at, cut * each), jax.random.key(config.seed + at)) for at in range(3)]
     is_narrow = plan.dtype != "float32" or computes_in_16_bits(
         plan.loss, _as_computed(plan), given[0][0])
-    # Three programs. Both sides get weights that are really rounded to their dtype. And if one
-    # program had a pipeline's collectives and the gathers for one device, these would have no
-    # order: some devices would begin with the former, others with the latter, and all would hang.
+    # Use three programs, so that both sides get weights that are really rounded to their dtype. And
+    # in one program, nothing would order a pipeline's collectives and the gathers for one device:
+    # some devices would begin with the former, others with the latter, and all would hang.
     compiled = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch, key = given[0]
     new_weights = compiled(functools.partial(_new_weights, plan), out_shardings=shardings(
@@ -220,8 +221,8 @@ def _is_gradient(name):
 @np.errstate(all="ignore")
 def _times_allowed(found, is_narrow):
     """Return {name: difference / tolerance} for each value. The tolerance is a fraction of the
-    value plus four times its change when weights move by rounding errors. The smallest gradients
-    are pure rounding error, such as that of a bias that shifts all scores equally."""
+    value plus four times its change when weights move by rounding errors. The smallest gradients,
+    such as that of a bias that shifts all scores equally, are pure rounding error."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
     least = 1e-9 * np.linalg.norm([x.size for name, x in found.items() if _is_gradient(name)])
     return {name: _ratio(np.maximum(x.gap - least, 0), of_gradients * x.size + 4 * x.noise)
@@ -270,12 +271,12 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
 
 
 def _new_weights(plan, key):
-    """New weights, moved at random."""
+    """Return new weights, moved at random."""
     return cast(_moved(plan.init(key), jax.random.fold_in(key, 1), MOVED), plan.dtype)
 
 
 def _at_weights(compute, params, batch):
-    """{name: value} from compute(params, batch)."""
+    """Return {name: value} from compute(params, batch)."""
     with jax.default_matmul_precision("highest"):
         return _named(*compute(params, batch))
 

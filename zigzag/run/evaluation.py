@@ -1,7 +1,7 @@
 """Evaluation on held-out examples.
 
     check_task      before training starts, reject flags that don't fit the task
-    evaluate        compute the loss on all held-out examples, predictions, and a metric
+    evaluate        compute predictions, a metric, and the loss on all held-out examples
     predict_all     predict for a whole data set, in order, on any mesh
     preview         continue a held-out text with a decoder, or answer a question
 
@@ -80,8 +80,8 @@ SHOWN_TEXT = 8 * NEW_IDS
 
 
 def tokens_to_evaluate(config: Any) -> int:
-    """Return the held-out tokens per evaluation: as many as keep all of a run's evaluations to a
-    fifth of its time, but at least a batch. A forward pass takes a third of a step."""
+    """Return how many held-out tokens an evaluation reads. All of a run's evaluations may take a
+    fifth of its time, but each reads at least a batch. A forward pass takes a third of a step."""
     c, batch = config, config.batch * config.network.seq_len
     count = -(-c.steps // (c.eval_every or c.steps)) + c.eval_first
     return min(MOST_TOKENS, max(batch, 3 * c.steps * batch // 4 // count - SHOWN_TEXT))

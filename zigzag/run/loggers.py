@@ -21,7 +21,7 @@ def names_of(config: Any) -> Sequence[str]:
 
 
 def check(config: Any) -> None:
-    """Reject loggers in --log that can't open."""
+    """Reject loggers in --log that can't be opened."""
     if names := names_of(config):
         part("tools.trackers", f"--log {' '.join(names)}").check(names, config.out)
 
@@ -67,7 +67,7 @@ class Loggers(contextlib.AbstractContextManager):
 
 
 def _own_id(out):
-    """Return this run's id for the loggers, which its folder stores."""
+    """Return the id by which the loggers know this run; its folder stores the id."""
     path = out / "log_id.json"
     if not path.exists():
         write_json(path, {"id": secrets.token_hex(4)})

@@ -52,7 +52,7 @@ class Fit(NamedTuple):
     held_out: float | None          # the loss of the last evaluation
     outputs: Any                    # its predictions, arrays [examples, ...]
     evaluation: Values      # all numbers of that evaluation, as in metrics.jsonl
-    best: int | None                # the step of the best evaluation by the first of config.best
+    best: int | None                # the best evaluation's step, by config.best's first criterion
 
 
 @dataclasses.dataclass
@@ -198,7 +198,7 @@ def _report_skipped(loop, at, row):
 
 
 def is_due(loop: Loop, every: int) -> bool:
-    """Return whether to act now, given an action every `every` updates and at the end; 0: never."""
+    """Return whether an action is due that runs every `every` updates and at the end (0: never)."""
     return every > 0 and (loop.at == loop.program.config.steps or loop.at % every == 0)
 
 

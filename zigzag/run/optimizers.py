@@ -31,8 +31,8 @@ def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
 # fit(optimizer=...)
 
 class OptimizersByPath:
-    """The optimizer of each weight: default(config, decisions), unless fit got its own. That is an
-    optax transformation, or several as {regular expression for paths: transformation}. The first
+    """The optimizer of each weight: default(config, decisions), or the one passed to fit. fit takes
+    an optax transformation, or several as {regular expression for paths: transformation}. The first
     match wins, "*" matches all paths, and None in place of a transformation freezes the weights."""
 
     def __init__(self, given: Any, default: Callable):

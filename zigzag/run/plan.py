@@ -199,7 +199,7 @@ class Plan:
         return zero1_specs(shapes, trained, self.mesh, self.config.fsdp_min)
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
-        """Split a tree shaped like the weights in two: the trained part and the frozen part."""
+        """Split a tree shaped like the weights: return its trained part and its frozen part."""
         if self.learned is not None:
             own = {name: x for name, x in tree.items() if name == self.learned}
             return own, {name: x for name, x in tree.items() if name not in own}
@@ -288,7 +288,7 @@ def _traced(loss, weights, few, batch):
     except (TypeError, ValueError) as e:
         if isinstance(e, ConfigError) or rows == of_batch:
             raise
-        jax.eval_shape(loss, weights, batch)        # raises if the loss is wrong for any batch
+        jax.eval_shape(loss, weights, batch)        # raises if a whole batch doesn't work either
         raise ConfigError(f"this loss works for {of_batch} rows, but not for {rows}, which a "
                           f"device has at a time with --batch {of_batch} ({one_line(e)}); write it "
                           f"for any number of rows") from None
@@ -307,8 +307,8 @@ def _whole_over_tensor(decisions, why):
 
 
 def see_matrices(decisions: Any, loss: Callable, weights: Any, batch: Any) -> Any:
-    """Return the decisions, with is_matrix derived from a whole batch without a mesh. It must not
-    depend on the mesh through a device's rows, or through kv heads repeated for tensor."""
+    """Return the decisions, with is_matrix derived from a whole batch without a mesh. Otherwise it
+    could depend on the mesh through a device's rows, or through kv heads repeated for tensor."""
     seen = plan_sharding(lambda p, b: loss(p, b)[:2], weights, batch, mesh=abstract_mesh({}))
     return jax.tree.map(lambda d, s: dataclasses.replace(
         d, is_matrix=s.is_matrix, matmul_dims=s.matmul_dims), decisions, seen)

@@ -100,7 +100,7 @@ def expected(program: Program) -> tuple[list, bool]:
 
 
 def first_example(task: Task) -> dict[str, str]:
-    """Return a fact to record about examples without a record: a digest of the first one's row."""
+    """Return a fact that identifies examples without a record: a digest of the first one's row."""
     digest = hashlib.sha256()
     for name, rows in sorted(task.first_row.items()):
         digest.update(name.encode() + rows.tobytes())

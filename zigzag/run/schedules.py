@@ -8,7 +8,7 @@
 
     warmup       return the schedule of the first updates, up to the peak
     at_peak      return the first update at the peak
-    decay        return the schedule from the peak on
+    decay        return the schedule after the peak
     with_steps   set the config's steps from --epochs
 
 A schedule is a function of the update number, from 0. It depends only on the config, so a run that
@@ -63,7 +63,7 @@ def fill_in(c: Any) -> None:
 
 
 def updates(value: float, steps: int) -> int:
-    """Return the updates for a value that is a count or, below 1, a share of `steps`."""
+    """Return the number of updates that a value stands for. Below 1, it is a share of `steps`."""
     return int(value) if value >= 1 or value == 0 else max(1, int(value * steps + 1e-9))
 
 
@@ -79,7 +79,7 @@ def warmup(c: Any) -> Callable:
 
 
 def decay(c: Any) -> Callable:
-    """Return the schedule from the peak, at 0, down to --final_share of it as the decay ends."""
+    """Return the schedule from the peak, at 0, to the end of the decay, at --final_share of it."""
     last, length = c.lr * c.final_share, _length(c)
     if c.decay == "cosine":
         return optax.cosine_decay_schedule(c.lr, length, c.final_share)
@@ -108,7 +108,7 @@ def _length(c):
 
 def fixed_from(c: Any) -> int:
     """Return the number of updates after which adding steps no longer stretches the decay: all
-    updates of the decay or, for wsd, those before the cooldown plus one."""
+    updates of the decay or, for wsd, one more than there are before the cooldown."""
     if c.decay != "wsd":
         return _end(c)
     return _end(c) - min(updates(c.cooldown, _end(c)), _length(c)) + 1

@@ -28,7 +28,7 @@ class Task:
                                         # example. fit joins them in the examples' order
     examples: Any = ()                  # to learn from: anything with a length and an index, or a
                                         # function: seed, step, weights -> one update's examples,
-                                        # made from the weights before it
+                                        # made from the weights before that update
     held_out: Sequence = ()             # to evaluate on
 
     _: dataclasses.KW_ONLY
@@ -60,11 +60,11 @@ class Task:
         """Return the batch of only the first example, which gives the shapes of all batches."""
         if not len(self.examples):
             raise ConfigError("there are no examples to train on")
-        return batch_arrays(self.collate, [self.examples[0]])   # from Made, a held-out one
+        return batch_arrays(self.collate, [self.examples[0]])   # a held-out one if generated
 
 
 def with_sequence(task: Task, config: Any) -> Task:
-    """If a task makes its examples with a function, replace that with a sequence of them."""
+    """If a function makes the task's examples, replace it with a sequence of them."""
     if not callable(task.examples) or hasattr(task.examples, "__getitem__"):
         return task
     return dataclasses.replace(
@@ -107,7 +107,7 @@ class GeneratedExamples(Sequence):
 
 
 class OpenedData(NamedTuple):
-    """A run's data, once opened: what a context manager in tasks/ yields."""
+    """A run's opened data, which a context manager in tasks/ yields."""
     config: Any                     # with the data's vocabulary, and the steps for --epochs
     make_task: Callable[[], Task]   # makes the task
     record: Values          # facts for config.json, which must match when a run resumes
