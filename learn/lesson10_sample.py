@@ -23,7 +23,7 @@ params, prompt = model.init(c, jax.random.key(0)), list(range(1, 9))
 # `generate_slowly` runs the whole text through the network for each new token. But attention is
 # causal, so nothing before the new token changes. Each layer needs only the keys and values of the
 # earlier tokens, so keep them. The first call of `extend` reads the prompt (**prefill**); each
-# later call reads a single token (**decode**). The ids are the same.
+# later call reads a single token (**decode**). Both ways give the same ids.
 
 # %%
 want = sample.generate_slowly(params, prompt, c, tokens=8, temperature=0)
@@ -101,7 +101,7 @@ for rows in (1, 8, 32, 128, 512):
 # %% [markdown]
 # More rows share the read of the weights, until the chip mostly reads caches. After that, more rows
 # don't help, and they fill the chip's memory. So servers batch requests, and models shrink the
-# cache: fewer key heads, a window, latent vectors, 8 bits.
+# cache, with fewer key heads, a window, latent vectors or 8-bit numbers.
 #
 # ## On a mesh
 # tensor splits the weights and the cache, so each of n chips reads 1/n of both: it's the axis for
