@@ -29,8 +29,8 @@ print(mesh.devices)
 # ## A spec
 # `P("data", "tensor")` splits dimension 0 into as many parts as `data` has devices, and dimension 1
 # into as many as `tensor` has. Along an axis that the spec doesn't name, devices hold copies. The
-# cell prints the array once per spec. In place of each number, it prints the digits of the devices
-# that hold it. Draw the result for `P("tensor")` before you look.
+# next cell draws the array once per spec. In place of each number, it shows the digits of the
+# devices that hold it. Draw the result for `P("tensor")` before you look.
 
 # %%
 x = jnp.arange(32.0).reshape(4, 8)

@@ -234,8 +234,8 @@ lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp"))
               jnp.mean((x @ square)**2), square, x)
 
 # %% [markdown]
-# The shapes catch the first two. The third has the right shapes and types. On one device, all three
-# are right.
+# The shape check catches the first two. The third has the right shapes and types. On one device,
+# all three are right.
 #
 # ## Exercises
 # - 3.1 A model with 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
@@ -243,8 +243,8 @@ lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp"))
 # - 3.2 Nearly all its weights are in layers, which the devices gather in bfloat16, with
 # --accumulate 2. How many bytes does a device send per update?
 # - 3.3 Which collective is the transpose of the all-gather?
-# - 3.4 Code: the backward pass for a single weight, by hand. Each device has the gradient of the
-# whole `up`, for its own rows. What does it keep?
+# - 3.4 Code: write the backward pass for a single weight. Each device has the gradient of the whole
+# `up`, for its own rows. What does it keep?
 
 # %%
 check("3.1", ...)

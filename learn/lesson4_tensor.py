@@ -24,7 +24,7 @@ def mlp(x, up, down):
 # ## Columns, rows
 # If you split a weight by columns, each device gets some of the results. If you split it by rows,
 # each device needs only some of the inputs, and gets a part of every sum. In the picture, w' is the
-# transpose of w, which the backward pass uses, and dy is the gradient for y.
+# transpose of w, which the backward pass uses, and dy is the gradient with respect to y.
 
 # %%
 lesson.picture("products")

@@ -45,7 +45,7 @@ x = jax.ShapeDtypeStruct((64, 64), np.float32)
 print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=4))
 
 # %% [markdown]
-# By hand: the forward pass sums over F once, in y = h @ down, which is [64, 64] float32, 16,384
+# By hand: the forward pass sums over F once, in y = h @ down, a [64, 64] float32 array of 16,384
 # bytes. The backward pass doesn't need the sum for x's gradient. So the price is (16,384 + 262,144)
 # / 32,768 = 8.5.
 #

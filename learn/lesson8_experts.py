@@ -145,7 +145,7 @@ for name, (right, wrong) in BUGS.items():
 # - 8.3 What is the balance term if all tokens choose the same two of eight experts with probability
 # one half each?
 # - 8.4 Code: find the wrong line. The cell prints `experts` with one change. Give a piece of the
-# wrong line, and what belongs there.
+# wrong line and its replacement.
 
 # %%
 check("8.1", ...)

@@ -2,7 +2,7 @@
 # # 9. Choosing a mesh: memory first, then bytes against arithmetic
 # One idea: **choose an axis by what it divides and what it sends.** Memory determines what you must
 # split, the table of bytes gives the cost, and the chip's rates determine whether the arithmetic
-# hides it.
+# hides that cost.
 
 # %%
 import math
@@ -119,9 +119,9 @@ for mesh in sorted((m for m in meshes if fits(*m)), key=lambda m: sum(seconds(*m
           f"{arithmetic:.2f} s, and {added:.2f} s of sending")
 
 # %% [markdown]
-# Here fsdp alone hides its sends. Its 3 W don't depend on the tokens, so with shorter rows
-# computing no longer hides them. tensor takes over, because its bytes shrink with the tokens. The
-# picture shows the roofline for links, and how far each axis is from it.
+# Here a mesh of fsdp alone hides its sends. Its 3 W doesn't depend on the tokens, so with shorter
+# rows computing no longer hides the sends. tensor takes over, because its bytes shrink with the
+# tokens. The picture shows the roofline for links, and how far each axis is from it.
 
 # %%
 for time in (4096, 1024, 256):
@@ -200,8 +200,8 @@ for flags in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "data=2,seq=4 --rema
 #    it sends only once. zigzag runs on a single TPU slice: `make_mesh` rejects several.
 # 3. Use tensor between chips with fast links, if there are few tokens or a layer doesn't fit, as
 #    long as it divides the heads.
-# 4. Use seq if even one row is too long to fit. Use expert for experts, before fsdp gathers them
-#    all.
+# 4. Use seq if even one row is too long to fit. Use expert for experts; otherwise, fsdp gathers
+#    them all.
 # 5. Use pipe last: between machines, with many microbatches.
 #
 # ## When it pays
