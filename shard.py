@@ -41,15 +41,18 @@ autodiff applies to gradients:
     mark_varying (lax.pcast)          not -> varying      psum
     lax.pmean = psum / n              varying -> not      mark_varying, divided by n
     all_gather                        varying -> varying  psum_scatter
+    ppermute, all_to_all              varying -> varying  the same, in the other direction
     all_gather(to="invarying")        varying -> not      this device's slice
     psum_scatter                      varying -> varying  all_gather
 
-*Gradients* follow from `mark_varying`. In w * x above, jax first marks w as varying, because x is.
-This sends nothing in the forward pass. In the backward pass, the mark's transpose is a psum, so the
-gradient of w is summed over data, as it must be: each device saw different rows. That is correct,
-but it would happen in every part of a batch. So train.make_gradients marks the weights before
-`jax.value_and_grad`. Autodiff doesn't see these marks, so it doesn't transpose them: gradients stay
-local through all parts, and `sum_gradients` sums them once.
+*Gradients.* If the loss varies, each device starts its backward pass with 1, so autodiff takes the
+gradient of the sum of all devices' losses. The rest follows from `mark_varying`. In w * x above,
+jax first marks w as varying, because x is. This sends nothing in the forward pass. In the backward
+pass, the mark's transpose is a psum, so the gradient of w is summed over data, as it must be: each
+device saw different rows. That is correct, but it would happen in every part of a batch. So
+train.make_gradients marks the weights before `jax.value_and_grad`. Autodiff doesn't see these
+marks, so it doesn't transpose them: gradients stay local through all parts, and `sum_gradients`
+sums them once.
 
 The step doesn't mark weights over tensor, because `columns` and `row` use a weight's type to tell
 whether it is split. When a whole weight meets a stream whose sequence is split, jax marks the
@@ -122,8 +125,9 @@ from zigzag.parallel.rule import plan_sharding as plan_sharding
 #   split       the rows of a batch; every device has all weights
 #   collective  one all-reduce of the gradients per update (lax.psum). With --zero 1, it's a
 #               reduce-scatter: the optimizer state is split along each weight's largest free
-#               dimension (rule.zero1_specs), so clipping and the update run on parts. The compiler
-#               then gathers the new weights, because the step's out_shardings ask for whole ones
+#               dimension (rule.zero1_specs) instead of like the weight, so clipping and the update
+#               run on parts. The compiler then gathers the new weights, because plan.make_program
+#               asks for whole ones (out_shardings)
 #   bytes       2 (n-1)/n of the gradients in float32, no matter how many parts a batch has
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of the devices' gradients. The step divides both once,
@@ -232,7 +236,8 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 # tensor: tensor parallelism, with sequence parallelism between blocks
 #
 #   split       F, by the weights' specs: a block's first weights [D, F] by columns, its last
-#               [F, D] by rows. Between blocks, the residual stream's sequence if n divides T
+#               [F, D] by rows. Between blocks, the residual stream's sequence if n divides T. (In
+#               this section, a block is attention or the MLP: half a layer)
 #   collective  an all-gather along T into a block, a reduce-scatter along T out of it; each is the
 #               other's transpose. If n doesn't divide T, the stream stays whole: no collective
 #               into a block, an all-reduce out of it. On a TPU, each strip of rows has its own.
@@ -691,7 +696,8 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 #   collective  a collective-permute of the activations to the next stage in every tick; its
 #               transpose sends their gradients back. After the last stage, a reduce-scatter along
 #               T, so that all stages share the loss head's work (an all-reduce if the head needs
-#               the whole sequence, and for an encoder's output)
+#               the whole sequence, and for an encoder's output). Every stage has the embedding and
+#               the head, and sum_gradients sums their gradients over pipe
 #   bytes       2 X ticks / microbatches from stage to stage, and 2 (n-1)/n X for the head's
 #               reduce-scatter (both forward and backward)
 #   correct     every microbatch goes through all layers, in order. A loss is a sum over

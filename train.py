@@ -143,7 +143,7 @@ def make_gradients(plan: Plan) -> Callable:
         after scatter      [D/2, V/2]    4 rows  [D/2, F/2]      4 rows  [D]      2 rows
         after scan, sum    [D/2, V/2]   16 rows  [D/2, F/2]     16 rows  [D]     16 rows
 
-    plan.axes, for a network's own loss on that mesh:
+    plan.axes (plan.Axes explains the fields), for a network's own loss on that mesh:
 
         sums = marked = {"data", "fsdp"}        same_rows = {}, pools = False, untimed = ()
         (with pipe=2 as well: three axes)       ({"pipe"}: its stages have the same rows)

@@ -98,7 +98,7 @@ assert abs(sum(sends(by_time, x, up, down).values()) / (2 * 3 / 4 * X) - 1) < 0.
 # %% [markdown]
 # The backward pass is the transpose: the all-gather becomes a reduce-scatter, and the
 # reduce-scatter becomes an all-gather. So a block sends 4 (n-1)/n X, counting forward and backward.
-# A layer has two blocks, attention and an MLP, so it sends 8 (n-1)/n X.
+# A layer has two such blocks, attention and an MLP, so it sends 8 (n-1)/n X.
 
 # %%
 gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 2))

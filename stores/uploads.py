@@ -13,12 +13,11 @@ import time
 from typing import Callable
 
 import jax
-from jax._src import distributed  # the processes' key-value store has no public name
 
 from stores import lease
 from stores.mirror import MARKER, Mirror
+from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, RunError
-from zigzag.core.hosts import process_allgather
 
 INTERVAL = 10.0         # seconds between two uploads of metrics.jsonl, at least
 SHARE = 20              # and this many times what the last took
@@ -54,7 +53,7 @@ class Uploads:
     def start(self, word: str) -> None:
         """Begin to upload. `word` is process 0's."""
         self.word = word
-        views = process_allgather([sorted(self._complete()), sorted(self.mirror.steps)])
+        views = hosts.process_allgather([sorted(self._complete()), sorted(self.mirror.steps)])
         if any(here != views[0][1] for here, _ in views):
             if self.number == 0:
                 self.lease.release()
@@ -81,7 +80,7 @@ class Uploads:
         self.ending.set()
         self.thread.join()
         self.check()
-        process_allgather("uploaded")
+        hosts.process_allgather("uploaded")
         if self.number == 0:
             self.lease.release()
 
@@ -122,16 +121,16 @@ class Uploads:
         own = "" if self.number == 0 else r"/[\d.]+$"
         self.store.all(self._put, [name for name in self.mirror.files(f"checkpoints/{step}")
                                    if name != marker and re.search(own, name)])
-        self._tell(f"{step}/{self.number}")
+        hosts.tell(f"{self.word}/{step}/{self.number}")
         if self.number == 0:
             for other in range(self.count):
-                self._hear(f"{step}/{other}")
+                hosts.hear(f"{self.word}/{step}/{other}")
             self._upload_files()
             self.lease.check()
             self._put(marker)
             self._delete_old({*self.mirror.steps, step})
-            self._tell(f"{step}/complete")
-        self._hear(f"{step}/complete")
+            hosts.tell(f"{self.word}/{step}/complete")
+        hosts.hear(f"{self.word}/{step}/complete")
         self.mirror.steps.add(step)
 
     def _put(self, name):
@@ -159,12 +158,3 @@ class Uploads:
             return name == self.log or name.startswith("profile/")
         return name != "lock" and not re.match(r"checkpoints/|\.", name) and not re.search(
             r"\.(part|before)(/|$)", name)
-
-    def _tell(self, what):
-        if self.count > 1:
-            distributed.global_state.client.key_value_set(f"zigzag/{self.word}/{what}", "")
-
-    def _hear(self, what):
-        if self.count > 1:
-            distributed.global_state.client.blocking_key_value_get(
-                f"zigzag/{self.word}/{what}", 10**9)    # ms; hosts.watchdog ends it sooner

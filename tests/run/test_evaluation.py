@@ -543,7 +543,7 @@ def test_pairs_have_a_metric(tmp_path, capsys, monkeypatch):
                         "rouge_stemmed or f1 or accuracy; did you mean 'rouge'?"),
                        (("--metric", "rouge_stemmed", "--eval_first", "false", "--eval_every", 4),
                         "--metric rouge_stemmed needs the package nltk: pip install nltk"),
-                       (("--metric", "f1", "--best", "largest:exact"), "numbers eval_loss, f1")):
+                       (("--metric", "f1", "--best", "largest:exact"), "reports eval_loss, f1")):
         assert says in refused(capsys, *words, "--out", other, *more)
     assert not other.exists() or not (other / "checkpoints").exists()
 

@@ -122,10 +122,22 @@ def process_allgather(value: Any) -> list[Any]:
     count, number = jax.process_count(), next(_messages)
     if count == 1:
         return [value]
-    client = distributed.global_state.client
-    client.key_value_set(f"zigzag/{number}/{jax.process_index()}", json.dumps(value))
-    return [json.loads(client.blocking_key_value_get(
-        f"zigzag/{number}/{i}", 10**9)) for i in range(count)]     # ms; the watchdog ends it sooner
+    tell(f"{number}/{jax.process_index()}", json.dumps(value))
+    return [json.loads(hear(f"{number}/{i}")) for i in range(count)]
+
+
+def tell(name: str, text: str = "") -> None:
+    """Tell the other processes, if any, a text under a name that no other text has."""
+    if jax.process_count() > 1:
+        distributed.global_state.client.key_value_set(f"zigzag/{name}", text)
+
+
+def hear(name: str) -> str:
+    """Wait for the text that some process tells under this name."""
+    if jax.process_count() == 1:
+        return ""
+    return distributed.global_state.client.blocking_key_value_get(
+        f"zigzag/{name}", 10**9)        # ms; the watchdog ends it sooner
 
 
 def assert_same_everywhere(facts: Values) -> None:

@@ -2,7 +2,7 @@
 
     none            save everything except gathered weights
     selective       save the outputs of matmuls with weights, and the layer's input
-    full            save only the layer's input
+    full            save only the layer's input and, with tensor, attention's output to the stream
     full:0.5        save only the input for half of a device's layers (at least one), and everything
                     for the others
     offload         save the layer's input in host memory
