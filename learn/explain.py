@@ -1,4 +1,4 @@
-"""One page about a run: who holds what, what fills memory, what devices send, and how long.
+"""One page about a run: who holds what, what fills memory, and what devices send in what time.
 
     python -m learn.explain out.html --mesh data=2,fsdp=2,tensor=2
     python -m learn.explain out.html --topology v5e:4x4 --mesh fsdp=16 --model 1.2b --batch 32

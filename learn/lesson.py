@@ -75,8 +75,8 @@ def picture(name: str) -> Picture:
 
 
 def sends(function: Callable, *args: Any) -> dict[str, int]:
-    """The bytes that a device sends in one call of the compiled function, by kind and axis of
-    collective. It also prints them."""
+    """Print and return the bytes that a device sends in one call of the compiled function, by kind
+    and axis of collective."""
     args = jax.device_put(args, jax.NamedSharding(jax.sharding.get_mesh(), P()))
     found = shard.collectives(jax.jit(function).lower(*args).compile())
     for one in found:
@@ -207,9 +207,9 @@ wrong_answers: collections.Counter = collections.Counter()
 
 
 def check(exercise: str, answer: Any = ...) -> bool:
-    """Whether the answer is right. Integers must match exactly and floats within 2%, words may have
-    several forms, and code counts by what it does. The first wrong answer prints a hint, the
-    second the reason."""
+    """Whether the answer is right. Integers must match exactly and floats within 2%. Words may have
+    several forms. Code is right if its result is. The first wrong answer prints a hint, the second
+    an explanation."""
     right, hint, why, *also = ANSWERS[exercise]
     if answer is ...:
         print(f"{exercise}: replace the dots with your answer")

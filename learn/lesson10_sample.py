@@ -23,7 +23,7 @@ params, prompt = model.init(c, jax.random.key(0)), list(range(1, 9))
 # `generate_slowly` runs the whole text through the network for each new token. But attention is
 # causal, so nothing before the new token changes. Each layer needs only the keys and values of the
 # earlier tokens, so keep them. The first call of `extend` reads the prompt (**prefill**); each
-# later call reads a single token (**decode**). The ids are the same.
+# later call reads a single token (**decode**). Both ways give the same ids.
 
 # %%
 want = sample.generate_slowly(params, prompt, c, tokens=8, temperature=0)
@@ -32,8 +32,8 @@ quote(sample.generate_simply)
 
 # %% [markdown]
 # ## The cache
-# **Predict** its size in bytes for 3 rows of 64 tokens, with two layers and two key heads of width
-# 16 (shared by the four query heads), in float32.
+# **Predict** the cache's size in bytes for 3 rows of 64 tokens, with two layers and two key heads
+# of width 16 (shared by the four query heads), in float32.
 
 # %%
 cache_bytes = ...
@@ -50,7 +50,7 @@ assert found == 2 * c.layers * c.kv_heads * c.head_dim * 64 * 3 * 4
 #
 # ## What a pass costs
 # **Predict**: prefill reads 8 tokens, and decode reads one. By what factor do their operations
-# differ? And, as a guess, the bytes they move to and from memory?
+# differ? And what would you guess for the bytes they move to and from memory?
 
 # %%
 guess = {"operations": ..., "bytes": ...}
@@ -101,7 +101,7 @@ for rows in (1, 8, 32, 128, 512):
 # %% [markdown]
 # More rows share the read of the weights, until the chip mostly reads caches. After that, more rows
 # don't help, and they fill the chip's memory. So servers batch requests, and models shrink the
-# cache: fewer key heads, a window, latent vectors, 8 bits.
+# cache, with fewer key heads, a window, latent vectors or 8-bit numbers.
 #
 # ## On a mesh
 # tensor splits the weights and the cache, so each of n chips reads 1/n of both: it's the axis for
@@ -130,8 +130,8 @@ assert found["all-reduce"].bytes == (2 * four.layers + 1) * 2 * 3 / 4 * (4 * 8 *
 #
 # ## When it pays
 # Below the critical batch, a step's time is the bytes it reads divided by the bandwidth. To answer
-# one user faster, read fewer bytes per chip (tensor, smaller numbers). To serve more users, add
-# rows.
+# one user faster, read fewer bytes per chip (with tensor, or smaller numbers). To serve more users,
+# add rows.
 #
 # ## Bugs
 
@@ -154,8 +154,8 @@ for name, (right, wrong) in BUGS.items():
 # memory no longer limits a product with bfloat16 weights?
 # - 10.3 On a chip with the same memory and twice the arithmetic, which gets faster, prefill or
 # decode?
-# - 10.4 Code: find the wrong line in this copy of `generate_simply`. Give a piece of it, and what
-# belongs there.
+# - 10.4 Code: find the wrong line in this copy of `generate_simply`. Give a piece of it and its
+# replacement.
 
 # %%
 check("10.1", ...)

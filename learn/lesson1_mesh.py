@@ -3,7 +3,7 @@
 # One idea: **every device runs the same program, on its own piece of the arrays.** A mesh names the
 # devices, a spec says which piece goes where, and `shard_map` runs the program.
 #
-# You don't need hardware: the first cell makes eight devices out of one CPU. `learn.lesson`
+# You don't need an accelerator: the first cell simulates eight devices on one CPU. `learn.lesson`
 # re-exports jax, `jnp`, `np`, `lax`, `P` = jax.P, and this repository's shard.py.
 
 # %%
@@ -17,8 +17,8 @@ lesson.begin(8)
 
 # %% [markdown]
 # ## A mesh
-# This mesh puts eight devices in a two-by-four grid. Its dimensions have names; these are the axes.
-# A device's place is its index along each axis. `lesson.mesh` also sets this mesh for every
+# This mesh puts eight devices in a two-by-four grid. The grid's dimensions have names; we call them
+# axes. A device's place is its index along each axis. `lesson.mesh` also sets this mesh for every
 # `shard_map` that follows.
 
 # %%
@@ -28,9 +28,9 @@ print(mesh.devices)
 # %% [markdown]
 # ## A spec
 # `P("data", "tensor")` splits dimension 0 into as many parts as `data` has devices, and dimension 1
-# into as many as `tensor` has. Along an axis that the spec doesn't name, devices hold copies. In
-# each picture, the digits name the devices that hold the number in that place. Draw `P("tensor")`
-# before you look.
+# into as many as `tensor` has. Along an axis that the spec doesn't name, devices hold copies. The
+# next cell draws the array once per spec. In place of each number, it shows the digits of the
+# devices that hold it. Draw the result for `P("tensor")` before you look.
 
 # %%
 x = jnp.arange(32.0).reshape(4, 8)
@@ -42,8 +42,8 @@ lesson.picture("held")
 # ## A shard_map
 # The function below runs on all eight devices. `in_specs` splits its arguments, and `out_specs`
 # puts the results together. Inside the function, arrays have the shape of one piece, and
-# `lax.axis_index` tells a device where it is. Python runs the function only once, to trace it: to
-# record its operations.
+# `lax.axis_index` tells a device where it is. Python runs the function only once, to trace it,
+# which means to record its operations.
 
 # %%
 def on_device(x):
@@ -69,11 +69,11 @@ print(sums(x), x.sum(1))
 # %% [markdown]
 # ## What varies
 # Inside a `shard_map`, an array's type lists the axes along which devices may have different
-# values: `shard.varying(x)` shows them. `x` varies over both. After the psum over tensor, the sums
-# vary only over data, so a spec without tensor can describe them. If you forget the psum, jax tells
-# you before anything runs. Here is the whole error ("replicated" means "doesn't vary"). Find the
-# axis. The error suggests two fixes, a different spec or turning off the check (never do that), but
-# you need a third: psum.
+# values: `shard.varying(x)` shows them. `x` varies over both axes. After the psum over tensor, the
+# sums vary only over data, so a spec without tensor can describe them. If you forget the psum, jax
+# tells you before anything runs. Here is the whole error ("replicated" means "doesn't vary"). Find
+# the axis it names. The error suggests two fixes, a different spec or turning off the check (never
+# do that), but you need a third: psum.
 
 # %%
 def forgotten(x):
@@ -94,7 +94,7 @@ _ = jax.shard_map(types, in_specs=P("data", "tensor"), out_specs=P("data"))(x)
 # ## What a device sends
 # **Predict.** A device's piece has S bytes, and tensor has four devices. They form a ring: each can
 # send to the next. How many bytes does each device send until all of them have all four pieces (an
-# all-gather)? And until all have the sum of the pieces (an all-reduce), if they do it efficiently?
+# all-gather)? And how many until all have the sum (an all-reduce), if they do it efficiently?
 
 # %%
 S = 128 * 256 * 4                               # a piece is [128, 256] float32: 131,072 bytes
@@ -134,7 +134,7 @@ for name, function, formula, out in (
 # - 1.2 How many bytes does a device send in `lax.psum(x, "data")` if its piece has 1,000,000 bytes?
 # - 1.3 How many different values does `lax.psum(lax.axis_index("tensor"), "data")` have on the
 # eight devices?
-# - 1.4 Code: the sum of each column. If you choose the wrong axis, the types will tell you.
+# - 1.4 Code: compute the sum of each column. If you choose the wrong axis, the types will tell you.
 
 # %%
 check("1.1", ...)

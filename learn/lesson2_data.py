@@ -96,8 +96,8 @@ for name, mark, times in (("marked", marked, 1), ("left to jax", lambda w: w, 4)
 
 # %% [markdown]
 # So `train.make_gradients` marks the weights outside the function it differentiates, and sums at
-# the end. It doesn't mark them over tensor: only norms and other small weights are whole there, so
-# jax sums little for them in every part. Here is the sum from this repository:
+# the end. It doesn't mark them over tensor: only norms and other small weights are whole over
+# tensor, so jax has only small sums to make in every part. Here is the sum from this repository:
 
 # %%
 quote(shard.sum_gradients)
@@ -105,17 +105,17 @@ quote(shard.sum_gradients)
 # %% [markdown]
 # ## When it pays
 # A weight with D x F numbers takes 6 D F operations per token in a step (2 forward, 4 backward).
-# Its gradient costs about 8 D F bytes in float32, once. With t tokens per device, that's 6 t
-# operations per 8 bytes. A v5e chip does 2,200 operations in the time it takes to send a byte, so
-# sending is faster than computing if a device has at least about 2,900 tokens, counting all parts.
-# The sum comes after the backward pass, so it adds to the step time. PyTorch's DDP sends parts of
-# it during the backward pass.
+# A device sends about 8 D F bytes for its gradient in float32, once. With t tokens per device,
+# that's 6 t operations per 8 bytes. A v5e chip does 2,200 operations in the time it takes to send a
+# byte, so sending is faster than computing if a device has at least about 2,900 tokens, counting
+# all parts. The sum comes after the backward pass, so it adds to the step time. PyTorch's DDP
+# already sends parts of the sum during the backward pass.
 #
 # ## Bugs
-# Here are three edits to `tiny.make_step`, from the whole trainer in one file: a missing sum, one
-# sum too many (over fsdp, for a weight that fsdp splits), and a count that is a mean. Each trains
-# for ten updates on data=2,fsdp=2,tensor=2. The type check catches the first. **Predict**: with
-# each of the remaining two, by how many percent is the first of the ten losses wrong?
+# Here are three edits to `make_step` in the one-file trainer, learn/tiny.py: a missing sum, one sum
+# too many (over fsdp, for a weight that fsdp splits), and a count that is a mean. Each edited
+# trainer runs ten updates on data=2,fsdp=2,tensor=2. The type check catches the first. **Predict**:
+# with each of the remaining two, by how many percent is the first of the ten losses wrong?
 
 # %%
 guess = {"one sum too many": ..., "a count that is a mean": ...}
@@ -149,11 +149,11 @@ for name, (good, bad) in BUGS.items():
 
 # %% [markdown]
 # The type check catches the first: an unsummed gradient still varies over data, but its spec says
-# it doesn't. The other two have the right types. In the second, the devices along fsdp hold
-# different pieces of a weight, and the sum adds up those pieces. The first loss is right, because
-# it comes before any update. In the third, the first loss is right too, because the sum and the
-# count are both an eighth of what they should be. But the step divides gradients by that count, so
-# updates are eight times too large. On one device both are right, because a sum over one device
+# it doesn't. The other two have the right types. In the second, the devices along fsdp hold the
+# gradients of different pieces of a weight, and the sum adds them up. The first loss is right,
+# because it comes before any update. In the third, the first loss is right too, because the sum and
+# the count are both an eighth of what they should be. But the step divides gradients by that count,
+# so updates are eight times too large. On one device both are right, because a sum over one device
 # changes nothing. Only a comparison with one device catches these. test_all.py makes that
 # comparison, and so does `train.fit` for a custom loss (docs/tasks.md explains how).
 #

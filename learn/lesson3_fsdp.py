@@ -23,10 +23,10 @@ SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp")}
 
 # %% [markdown]
 # ## Who holds what
-# Data parallelism keeps everything on every device: a weight, its gradient, and two Adam numbers,
-# 16 bytes per weight in float32. Here each device has only a part. Dimension 0 is the layers, so
-# specs start with None. First comes a small array, then a picture of one layer's weight during a
-# step. Each part has a color, and a numbered gradient belongs to that device's rows.
+# Data parallelism keeps everything on every device: each weight, its gradient, and two numbers for
+# Adam, 16 bytes per weight in float32. Here each device has only a part. Dimension 0 counts the
+# layers, so specs start with None. First comes a small array, then a picture of one layer's weight
+# during a step. Each part has a color, and each gradient shows the device whose rows it is for.
 
 # %%
 show(lesson.place(np.zeros((4, 8)), P("fsdp")))
@@ -64,10 +64,10 @@ got, want = gradients(True)(w, x), on_one_device(w, x)
 print("the largest difference:", max(abs(got[n] - want[n]).max() for n in w))
 
 # %% [markdown]
-# None of the lines above sums gradients. The transpose of `all_gather` did: it adds up the devices'
-# gradients for the whole weight, and gives each device its part. A split weight already varies, so
-# it needs no mark. Small weights, such as norms, stay whole, and the step sums their gradients as
-# in lesson 2.
+# None of the lines above sums gradients. The transpose of `all_gather` does that: it adds up the
+# devices' gradients for the whole weight, and gives each device its part. A split weight already
+# varies, so it needs no mark. Small weights, such as norms, stay whole, and the step sums their
+# gradients as in lesson 2.
 #
 # ## What a device sends
 # **Predict.** W is the size of all layers' weights in bytes. How many bytes does a device send per
@@ -102,9 +102,9 @@ quote(shard.gather)
 # ## ZeRO 1, 2 and 3, side by side
 # Data parallelism keeps 16 bytes per weight on every device: 4 for the weight, 4 for its gradient,
 # and 8 for Adam. ZeRO-1 splits the Adam state. ZeRO-2 splits the gradients too, and ZeRO-3 splits
-# everything, which makes it fsdp. The code below runs an update with two parts of a batch in all
-# four ways. G is the size of the gradients in bytes. **Predict** how many G a device sends with
-# ZeRO-1.
+# everything, which makes it fsdp. The code below runs an update with two parts of a batch in each
+# of the four ways. G is the size of the gradients in bytes. **Predict** how many times G a device
+# sends with ZeRO-1.
 
 # %%
 zero1 = ...
@@ -149,10 +149,10 @@ for stage, times, held in ((0, 2, 16), (1, 2, 8 + 8 / n), (2, 3, 4 + 12 / n), (3
             f"devices, each holds {8 * held:.1f} GB")
 
 # %% [markdown]
-# ZeRO-1 scatters the summed gradients and gathers the new weights: the two halves of an all-reduce.
-# So it costs nothing extra. With A parts of a batch, ZeRO-2 scatters in each part, for a total of
-# (A + 1) (n-1)/n G. ZeRO-3 gathers twice and scatters once in each part, 3 A (n-1)/n G. zigzag has
-# the two extremes: `--zero 1` over data, and fsdp.
+# ZeRO-1 scatters the summed gradients and gathers the new weights. These two halves of an
+# all-reduce send nothing extra. With A parts of a batch, ZeRO-2 scatters in each part, for a total
+# of (A + 1) (n-1)/n G. ZeRO-3 gathers twice and scatters once in each part, 3 A (n-1)/n G. zigzag
+# has the two extremes: `--zero 1` over data, and fsdp.
 #
 # ## Activation memory, term by term
 # A device also keeps what the backward pass needs from each layer. `jax.vjp` returns the backward
@@ -197,11 +197,11 @@ for name, kind in {
 
 # %% [markdown]
 # X is the size in bytes of [B, T, D], and of q. So a layer keeps 12 X + 6 (F/D) X, plus three
-# arrays of scores. The scores grow with T squared and fill most of the memory if rows are long.
-# `--remat attention` drops the scores (a kernel never writes them anyway), `selective` keeps the
-# products with weights, and `full` keeps only X, at the cost of a second forward pass. seq divides
-# all terms. tensor divides all but the inputs it gathers for its two blocks. fsdp divides none.
-# `python -m learn.explain` gives these figures for a run.
+# arrays of scores. The scores grow with T squared, so if rows are long, they fill most of the
+# memory. `--remat attention` drops the scores (a kernel never writes them anyway), `selective`
+# keeps the products with weights, and `full` keeps only X, at the cost of a second forward pass.
+# seq divides all terms. tensor divides all but the inputs it gathers for its two blocks. fsdp
+# divides none. `python -m learn.explain` gives these figures for a run.
 #
 # ## When it pays
 # A layer with W bytes in bfloat16 has W / 2 weights. With recomputation it takes 8 operations per
@@ -234,8 +234,8 @@ lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp"))
               jnp.mean((x @ square)**2), square, x)
 
 # %% [markdown]
-# The shapes catch the first two. The third has the right shapes and types. On one device, all three
-# are right.
+# The shape check catches the first two. The third has the right shapes and types. On one device,
+# all three are right.
 #
 # ## Exercises
 # - 3.1 A model with 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
@@ -243,8 +243,8 @@ lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp"))
 # - 3.2 Nearly all its weights are in layers, which the devices gather in bfloat16, with
 # --accumulate 2. How many bytes does a device send per update?
 # - 3.3 Which collective is the transpose of the all-gather?
-# - 3.4 Code: the backward pass for a single weight, by hand. Each device has the gradient of the
-# whole `up`, for its own rows. What does it keep?
+# - 3.4 Code: write the backward pass for a single weight. Each device has the gradient of the whole
+# `up`, for its own rows. What does it keep?
 
 # %%
 check("3.1", ...)

@@ -24,7 +24,7 @@ def mlp(x, up, down):
 # ## Columns, rows
 # If you split a weight by columns, each device gets some of the results. If you split it by rows,
 # each device needs only some of the inputs, and gets a part of every sum. In the picture, w' is the
-# transpose of w, which the backward pass uses, and dy is the gradient for y.
+# transpose of w, which the backward pass uses, and dy is the gradient with respect to y.
 
 # %%
 lesson.picture("products")
@@ -33,7 +33,7 @@ lesson.picture("products")
 # ## Four cases
 # Multiply by `up`, split by columns or by rows, then by `down`, split by columns or by rows.
 # **Predict** what a device sends in the forward pass, in units of X, the size of the stream in
-# bytes. The hidden layer has F/D = 4 X.
+# bytes. The hidden layer's size is (F/D) X = 4 X.
 
 # %%
 X, H = 4 * B * T * D, 4 * B * T * F         # bytes of the stream, and of the hidden layer
@@ -72,12 +72,12 @@ for name, (a, b, function, predicted) in CASES.items():
     assert abs(found / predicted - 1) < 0.02
 
 # %% [markdown]
-# All four are right. Column then row sends 2 (n-1)/n X; the rest all send H. With F = 4 D, as in
-# most transformers, column then row sends the least. It also leaves the result whole, ready for the
-# next block.
+# All four are right. Column then row sends 2 (n-1)/n X; all others send the hidden layer, of size
+# H. With F = 4 D, as in most transformers, column then row sends the least. It also leaves the
+# result whole, ready for the next block.
 #
 # You can put `relu` between the two products because it's elementwise. After a row product, you
-# must add up the partial sums first: relu(a) + relu(b) isn't relu(a + b).
+# must add up the partial sums before `relu`: relu(a) + relu(b) isn't relu(a + b).
 #
 # ## With sequence parallelism
 # The all-reduce is a reduce-scatter followed by an all-gather. Between them come the norms and the
@@ -105,7 +105,7 @@ gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 
 assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0.02
 
 # %% [markdown]
-# The block in model.py is two such pairs. The picture shows line by line which part of each
+# The block in model.py is two such pairs. The picture shows, line by line, which part of each
 # dimension a device has on data=4,tensor=2. `python -m learn.walk` prints the same for any mesh and
 # network:
 
@@ -113,8 +113,8 @@ assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0
 lesson.picture("block")
 
 # %% [markdown]
-# In this repository, two functions do this: `columns` and `row`. They also take several weights at
-# once, and whole weights; with `--overlap`, they send in parts. `row` ends with `into_stream`,
+# In this repository, two functions do this: `columns` and `row`. They also accept several weights
+# at once, and whole weights; with `--overlap`, they send in parts. `row` ends with `into_stream`,
 # which adds up the devices' partial sums.
 
 # %%

@@ -19,9 +19,9 @@ def zeros(**shapes):
 
 # %% [markdown]
 # ## Two matrices
-# In x @ up, dimension D of x meets dimension 0 of `up`. If you split one, you must split the other,
-# or the product has nothing to multiply. Dimension 1 of `up` continues into the hidden layer,
-# through relu, and meets dimension 0 of `down`. So there are two groups: D and F.
+# In x @ up, dimension D of x meets dimension 0 of `up`. If you split one, you must split the other;
+# otherwise the parts don't match. Dimension 1 of `up` continues into the hidden layer, through
+# relu, and meets dimension 0 of `down`. So there are two groups: D and F.
 #
 # If you split a group, devices must send. Wherever a product sums over the group (it's *contracted*
 # there; elsewhere it stays *free*), the devices have to add up partial sums. The price is per
@@ -31,8 +31,8 @@ def zeros(**shapes):
 #
 # The 256 KiB represents the startup cost of one more collective.
 #
-# **Predict** the price of F in the function below. x is [64, 64] float32 and data, so it needs no
-# gradient.
+# **Predict** the price of F in the function below. x is a [64, 64] array of float32 data, so it
+# needs no gradient.
 
 # %%
 price = ...
@@ -45,7 +45,7 @@ x = jax.ShapeDtypeStruct((64, 64), np.float32)
 print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=4))
 
 # %% [markdown]
-# By hand: the forward pass sums over F once, in y = h @ down, which is [64, 64] float32, 16,384
+# By hand: the forward pass sums over F once, in y = h @ down, a [64, 64] float32 array of 16,384
 # bytes. The backward pass doesn't need the sum for x's gradient. So the price is (16,384 + 262,144)
 # / 32,768 = 8.5.
 #
@@ -69,7 +69,7 @@ print(of_D.price, of_D.reductions, "reductions; without the last sum", just_y.pr
 # %% [markdown]
 # ## Attention
 # Attention has query, key and value weights [D, H, N] and an output weight [H, N, D]. The heads H
-# go out of the first three as columns and into the last as a row. N meets N within a head, in the
+# are columns of the first three weights and rows of the last. N meets N within a head, in the
 # scores; splitting N would mean sending the scores.
 
 # %%
@@ -86,8 +86,8 @@ print(shard.infer_specs(attention, weights, x, mesh=mesh))
 # %% [markdown]
 # ## What breaks it
 # **Square weights.** Shapes don't tell you anything: which dimension of [256, 256] is the hidden
-# one? The rule never looks at shapes. It follows the trace, so it splits this function like the
-# first example:
+# one? The rule never looks at shapes. It follows the trace, so it splits this function as it split
+# the first example:
 
 # %%
 x = jax.ShapeDtypeStruct((64, 256), np.float32)
@@ -98,8 +98,8 @@ print(shard.infer_specs(two_matrices, zeros(up=(256, 256), down=(256, 256)), x, 
 # group for the whole stack of blocks, and it stays whole. Without the residual connection, you
 # could split three consecutive matrices as column, row, column.
 #
-# **Tied tables.** If a function looks up rows in a table and uses the table again as the head, it's
-# a single weight with two uses. The rule splits its rows for both.
+# **Tied tables.** If a function looks up rows in a table and uses the table again as the head, the
+# table is a single weight with two uses. The rule splits its rows for both.
 
 # %%
 def tied(w, ids):
@@ -114,8 +114,8 @@ print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 # %% [markdown]
 # In this lookup, the table's rows are *indexed*: each device looks up the ids whose rows it holds
 # and uses zeros for the rest; a single reduction sums the results. The lookup copies the second
-# dimension, an *entry*, unchanged. So no weight produces this D, and it stays whole. More roles
-# cover experts, reshapes, and q, k and v in one weight: see the top of zigzag/parallel/trace.py.
+# dimension, an *entry*, unchanged. So no weight produces this D, and it stays whole. Other roles
+# cover experts, reshapes, and fused q, k and v: see the top of zigzag/parallel/trace.py.
 #
 # ## When it pays
 # A group is worth its price if its weights are large compared with the activations to sum. Some
@@ -123,9 +123,9 @@ print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 # adapter's rank, a few labels) before it compares prices.
 #
 # ## Bugs
-# You can also set a split by hand, with overrides. The first one below names an axis this mesh
-# doesn't have, so it splits nothing. The rule keeps the third ("u" is a pattern that matches `up`).
-# It rejects overrides that can't be intended:
+# You can also set a split by hand, with overrides. The rule accepts the first one below; it names
+# an axis that this mesh doesn't have, so it splits nothing. The rule also accepts the third ("u" is
+# a pattern that matches `up`). It rejects the other two, which can't be intended:
 
 # %%
 x = jax.ShapeDtypeStruct((64, 64), np.float32)

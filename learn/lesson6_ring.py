@@ -28,9 +28,9 @@ show(lesson.place(np.zeros((2, 8)), P(None, "seq")))
 # %% [markdown]
 # ## Attention in parts
 # For one query with scores s over some of the keys, keep two things: the average of those keys'
-# values, weighted by exp(s), and L = log(sum(exp(s))). You can join two such pairs into the pair
-# for all their keys, with weights exp(L1) and exp(L2). Nothing overflows, because the code uses
-# only differences of L.
+# values, weighted by exp(s), and L = log(sum(exp(s))). From two such pairs, you can compute the
+# pair for all their keys, with weights exp(L1) and exp(L2). Nothing overflows, because the code
+# uses only differences of L.
 
 # %%
 def part(q, k, v, mask):                        # -> values [B, T, H, N] and L [B, T, H]
@@ -109,9 +109,9 @@ lesson.picture("ring")
 
 # %% [markdown]
 # In the backward pass, the transpose of each send is a send in the opposite direction: the
-# gradients of keys and values come home, for 2 (n-1) K more. So a layer sends 4 (n-1) K if it keeps
-# every turn's keys. That takes n K for keys, and as much for values, in each layer that keeps its
-# activations. `--remat full` sends them around again instead, for a total of 6 (n-1) K.
+# gradients of keys and values return to their own devices, for 2 (n-1) K more. So a layer sends 4
+# (n-1) K if it keeps every turn's keys. That takes n K each for keys and values, in every layer
+# that keeps its activations. `--remat full` sends them around again instead, 6 (n-1) K in total.
 
 # %%
 gradient = jax.grad(lambda q, k, v: (on_ring(q, k, v)**2).sum(), (0, 1, 2))
@@ -125,7 +125,7 @@ quote(shard.causal_ring)
 # In each turn, a device does 2 B (T/n)^2 H N operations (it skips half of the pairs). It sends 2 B
 # (T/n) N numbers per key head, and there are often fewer key heads than the H query heads. In
 # bfloat16, with eight query heads per key head, that's 4 T/n operations per byte. With T/n = 1,024,
-# that's 4,096, while a v5e needs 2,200. Long rows hide their ring.
+# that's 4,096, while a v5e needs 2,200. So with long rows, the arithmetic hides the ring's sends.
 #
 # ## Bugs
 

@@ -98,11 +98,11 @@ quote(shard.gpipe)
 # Stage s starts with S - s forward passes, then alternates between one forward and one backward.
 # Its first microbatch passes S - 1 - s stages on the way to the loss, and as many on the way back.
 # Until it returns, S - s microbatches wait, however many there are in total. That saves memory but
-# not time: 1F1B is idle as long as GPipe. Autodiff can't do this, because a backward pass starts
-# before the last forward pass ends. The loss must be inside the loop, and you have to write out the
-# backward pass. In zigzag/parallel/pipeline.py, a tick has both: a stage runs one microbatch
-# forward and one backward, which it recomputes from its input. Exercise 7.4 is that timetable. This
-# is the largest number of waiting microbatches per stage:
+# not time: 1F1B is idle as long as GPipe. Autodiff can't do this, because the first backward pass
+# starts before the last forward pass ends. The loss must be inside the loop, and you have to write
+# out the backward pass. In zigzag/parallel/pipeline.py, a tick has both: a stage runs one
+# microbatch forward and one backward, which it recomputes from its input. Exercise 7.4 asks for
+# that timetable. The next cell prints the largest number of waiting microbatches per stage:
 
 # %%
 for M in (4, 8, 32):
@@ -146,8 +146,8 @@ for name, (right, wrong) in BUGS.items():
 # - 7.1 With 8 stages and 8 microbatches, what share of the time is a stage idle?
 # - 7.2 How many microbatches does it take to bring that below 10%?
 # - 7.3 With two chunks per stage, 8 layers A to H and 4 stages, which layers does stage 2 have?
-# - 7.4 Code: the 1F1B timetable. In each tick, a stage runs at most one microbatch forward, then at
-# most one backward, and sends both results on for the next tick. The last stage may turn a
+# - 7.4 Code: write the 1F1B timetable. In each tick, a stage runs at most one microbatch forward,
+# then at most one backward, and sends both results on for the next tick. The last stage may turn a
 # microbatch around in the same tick. Return both ticks of microbatch m on stage s. Make them as
 # early as you can, because inputs wait in memory.
 

@@ -48,10 +48,10 @@ lesson.picture("visits")
 
 # %% [markdown]
 # ## There and back
-# You only learn how many tokens go to each device when the program runs, but the shapes must be
-# fixed beforehand. Some trainers give each expert room for a fixed number of tokens and drop the
-# excess. Here no token is dropped: each device sends every other device an array big enough for all
-# of its own tokens, with zeros for tokens that chose no expert there.
+# The number of tokens that go to each device isn't known until the program runs, but the shapes
+# must be fixed beforehand. Some trainers give each expert room for a fixed number of tokens and
+# drop the excess. Here no token is dropped: each device sends every other device an array big
+# enough for all of its own tokens, with zeros for tokens that chose no expert there.
 
 # %%
 def experts(x, up, down):                       # x [16, D]; up [2, D, F], down [2, F, D]
@@ -113,14 +113,14 @@ print("this router:", balance(x @ router), "  one that always chooses the same t
 
 # %% [markdown]
 # ## When it pays
-# A layer with E experts has E times the weights of one MLP, and needs as much arithmetic as `BEST`
-# MLPs. The loop above also multiplies zeros; sorting the tokens, as in `shard.experts`, avoids
-# that. fsdp would gather all E experts: 3 (n-1)/n W, with W = E times an MLP's bytes, however few
-# tokens there are. Experts send 4 (n-1) X, however large the weights are. For example, 64 experts
-# with 4,096 x 1,024 x 3 weights in bfloat16 take 1.6 GB, so fsdp=8 sends 4.2 GB per layer. With
-# 4,096 tokens of width 4,096 per device, X = 33.6 MB, so expert=8 sends 0.94 GB. On a v5e, that
-# takes 10 ms, compared with 47 ms for fsdp and 3 ms of arithmetic (forward and backward, two
-# experts per token). Without the zeros, the 0.94 GB would be a quarter of that.
+# A layer with E experts has E times the weights of one MLP, but needs only as much arithmetic as
+# `BEST` MLPs. The loop above also multiplies zeros; sorting the tokens, as in `shard.experts`,
+# avoids that. fsdp would gather all E experts: 3 (n-1)/n W, with W = E times an MLP's bytes,
+# however few tokens there are. Experts send 4 (n-1) X, however large the weights are. For example,
+# 64 experts with 4,096 x 1,024 x 3 weights in bfloat16 take 1.6 GB, so fsdp=8 sends 4.2 GB per
+# layer. With 4,096 tokens of width 4,096 per device, X = 33.6 MB, so expert=8 sends 0.94 GB. On a
+# v5e, that takes 10 ms, compared with 47 ms for fsdp and 3 ms of arithmetic (forward and backward,
+# two experts per token). Without the zeros, the 0.94 GB would be a quarter of that.
 #
 # ## Bugs
 
@@ -145,7 +145,7 @@ for name, (right, wrong) in BUGS.items():
 # - 8.3 What is the balance term if all tokens choose the same two of eight experts with probability
 # one half each?
 # - 8.4 Code: find the wrong line. The cell prints `experts` with one change. Give a piece of the
-# wrong line, and what belongs there.
+# wrong line and its replacement.
 
 # %%
 check("8.1", ...)

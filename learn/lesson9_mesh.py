@@ -2,7 +2,7 @@
 # # 9. Choosing a mesh: memory first, then bytes against arithmetic
 # One idea: **choose an axis by what it divides and what it sends.** Memory determines what you must
 # split, the table of bytes gives the cost, and the chip's rates determine whether the arithmetic
-# hides it.
+# hides that cost.
 
 # %%
 import math
@@ -19,7 +19,7 @@ lesson.begin(8)
 
 # %% [markdown]
 # ## What each axis divides, and what it sends
-# The table covers one update, with n devices on the axis, A parts of a batch, L layers, and M
+# The table covers one update, with n devices along the axis, A parts of a batch, L layers, and M
 # microbatches that take `ticks` ticks. The remaining letters are bytes per device: G for the
 # gradients in float32, W for the layers' weights after the gather, X for one part's stream before
 # tensor splits the sequence, and K for one layer's keys in one part. Lessons 2 to 8 derived these
@@ -36,7 +36,7 @@ lesson.begin(8)
 # Here t is the size of tensor: stages pass on the stream as tensor has split it. The (n-1)/n is
 # new: each stage gets its part of the last X, for the loss, and sends the gradient back.
 #
-# The first line holds for every axis except tensor along which a weight is whole: seq sums all
+# Except for tensor, the first line holds for every axis along which a weight is whole: seq sums all
 # gradients, expert sums those outside the experts, and pipe sums those of the embedding and the
 # head. If the backward pass recomputes activations (`--remat full`), the step resends the inputs of
 # a layer's products: tensor's two gathers (10 instead of 8), seq's keys and values (6 instead of
@@ -49,10 +49,10 @@ lesson.begin(8)
 # both add to the step time.
 #
 # ## Inside a chip
-# Memory can limit you before the links do. A product x [B, D] @ w [D, F] in bfloat16 takes 2 B D F
-# operations and moves 2 (B D + D F + B F) bytes. The chip does both at once, so the slower one
-# decides: that's its roofline. **Predict** what share of its peak rate a v5e reaches for 64 rows, D
-# = 4,096 and F = 14,336. It does 197 teraflop/s, and its memory moves 819 GB/s.
+# A chip's memory can limit its speed before its links do. A product x [B, D] @ w [D, F] in bfloat16
+# takes 2 B D F operations and moves 2 (B D + D F + B F) bytes. The chip does both at once, so the
+# slower one decides: that's its roofline. **Predict** what share of its peak rate a v5e reaches for
+# 64 rows, D = 4,096 and F = 14,336. It does 197 teraflop/s, and its memory moves 819 GB/s.
 
 # %%
 share = ...
@@ -91,14 +91,14 @@ print(f"weights, gradients and optimizer: {16 * weights / 1e9:.0f} GB; on each o
       f"{16 * weights / chips / 1e9:.1f} GB")
 
 # %% [markdown]
-# So data parallelism alone is out (128 GB). Counting in powers of two, at least 16 chips must share
-# the state: on 8 it would take 16 GB each. Try every mesh of data, fsdp and tensor. Use 64 rows of
-# 4,096 tokens, each chip's rows in a single part, recomputed activations (8 operations per weight
-# and token), and bfloat16:
+# So data parallelism alone is impossible (128 GB). Counting in powers of two, at least 16 chips
+# must share the state: on 8 it would take 16 GB each. Try every mesh of data, fsdp and tensor. Use
+# 64 rows of 4,096 tokens, each chip's rows in a single part, recomputed activations (8 operations
+# per weight and token), and bfloat16:
 
 # %%
 def seconds(data, fsdp, tensor, time=4096):
-    """The time of an update: of its arithmetic, and that which sending adds to it."""
+    """The seconds of an update's arithmetic, and the seconds that sending adds."""
     tokens = rows * time / (data * fsdp)
     arithmetic = 8 * weights * tokens / tensor / flops
     G, W, X = 4 * weights / (fsdp * tensor), 2 * weights / tensor, 2 * tokens * width
@@ -119,9 +119,9 @@ for mesh in sorted((m for m in meshes if fits(*m)), key=lambda m: sum(seconds(*m
           f"{arithmetic:.2f} s, and {added:.2f} s of sending")
 
 # %% [markdown]
-# Here fsdp alone hides its sends. Its 3 W don't depend on the tokens, so with shorter rows
-# computing no longer hides them. tensor takes over, because its bytes shrink with the tokens. The
-# picture shows the roofline for links, and how far each axis is from it.
+# Here a mesh of fsdp alone hides its sends. Its 3 W doesn't depend on the tokens, so with shorter
+# rows computing no longer hides the sends. tensor takes over, because its bytes shrink with the
+# tokens. The picture shows the roofline for links, and how far each axis is from it.
 
 # %%
 for time in (4096, 1024, 256):
@@ -132,11 +132,11 @@ for time in (4096, 1024, 256):
 lesson.picture("roofline")
 
 # %% [markdown]
-# With fewer rows than chips, tensor or seq takes the rest. The rate counts 6 operations per weight
-# and token, because recomputation isn't progress.
+# With fewer rows than chips, tensor or seq splits the work over the remaining chips. The rate
+# counts 6 operations per weight and token, because recomputation isn't progress.
 #
 # ## The same from the program
-# `--mesh auto` does this for all six axes, more cautiously: it adds the times for arithmetic and
+# `--mesh auto` does this for all six axes, more cautiously: it adds up the times for arithmetic and
 # sending, and compiles up to three meshes until one fits. `--topology` compiles for chips you don't
 # have (the README has a command to try).
 #
@@ -198,10 +198,10 @@ for flags in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "data=2,seq=4 --rema
 # 1. Start with rows: data and fsdp, as long as the batch has enough rows.
 # 2. Use fsdp if the state doesn't fit, which is nearly always. Add data if links are slow, because
 #    it sends only once. zigzag runs on a single TPU slice: `make_mesh` rejects several.
-# 3. Use tensor inside a fast machine, if there are few tokens or a layer doesn't fit, as long as it
-#    divides the heads.
-# 4. Use seq if even one row is too long to fit. Use expert for experts, before fsdp gathers them
-#    all.
+# 3. Use tensor between chips with fast links, if there are few tokens or a layer doesn't fit, as
+#    long as it divides the heads.
+# 4. Use seq if even one row is too long to fit. Use expert for experts; otherwise, fsdp gathers
+#    them all.
 # 5. Use pipe last: between machines, with many microbatches.
 #
 # ## When it pays

@@ -29,25 +29,25 @@ GUESSES = {
 
 ANSWERS = {
     "1.1": (512 * 512 * 4 / 4, "Which axes does the spec name? The others hold copies.",
-            "512 x 512 numbers of 4 bytes, cut in 4 by tensor; data holds copies."),
+            "512 x 512 numbers of 4 bytes, split in 4 over tensor; along data, there are copies."),
     "1.2": (2 * (2 - 1) / 2 * 1e6, "How many devices does data have?",
             "2 (n-1)/n S with n = 2, the size of data."),
     "1.3": (4, "Which two indices does each sum add up?",
             "The two devices of data have the same index along tensor, so their sum is twice that "
             "index: 0, 2, 4 or 6."),
     "1.4": ("code", "Along which axis do devices have different rows of the same columns?",
-            "The rows are cut over data, so the sum is over data; columns stay cut over tensor."),
+            "data splits the rows, so the sum is over data; tensor still splits the columns."),
     "2.1": (2 * 7 / 8 * 4 * 10e6, "Gradients are float32. In how many of the parts are they sent?",
-            "2 (n-1)/n G with n = 8 and G of 4 bytes a weight; the parts send nothing."),
+            "2 (n-1)/n G, with n = 8 and 4 bytes per weight in G; the parts send nothing."),
     "2.2": (4 * 2 * 7 / 8 * 4 * 10e6, "In how many of the parts are gradients sent now?",
             "Four times as many: the transpose of jax's own mark is a psum in each part."),
     "2.3": (2.5, "Which sum, divided by which count?",
             "(60 + 40) / (30 + 10). The mean of the means, 2 and 4, would be 3."),
-    "2.4": ("code", "Mark each axis over which devices have different data, and no other.",
-            "data and seq cut the rows. An axis without a mark is summed in each part; a mark over "
-            "tensor would add up two equal gradients."),
+    "2.4": ("code", "Mark each axis along which devices have different data, and no other.",
+            "data and seq split the rows. Over an axis without a mark, jax sums in each part. A "
+            "mark over tensor would add up two equal gradients."),
     "3.1": (16e9 / 8, "How many bytes for each weight, its gradient and Adam?",
-            "16 bytes for each weight (weight, gradient, two of Adam), cut in 8."),
+            "16 bytes per weight (weight, gradient, two numbers for Adam), split in 8."),
     "3.2": (2 * 3 * 7 / 8 * 2e9, "Three collectives for each part. How large is W in bfloat16?",
             "3 (n-1)/n W for each of the two parts, W = 2e9."),
     "3.3": ("reduce-scatter", "In the backward pass, each device has a gradient for every part. "
@@ -60,10 +60,10 @@ ANSWERS = {
                                          "backward.",
             "8 (n-1)/n X with X = 2 x 8,192 x 4,096."),
     "4.2": ("row", "Which dimension do the first weights share with the output weight?",
-            "Heads are the hidden dimension: they leave the first weights as columns, and enter "
-            "the output weight.", "rows", "a row", "row, over heads"),
+            "The heads are the hidden dimension: columns of the first weights, and rows of the "
+            "output weight.", "rows", "a row", "row, over heads"),
     "4.3": (128, "Does anything here split D?",
-            "All of it: a norm works along D, which nothing splits here. Its gradients are summed "
+            "All of it: a norm works along D, which nothing splits here. jax sums its gradients "
             "over tensor, because each device has different tokens."),
     "4.4": ("code", "h @ w is a partial sum for the whole sequence. Add up, and keep a part of it.",
             "A reduce-scatter along the sequence, dimension 1, adds the partial sums. An "
@@ -71,10 +71,10 @@ ANSWERS = {
     "5.1": ((128 * 64 * 4 + 2**18) / 32768, "Only the bytes of y change.",
             "y is [128, 64]: 32,768 bytes, and one reduction."),
     "5.2": (2, "Which products sum over a dimension that is split?",
-            "One for each pair of column and row. D joins both blocks, and is whole."),
+            "One for each pair of column and row. D runs through both blocks and stays whole."),
     "5.3": ("no", "Does 4 divide 6?",
-            "6 does not divide by 4. The rule refuses the group, and attention stays whole; the "
-            "MLP is still split.", "false", "not", "none", "they stay whole"),
+            "4 does not divide 6. The rule rejects the group, and attention stays whole; the MLP "
+            "is still split.", "false", "not", "none", "they stay whole"),
     "5.4": ("code", "If x has a gradient, what does the backward pass sum over F?",
             "(1 + has_gradient) x (4 rows D + 256 KiB) / (2 D F): x's gradient is as large as y."),
     "6.1": (2 * 7 * 2 * 4096 * 8 * 128, "How many tokens are on a device? Keys and values.",
@@ -94,16 +94,16 @@ ANSWERS = {
     "8.1": (4 * 7 * 2 * 2048 * 4096, "Two all-to-alls forward, two backward; zeros count.",
             "4 (n-1) X with X = 2 x 2,048 x 4,096."),
     "8.2": (2 / 16, "How many of the 16 work for a token?",
-            "The others stay idle for it: that is what experts save."),
+            "The others do no work for it, which is what experts save."),
     "8.3": (4, "visits and probability are 1/2 for two experts, and 0 for the others.",
             "8 x (1/2 x 1/2 + 1/2 x 1/2)."),
     "8.4": ("code", "A token chose two experts, which may be on two devices. Does it reach both?",
             "A token must go to a device if any of its experts is there: any(-1), not all(-1)."),
-    "9.1": (70, "How many bytes does a weight need in all?", "70e9 x 16 bytes / 16e9."),
+    "9.1": (70, "How many bytes does a weight need in total?", "70e9 x 16 bytes / 16e9."),
     "9.2": (3 * 63 / 64 * 16e9 / 90e9, "Nearly three times W.", "3 (n-1)/n W over the rate."),
     "9.3": ("fsdp", "Which axis sends weights, and not activations?",
-            "It sends weights. data does not depend on tokens either, but sends once in an "
-            "update.", "zero-3"),
+            "It sends weights. What data sends does not depend on tokens either, but data sends "
+            "only once per update.", "zero-3"),
     "9.4": ("code", "Set 2 B D F / flops equal to (2 B D + D F + 2 B F) / bandwidth.",
             "B = D F / (2 D F bandwidth / flops - 2 D - 2 F): about half of that for bfloat16."),
     "10.1": (2 * 32 * 8 * 128 * 2, "Keys and values, in every layer.",
@@ -111,9 +111,9 @@ ANSWERS = {
     "10.2": (300.0, "Two operations for each weight and row, two bytes for each weight.",
              "flops / bandwidth: 2 rows / 2 bytes must reach 990 / 3.3."),
     "10.3": ("prefill", "Which of them waits for memory?",
-             "Prefill is bound by arithmetic. Decode reads as many bytes as before."),
+             "Arithmetic limits prefill. Decode reads as many bytes as before."),
     "10.4": ("code", "In which slot does the first new token belong, after a prompt of P tokens?",
-             "The prompt fills slots 0 to P - 1. One slot less would overwrite its last token.")}
+             "The prompt fills slots 0 to P - 1. One slot lower would overwrite its last token.")}
 
 CODE = {
     "1.4": 'lax.psum(x.sum(0), "data")',

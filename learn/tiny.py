@@ -16,7 +16,7 @@ mesh data=2,fsdp=2,tensor=2, a device has
     w_down      [F/2, D/2]      the same
     a norm      [D]             all of it
 
-and between two blocks the stream x [B/4, T/2, D]. Here tensor must divide T, H and F. The full
+and, between two blocks, the stream x [B/4, T/2, D]. Here tensor must divide T, H and F. The full
 versions add more axes, losses and optimizers, a split vocabulary, sums in float32, and checkpoints.
 A test checks that train.py gets the same losses with the same weights, batches and optimizer.
 
@@ -85,7 +85,7 @@ def decoder(params, batch):
 LAYER = {"attn_norm": P(), "wq": P("fsdp", "tensor"), "wk": P("fsdp", "tensor"),
          "wv": P("fsdp", "tensor"), "wo": P("tensor", None, "fsdp"), "mlp_norm": P(),
          "w_gate": P("fsdp", "tensor"), "w_up": P("fsdp", "tensor"), "w_down": P("tensor", "fsdp")}
-# A weight stacks all its layers in one array [L, ...].
+# Each weight of the layers is one array [L, ...], stacked over all layers.
 DECODER = {"embed": P(None, "fsdp"), "norm": P(), "head": P("fsdp"),
            "layers": {name: P(None, *spec) for name, spec in LAYER.items()}}
 
@@ -136,7 +136,7 @@ def make_step(loss, specs, optimizer, mesh, accumulate=1):
     def on_device(params, batch):
         # Mark the weights here, outside value_and_grad. Inside, jax would mark them where they meet
         # the batch. A mark's transpose is a psum, so every part would send the gradients. Over
-        # tensor, jax does exactly that, for example for norms, whose gradients need it.
+        # tensor, jax does exactly that, for example for norms, whose gradients need that sum.
         params = jax.tree.map(mark, params)
         whole, scatter = jax.vjp(lambda params: gather_the_rest(params, specs), params)
 
@@ -151,7 +151,7 @@ def make_step(loss, specs, optimizer, mesh, accumulate=1):
         total = jax.tree.map(lambda w: 0 * w, params), zero, zero
         (grads, value, count), _ = lax.scan(add_part, total, parts)
 
-        # Once for all parts: sum over the devices that no gather's transpose has summed over yet.
+        # Once for all parts: sum over the axes that no gather's transpose has summed over yet.
         grads = jax.tree.map(
             lambda g, spec: lax.psum(g, "data" if "fsdp" in spec else ROWS), grads, specs)
         return grads, *lax.psum((value, count), (*ROWS, "tensor"))

@@ -1,9 +1,9 @@
 """DDPG: a policy learns to swing a pendulum up and hold it there (Lillicrap et al., 2016).
 
-    trees       an actor that chooses a torque, and a critic that values it; slow averages of both
-                (the targets); the last CAPACITY moves; and the pendulums themselves
+    trees       an actor that chooses a torque, and a critic that rates it; slow-moving averages of
+                both (the targets); the last CAPACITY moves; and the pendulums themselves
     step        each pendulum makes a move with some noise. Then the critic and the actor each get
-                a single update on --batch past moves, and the targets follow
+                an update on --batch past moves, and the targets move toward both
     metric      the mean return over 100 episodes of 200 moves, played without noise
 
     python -m recipes.ddpg [flags of train.py]
@@ -69,7 +69,7 @@ def init(key):
 
 
 def critic_loss(trees, batch):
-    """Return the critic's squared error against the reward plus the targets' discounted value."""
+    """Return the critic's squared error from the reward plus the targets' discounted value."""
     past, slow = batch["past"], trees["slow"]
     before, torque, reward, after = past[:, :2], past[:, 2], past[:, 3], past[:, 4:]
     want = reward + GAMMA * value(slow["critic"], after, act(slow["actor"], after))

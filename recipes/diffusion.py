@@ -1,4 +1,4 @@
-"""Diffusion: a network turns noise into a picture of a digit, given its name (Ho et al., 2020).
+"""Diffusion: a network turns noise into a picture of the digit that you name (Ho et al., 2020).
 
     example     a handwritten digit of 8 x 8 pixels and its class, "zero" to "nine"; the loss hides
                 the class in a tenth of the cases
@@ -21,7 +21,7 @@ import train
 
 TIMES, WIDTH, GUIDANCE = 100, 256, 2.0
 NAMES = "zero one two three four five six seven eight nine".split()
-# The squared share of the picture that is left at each timestep.
+# The squared share of the picture that remains at each timestep.
 LEFT = jnp.cos((jnp.arange(TIMES) + 1) / (TIMES + 1) * jnp.pi / 2) ** 2
 
 
@@ -66,7 +66,7 @@ def loss(params, batch):
 
 
 def predict(params, batch):
-    """Generate a picture per text from noise in TIMES steps, without adding noise (DDIM)."""
+    """Generate a picture per text from noise in TIMES steps, without adding new noise (DDIM)."""
     def step(x, time):
         times = jnp.full(len(x), time)
         without = noise_in(params, x, times, jnp.zeros_like(batch["text"]))

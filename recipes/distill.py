@@ -1,8 +1,8 @@
 """Distillation: a small model learns from the probabilities of a large one (Hinton et al., 2015).
 
     example     running text, in windows of --seq_len tokens (the source of Python's library)
-    loss        the cross-entropy against the teacher's probabilities instead of the next token
-    evaluated   on held-out text by the usual cross-entropy of its tokens, like the teacher
+    loss        the cross-entropy with the teacher's probabilities instead of with the next token
+    evaluation  the usual cross-entropy of held-out tokens, as for the teacher
 
     python train.py --out teacher --steps 2000
     python -m recipes.distill --teacher teacher [--alone] [flags of train.py]

@@ -39,7 +39,7 @@ def made_pairs(count=3000):
 
 def encoded(paths, tokenizer, length):
     """Yield the training examples, then the held-out ones. An example is a pair of documents that
-    data.py encodes from the paths (default: made_pairs). Skip pairs with a text above `length`."""
+    data.py encodes from the paths (default: made_pairs). Skip pairs with a text over `length`."""
     with tempfile.TemporaryDirectory() as folder:
         if not paths:
             paths = [f"{folder}/made.jsonl"]

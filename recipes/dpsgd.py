@@ -1,7 +1,7 @@
 """DP-SGD: a classifier that learns little about any single example (Abadi et al., 2016).
 
     example     a point of one of three interleaved spirals
-    loss        the cross-entropy. It clips each row's gradient to a norm of CLIP before summing
+    loss        the cross-entropy. It clips each row's gradient to a norm of CLIP before the sum
     optimizer   adds noise of NOISE times CLIP to that sum, then applies Adam
     metric      the share of held-out points classified correctly. `main` prints the privacy spent,
                 an estimate for randomly sampled batches. It's no guarantee, because batches here
@@ -63,7 +63,7 @@ def loss(params, batch):
 
 def epsilon(steps, share):
     """Return epsilon, the privacy spent at DELTA by this many steps, each on this share of the
-    examples. Use moments of the sampled Gaussian, orders 2 to 127 (Mironov et al., 2019)."""
+    examples. Use the sampled Gaussian's moments of orders 2 to 127 (Mironov et al., 2019)."""
     def moment(order):
         terms = [math.lgamma(order + 1) - math.lgamma(k + 1) - math.lgamma(order - k + 1)
                  + (order - k) * math.log1p(-share) + k * math.log(share)

@@ -5,10 +5,10 @@
                 units first); and the advantage of each digit: its reward compared with the mean
                 over all answers to the same sum
     loss        minus the advantage times the ratio of a digit's current probability to its
-                probability when sampled, minus a little entropy (without it, answers soon agree)
+                probability when sampled, minus a little entropy (otherwise, all answers soon agree)
     logged      reward, the share of correct digits
     metric      exact, the share of correct greedy answers to held-out sums, which training never
-                asks in either order
+                asks for in either order
 
 The paper rewards whole answers and, instead of the entropy, uses a KL penalty to keep the model
 near its initial weights. Here the model learns from each answer only once, so no ratio is clipped.
@@ -83,7 +83,7 @@ def main(argv=None):
             sys.exit(f"error: {c.init_from}: its tokenizer has no separate id for each digit")
         return prompt, right
 
-    equal = 0           # updates in a row where no answer beat another
+    equal = 0           # updates in a row in which no answer beat another
 
     def drawn(seed, step, weights):
         """Sample an update's examples."""

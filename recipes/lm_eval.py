@@ -4,8 +4,8 @@
     python recipes/lm_eval.py --run out --shards 2 --tasks lambada_openai --limit 100
 
     --model DIR         a Hugging Face folder with a published model
-    --run DIR           or the --out of a train.py, with
-    --checkpoint STEP   its checkpoint at this step, or best (default: the newest)
+    --run DIR           or a run's folder, the --out of train.py
+    --checkpoint STEP   the run's checkpoint at this step, or best (default: the newest)
     --shards N          how many devices to split the model over
     --mesh AXIS=N,...   or a mesh; data takes the remaining devices
     --edited true       load a published model into an edited model.py
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     import importlib.util
     import os
 
-    # This file has the package's name, so Python must not search its folder. The parent has sample.
+    # This file has the package's name, so Python must not search this folder, but its parent.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
     if wants_help:

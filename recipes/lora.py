@@ -1,4 +1,4 @@
-"""LoRA: a model that can add learns to subtract by training only small adapters (Hu et al., 2022).
+"""LoRA: a model that can add learns to subtract, and only small adapters change (Hu et al., 2022).
 
     example     the ids of a sum, such as 37+45=, and of its answer (280: units first); with
                 adapters, a difference (37-45= is 80-)

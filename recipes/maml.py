@@ -46,7 +46,7 @@ def error(w, points):
 
 
 def learned(w, points, first_order=False):
-    """Return the weights after a gradient descent step on these points."""
+    """Return the weights after a step of gradient descent on these points."""
     gradient = jax.grad(error)(w, points)
     gradient = jax.lax.stop_gradient(gradient) if first_order else gradient
     return jax.tree.map(lambda w, g: w - STEP * g, w, gradient)

@@ -5,7 +5,7 @@
 #
 # On an H100 80GB HBM3, jax 0.11.2, bfloat16, 2026-11-26: 83 s of training in all, about 440,000
 # tokens a second. The held-out loss is lowest at step 500, 1.5301, and ends at 1.7294: 1,500 steps
-# are 24 times through the text, and the model overfits.
+# are 24 passes through the text, and the model overfits.
 set -euo pipefail
 case "${1:-}" in '' | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit $(($# == 0)) ;; esac
 text=$(realpath "$1")

@@ -71,7 +71,7 @@ def play(agent, begin, key, greedy=False):
         advantage = error + GAMMA * LAMBDA * advantage * goes_on
         return (move["value"], advantage), advantage
 
-    # An episode cut off after MOVES moves would have continued: the last value represents the rest.
+    # An episode cut off after MOVES moves would go on, so the last value stands for the rest.
     end = output(agent["value"], last)[:, 0] * alive
     _, advantage = jax.lax.scan(back, (end, jnp.zeros_like(end)), moves, reverse=True)
     moves["advantage"], moves["back"] = advantage, advantage + moves["value"]
@@ -79,7 +79,7 @@ def play(agent, begin, key, greedy=False):
 
 
 def episodes(agent, count, key):
-    """Play `count` episodes and return them as a list for collate."""
+    """Play `count` episodes and return them as a list for `collate`."""
     first, rest = jax.random.split(key)
     begin = jax.random.uniform(first, (count, 4), minval=-0.05, maxval=0.05)
     moves = jax.device_get(play(agent, begin, rest))

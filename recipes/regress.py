@@ -18,7 +18,7 @@ import train
 
 
 def patients():
-    """Return rows [442, 10] and targets [442], standardized to mean 0 and deviation 1."""
+    """Return rows [442, 10] and targets [442], standardized to mean 0 and standard deviation 1."""
     x, y = load_diabetes(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     return [((a - a.mean(0)) / a.std(0))[order].astype(np.float32) for a in (x, y)]

@@ -3,9 +3,9 @@
 #
 #   recipes/shakespeare.sh shakespeare.txt      (1,115,394 bytes, from karpathy/char-rnn)
 #
-# On two shared cores, 2026-11-25: 22 min 49 s of training, beside other work that slowed it. The
-# held-out loss is lowest at step 600, 3.4829, and ends at 3.5358 (2.2382 bits per byte). README has
-# a sample.
+# On two shared cores, 2026-11-25: 22 min 49 s of training, slowed by other work. The held-out loss
+# is lowest at step 600, 3.4829, and ends at 3.5358 (2.2382 bits per byte). The last command
+# prints a sample.
 set -euo pipefail
 case "${1:-}" in '' | -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit $(($# == 0)) ;; esac
 text=$(realpath "$1")

@@ -22,11 +22,11 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "published": Part("models that others made: networks, folders in and out, presets",
+    "published": Part("published models: networks, reading and writing folders, presets",
                       pages=("published.md", "networks.md")),
     "forecast": Part("`--topology`, `--mesh auto`, `--bench`, `--minutes`, `--depth`"),
-    "tools": Part("chat, chats as `--data`, choices, scores, beams, plots, loggers"),
-    "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, steps of your own"),
+    "tools": Part("chat, chats as `--data`, choices, scoring, beam search, plots, loggers"),
+    "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, custom steps"),
     "stores": Part("runs and data in buckets: `--out gs://...`, `--data s3://...`"),
     "recipes": Part("algorithms and recorded runs"),
     "learn": Part("lessons, `learn.explain`, `learn.walk`", frozenset({"forecast"}))}
