@@ -7,6 +7,7 @@ More of the random test: KILLS=20 pytest tests/stores -m "full or not full" -k k
 import dataclasses
 import os
 import shutil
+import time
 
 import jax
 import numpy as np
@@ -293,9 +294,9 @@ def test_a_killed_process_continues_on_other_machines(bucket, text, tmp_path):
 
 def until_step_in_scratch(bucket, step, runs):
     """Wait until a run has made a step. Returns its processes' scratch folders."""
-    pattern = f"s3-{bucket.name}-run-*/0"
+    pattern = f"s3-{bucket.name}-run-*/*/metrics.jsonl"         # process 0 alone writes one
     while not (found := [*bucket.scratch.glob(pattern)]) and all(run.poll() is None
                                                                   for run in runs):
-        pass
-    until_step(step, found[0], *runs)
-    return [folder for folder in found[0].parent.glob("?") if folder.is_dir()]
+        time.sleep(0.02)
+    until_step(step, found[0].parent, *runs)
+    return [folder for folder in found[0].parents[1].glob("?") if folder.is_dir()]
