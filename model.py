@@ -146,19 +146,19 @@ def mlp(w, h):
 
 @shard.recomputable("mlp")
 def mixture_of_experts(w, h, i, batch, c):
-    """Return the output of each token's best experts for h [B, T, D], weighted by their shares; in
-    training, also the terms that keep the experts equally busy (see shard.router_terms)."""
+    """Run h [B, T, D] through each token's best experts; in training, see shard.router_terms."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits)
     shares, chosen = lax.top_k(probs, c.experts_per_token)                  # [B, T, best] twice
     shares = shares / shares.sum(-1, keepdims=True)
-    y = shard.experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"])
+    y, rounds = shard.experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"],
+                              room=c.expert_room)
     if "seeds" not in batch:
         return y, None
-    balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
+    balance, z, sums = shard.router_terms(logits, probs, chosen, batch["weights"], rounds)
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers, c.experts)).at[i].set(busy)
-    return y, (added, lax.stop_gradient({"router_loss": added, "expert_load": load}))
+    sums = {name: jnp.zeros((c.layers, *a.shape)).at[i].set(a) for name, a in sums.items()}
+    return y, (added, lax.stop_gradient({"router_loss": added, **sums}))
 
 
 # -------------------------------------------------------------------------------------------

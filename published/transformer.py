@@ -258,16 +258,18 @@ def _experts(w, h, c, i, batch, beside):
     top = jnp.take_along_axis(probs, chosen, -1)
     if c.router_norm:
         top = top / top.sum(-1, keepdims=True)
-    out = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
-                        functools.partial(activate, c), w["e_down"], *beside)
+    out, rounds = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
+                                functools.partial(activate, c), w["e_down"], *beside,
+                                room=c.expert_room)
     if "seeds" not in batch:
         return out, None
     if c.router == "sigmoid":
         probs = probs / probs.sum(-1, keepdims=True)
-    balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
+    balance, z, sums = shard.router_terms(logits, probs, chosen, batch["weights"], rounds)
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers - c.dense_layers, c.experts)).at[i - c.dense_layers].set(busy)
-    return out, (added, lax.stop_gradient({"router_loss": added, "expert_load": load}))
+    sums = {name: jnp.zeros((c.layers - c.dense_layers, *a.shape)).at[i - c.dense_layers].set(a)
+            for name, a in sums.items()}
+    return out, (added, lax.stop_gradient({"router_loss": added, **sums}))
 
 
 def _choose(scores, bias, c):
