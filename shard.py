@@ -675,7 +675,7 @@ def exchange(mixture: Callable, tokens: Array, chosen: Array, shares: Array, up:
     largest = jnp.stack([counts.max(), psum(visits.sum(-1), "expert").max()])
     largest = lax.pmax(largest, tuple(sorted(varying(counts) - {"pipe"})))
     of_first, rounds = dispatch.rounds_of(room, *largest)
-    order = jnp.argsort(visits == 0)        # [n, R]: for each device, the tokens that go there first
+    order = jnp.argsort(visits == 0)        # [n, R]: each device's tokens come first
 
     def travel(start, count, size, tokens, shares, up, down):
         """Send the tokens start ... start + count - 1 for each device, in buckets of `size`."""

@@ -23,6 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from zigzag.core.mesh import ambient, mark_varying, platform, zeros_of
 from zigzag.parallel.products import LoraWeight
 
+# The logged sum that depends on the mesh: only a mesh that splits experts needs several rounds.
+ROUNDS = "expert_rounds"
+
 
 def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], down: Array,
             activation: Callable, expected: int, most: int = sys.maxsize) -> Array:
@@ -169,11 +172,15 @@ def room_of(tokens: int, best: int, own: int, n: int, factor: float) -> Room:
     """Return the room for `factor` times what travels if all experts are equally likely. Each of n
     devices has `own` experts and this many tokens, which choose `best` experts each."""
     most = min(best, own)               # of a token's choices on one device
-    # The share of all sets of `best` experts that have one on a given device.
-    visits = 1 - math.comb(n * own - own, best) / math.comb(n * own, best)
-    room = min(tokens, math.ceil(factor * tokens * visits))
+    room = min(tokens, math.ceil(factor * tokens * visits(best, own, n)))
     choices = min(room * most, max(most, math.ceil(factor * tokens * best / n)))
     return Room(room, n * choices, choices // most)
+
+
+def visits(best: int, own: int, n: int) -> float:
+    """Return the share of tokens with at least one of their `best` experts on a given device, if
+    all experts are equally likely. Each of n devices has `own` experts."""
+    return 1 - math.comb(n * own - own, best) / math.comb(n * own, best)
 
 
 def rounds_of(room: Room, tokens: Array, choices: Array) -> tuple[Array, Array]:
