@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shard
 from published import transformer
@@ -264,9 +265,9 @@ def test_an_activation_may_close_over_an_array():
         args = mesh_tools.mark_varying((x, chosen, up, down, slope), also={"expert"})
         return jax.lax.psum(jax.grad(loss, 4)(*args), "expert")
 
-    rows = jax.sharding.PartitionSpec("expert")
-    got = jax.jit(jax.shard_map(on_mesh, mesh=mesh_of("expert=2"), out_specs=None,
-                                in_specs=(rows, rows, rows, rows, None)))(
+    split, whole = P("expert"), P()
+    got = jax.jit(jax.shard_map(on_mesh, mesh=mesh_of("expert=2"), out_specs=whole,
+                                in_specs=(split, split, split, split, whole)))(
         x, chosen, up, down, jnp.float32(2))
     assert got == pytest.approx(jax.grad(loss, 4)(x, chosen, up, down, 2.0), rel=1e-4)
 

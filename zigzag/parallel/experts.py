@@ -225,6 +225,11 @@ def in_rounds(first: Callable, further: Callable, rounds: Array, *operands: Any)
                 lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], term(carry[0]))),
                 (jnp.int32(1), total))[1]
 
+    @jax.custom_vjp
+    def total(trained, others, rounds):
+        return add_further(rounds, evaluate(trained, others),
+                           lambda i: evaluate(trained, others, i))
+
     def forward(trained, others, rounds):
         y, pull_back = jax.vjp(lambda trained: evaluate(trained, others), trained)
         y = add_further(rounds, y, lambda i: evaluate(trained, others, i))
@@ -238,7 +243,6 @@ def in_rounds(first: Callable, further: Callable, rounds: Array, *operands: Any)
 
         return *add_further(rounds, pull_back(cotangent), gradients), None, None
 
-    run = jax.custom_vjp(lambda *given: forward(*given)[0])
-    run.defvjp(forward, backward)
-    return run(*([a for a, yes in zip(arrays, has_gradient) if yes is want]
-                 for want in (True, False)), rounds)
+    total.defvjp(forward, backward)
+    return total([a for a, yes in zip(arrays, has_gradient) if yes],
+                 [a for a, yes in zip(arrays, has_gradient) if not yes], rounds)
