@@ -151,14 +151,15 @@ def mixture_of_experts(w, h, i, batch, c):
     probs = jax.nn.softmax(logits)
     shares, chosen = lax.top_k(probs, c.experts_per_token)                  # [B, T, best] twice
     shares = shares / shares.sum(-1, keepdims=True)
-    y, rounds = shard.experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"],
-                              room=c.expert_room)
+    y, rounds = shard.experts_and_rounds(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu,
+                                         w["e_down"])
     if "seeds" not in batch:
         return y, None
-    balance, z, sums = shard.router_terms(logits, probs, chosen, batch["weights"], rounds)
+    balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
     added = c.balance * balance + c.router_z * z
-    sums = {name: jnp.zeros((c.layers, *a.shape)).at[i].set(a) for name, a in sums.items()}
-    return y, (added, lax.stop_gradient({"router_loss": added, **sums}))
+    logged = {"router_loss": added, "expert_load": jnp.zeros((c.layers, c.experts)).at[i].set(busy),
+              "expert_rounds": rounds / c.layers * batch["weights"].sum()}
+    return y, (added, lax.stop_gradient(logged))
 
 
 # -------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ from zigzag.core.mesh import (
     spec_axes,
     split_rows,
     sum_if_tensor_split,
+    trace_settings,
     vary_like,
     varying,
     within,
@@ -635,16 +636,21 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 #               same wherever the experts are. Each token is in one round
 #   more        zigzag/parallel/experts.py (sorting, grouped products, rounds); docs/parallelism.md
 
-@labelled
 def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
-            down: Array, *beside: tuple[Array, Array], room: float = 1.25) -> tuple[Array, Array]:
-    """Run a mixture of experts. Return the stream, and in how many rounds the tokens traveled (1 if
-    no axis splits the experts). Each token of x [B, T, D] goes through the experts `chosen`
-    [B, T, best]. The result is the sum of their outputs, each times its share in `shares`
-    [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
+            down: Array, *beside: tuple[Array, Array]) -> Array:
+    """Run a mixture of experts, and return the stream. Each token of x [B, T, D] goes through the
+    experts `chosen` [B, T, best]. The result is the sum of their outputs, each times its share in
+    `shares` [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
     activation(...), and multiplies by its rows `down` [E, F, D]. `beside` are (h, w) pairs, like
-    `row`'s, from an MLP that every token visits; they share the reduction over tensor. `room` is
-    --expert_room."""
+    `row`'s, from an MLP that every token visits; they share the reduction over tensor."""
+    return experts_and_rounds(x, chosen, shares, up, activation, down, *beside)[0]
+
+
+def experts_and_rounds(x: Array, chosen: Array, shares: Array, up: Sequence[Array],
+                       activation: Callable, down: Array, *beside: tuple[Array, Array]
+                       ) -> tuple[Array, Array]:
+    """Return what `experts` returns, and in how many rounds the tokens traveled (1 if no axis
+    splits the experts)."""
     shares = shares.astype(x.dtype)
     if is_tensor_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
@@ -655,19 +661,19 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     if axis_size("expert") == 1:
         out, rounds = mixture(tokens, chosen, shares, up, down), jnp.float32(1)
     else:
-        out, rounds = exchange(mixture, tokens, chosen, shares, up, down, room)
+        out, rounds = exchange(mixture, tokens, chosen, shares, up, down)
     partial, whole = row_products(beside)
     (partial if is_tensor_split(down) else whole).append(out.reshape(x.shape))
-    return into_stream(partial, whole), rounds
+    return named(into_stream(partial, whole), "experts"), rounds
 
 
-def exchange(mixture: Callable, tokens: Array, chosen: Array, shares: Array, up: Any, down: Array,
-             room: float) -> tuple[Array, Array]:
+def exchange(mixture: Callable, tokens: Array, chosen: Array, shares: Array, up: Any, down: Array
+             ) -> tuple[Array, Array]:
     """Send tokens [R, D] to the devices of their experts. Return the sum of the experts' outputs
     for each token, and the number of rounds. mixture(tokens, chosen, shares, up, down) computes
     this device's experts, whose numbers in `chosen` begin at 0."""
     n, (own, *_), (R, best) = axis_size("expert"), down.shape, chosen.shape
-    room = dispatch.room_of(R, best, own, n, room)
+    room = dispatch.room_of(R, best, own, n, trace_settings().expert_room)
     # Count first. All devices must take part in equally many rounds, so they agree on the largest
     # numbers: of tokens from one device to another, and of choices that one device computes.
     visits = (chosen // own == jnp.arange(n)[:, None, None]).sum(-1)            # [n, R]
@@ -697,11 +703,10 @@ def exchange(mixture: Callable, tokens: Array, chosen: Array, shares: Array, up:
     return out.astype(tokens.dtype), rounds.astype(jnp.float32)
 
 
-def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array, rounds: Array
-                 ) -> tuple[Array, Array, dict[str, Array]]:
-    """Return two sums that a router adds to the loss, and sums to log: how many tokens each expert
-    got, [E], and the tokens' rounds. The inputs are its logits and probabilities [B, T, E], the
-    experts `chosen` [B, T, best], and the number of rounds from `experts`.
+def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
+                 ) -> tuple[Array, Array, Array]:
+    """Return two sums that a router adds to the loss, and how many tokens each expert got, [E]. The
+    inputs are its logits and probabilities [B, T, E] and the experts `chosen` [B, T, best].
 
         balance = E * sum over experts of  visits(e) * probability(e)
         z = sum over tokens of  logsumexp(logits) ** 2
@@ -715,8 +720,7 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array, rou
     mass = jnp.einsum("bte,bt->be", probs, weights)                             # [B, E] twice
     total = jnp.maximum(sum_over_time(weights.sum(-1, keepdims=True)), 1e-9)    # [B, 1]
     balance = E * jnp.sum(sum_over_time(busy) * mass / total)
-    z = jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights)
-    return balance, z, {"expert_load": busy.sum(0), "expert_rounds": rounds * weights.sum()}
+    return balance, jnp.sum(jax.nn.logsumexp(logits, -1) ** 2 * weights), busy.sum(0)
 
 
 # -------------------------------------------------------------------------------------------

@@ -350,7 +350,7 @@ def sums_and_gradients(config, mesh, params, batch):
 def assert_same_on(mesh, rtol=1e-9, **changes):
     """Assert that the step on this mesh finds the same sum, count, other sums and gradients as
     autodiff of the plain formula without a mesh. Both compute in float64, so rounding cannot
-    explain a difference. Returns the rounds in which tokens traveled to their experts, by layer."""
+    explain a difference. Returns the mean number of rounds of tokens to experts."""
     config = make(**changes)
     with in_float64():
         plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})

@@ -204,7 +204,7 @@ def test_tokens_that_do_not_fit_travel_in_further_rounds(mesh, changes):
     """A token that two rounds take, or none; a further round without a gradient; devices that
     disagree on the number of rounds and wait for each other."""
     rounds = assert_same_on(mesh, **changes)
-    assert changes.get("expert_room", 1.25) == 1.25 or (rounds > 1).all()
+    assert changes.get("expert_room", 1.25) == 1.25 or rounds > 1
 
 
 def test_the_room_of_a_round():
@@ -258,8 +258,9 @@ def test_an_activation_may_close_over_an_array():
     chosen, shares = jnp.asarray(rng.integers(0, 4, (4, 8, 1))), jnp.ones((4, 8, 1))
 
     def loss(x, chosen, up, down, slope):
-        y, _ = shard.experts(x, chosen, shares[:len(x)], (up,), lambda h: h * slope, down, room=0.5)
-        return jnp.sum(y ** 2)
+        with mesh_tools.within(expert_room=0.5):
+            return jnp.sum(shard.experts(x, chosen, shares[:len(x)], (up,), lambda h: h * slope,
+                                         down) ** 2)
 
     def on_mesh(x, chosen, up, down, slope):
         args = mesh_tools.mark_varying((x, chosen, up, down, slope), also={"expert"})
@@ -269,7 +270,7 @@ def test_an_activation_may_close_over_an_array():
     got = jax.jit(jax.shard_map(on_mesh, mesh=mesh_of("expert=2"), out_specs=whole,
                                 in_specs=(split, split, split, split, whole)))(
         x, chosen, up, down, jnp.float32(2))
-    assert got == pytest.approx(jax.grad(loss, 4)(x, chosen, up, down, 2.0), rel=1e-4)
+    assert got == pytest.approx(float(jax.grad(loss, 4)(x, chosen, up, down, 2.0)), rel=1e-4)
 
 
 def test_most_batches_need_one_round():

@@ -642,7 +642,7 @@ def test_rounds_of_experts_are_no_difference():
     config = make(steps=1, experts=4, expert_room=0.3)
     rows, _ = learn(config, "expert=2", loss=lambda p, b, specs=None: net.loss(
         p, b, config.network, specs, with_aux=True))
-    assert rows[0]["expert_rounds"][0] > 1
+    assert rows[0]["expert_rounds"] > 1
 
 
 def test_what_cannot_be_checked_is_said():
