@@ -146,19 +146,20 @@ def mlp(w, h):
 
 @shard.recomputable("mlp")
 def mixture_of_experts(w, h, i, batch, c):
-    """Return the output of each token's best experts for h [B, T, D], weighted by their shares; in
-    training, also the terms that keep the experts equally busy (see shard.router_terms)."""
+    """Run h [B, T, D] through each token's best experts; in training, see shard.router_terms."""
     logits = jnp.einsum("btd,de->bte", h.astype(jnp.float32), w["router"].astype(jnp.float32))
     probs = jax.nn.softmax(logits)
     shares, chosen = lax.top_k(probs, c.experts_per_token)                  # [B, T, best] twice
     shares = shares / shares.sum(-1, keepdims=True)
-    y = shard.experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"])
+    y, rounds = shard.experts_and_rounds(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu,
+                                         w["e_down"])
     if "seeds" not in batch:
         return y, None
     balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
     added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers, c.experts)).at[i].set(busy)
-    return y, (added, lax.stop_gradient({"router_loss": added, "expert_load": load}))
+    logged = {"router_loss": added, "expert_load": jnp.zeros((c.layers, c.experts)).at[i].set(busy),
+              "expert_rounds": rounds / c.layers * batch["weights"].sum()}
+    return y, (added, lax.stop_gradient(logged))
 
 
 # -------------------------------------------------------------------------------------------

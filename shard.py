@@ -87,6 +87,7 @@ from zigzag.core.mesh import (
     spec_axes,
     split_rows,
     sum_if_tensor_split,
+    trace_settings,
     vary_like,
     varying,
     within,
@@ -629,16 +630,17 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 # expert: expert parallelism
 #
 #   split       the rows of a batch, and the experts of every layer
-#   collective  an all-to-all sends the tokens to their experts' devices, and another sends the
-#               results back; its transpose is an all-to-all. Small all-gathers send which experts
-#               each token chose, and their shares. Each device sends every other device an array as
-#               large as all its tokens, with zeros for tokens that chose no expert there
-#   bytes       4 (n-1) X per layer, including zeros: the price of never dropping a token
+#   collective  an all-to-all sends tokens to their experts' devices, and another sends the results
+#               back; its transpose is an all-to-all. A bucket holds the tokens from one device to
+#               another: --expert_room (1.25) times as many as if all experts were equally likely.
+#               The devices first add up how many tokens there are. If some don't fit, they travel
+#               in further rounds, so no token is ever dropped
+#   bytes       4 (n-1) r X per layer in one round. r is the share of a device's tokens for which a
+#               bucket has room: 1.25 / n if each token has one expert, and at most 1
 #   correct     an expert treats each token independently, and the sum over a token's experts is the
-#               same wherever the experts are
-#   more        zigzag/parallel/experts.py (sorting, grouped products); docs/parallelism.md
+#               same wherever the experts are. Each token is in one round
+#   more        zigzag/parallel/experts.py (sorting, grouped products, rounds); docs/parallelism.md
 
-@labelled
 def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, *beside: tuple[Array, Array]) -> Array:
     """Run a mixture of experts, and return the stream. Each token of x [B, T, D] goes through the
@@ -646,27 +648,64 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     `shares` [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
     activation(...), and multiplies by its rows `down` [E, F, D]. `beside` are (h, w) pairs, like
     `row`'s, from an MLP that every token visits; they share the reduction over tensor."""
+    return experts_and_rounds(x, chosen, shares, up, activation, down, *beside)[0]
+
+
+def experts_and_rounds(x: Array, chosen: Array, shares: Array, up: Sequence[Array],
+                       activation: Callable, down: Array, *beside: tuple[Array, Array]
+                       ) -> tuple[Array, Array]:
+    """Return what `experts` returns, and in how many rounds the tokens traveled (1 if no axis
+    splits the experts)."""
     shares = shares.astype(x.dtype)
     if is_tensor_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
     elif is_tensor_split(down):
         x, shares = mark_varying((x, shares), also={"tensor"})
-    B, T, D = x.shape
-    n, own, expected = axis_size("expert"), down.shape[0], chosen.size
-    tokens, chosen, shares = (a.reshape(B * T, -1) for a in (x, chosen, shares))
-    if n > 1:
-        here = (chosen // own == jnp.arange(n)[:, None, None]).any(-1)          # [n, B T]
-        tokens = all_to_all(jnp.where(here[..., None], tokens, 0), "expert").reshape(-1, D)
-        chosen = lax.all_gather(chosen, "expert", tiled=True)                   # [n B T, best]
-        shares = all_gather(shares, "expert", 0)
-        chosen, shares = dispatch.keep_local(chosen - lax.axis_index("expert") * own, shares, own)
-    out = dispatch.mixture(tokens, chosen, shares, up, activation, down, expected)    # [n B T, D]
-    if n > 1:
-        out = all_to_all(out.reshape(n, -1, D), "expert")
-        out = out.sum(0, dtype=jnp.float32).astype(x.dtype)
+    tokens, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, chosen, shares))
+    mixture = functools.partial(dispatch.mixture, activation=activation, expected=chosen.size)
+    if axis_size("expert") == 1:
+        out, rounds = mixture(tokens, chosen, shares, up, down), jnp.float32(1)
+    else:
+        out, rounds = exchange(mixture, tokens, chosen, shares, up, down)
     partial, whole = row_products(beside)
-    (partial if is_tensor_split(down) else whole).append(out.reshape(B, T, D))
-    return into_stream(partial, whole)
+    (partial if is_tensor_split(down) else whole).append(out.reshape(x.shape))
+    return named(into_stream(partial, whole), "experts"), rounds
+
+
+def exchange(mixture: Callable, tokens: Array, chosen: Array, shares: Array, up: Any, down: Array
+             ) -> tuple[Array, Array]:
+    """Send tokens [R, D] to the devices of their experts. Return the sum of the experts' outputs
+    for each token, and the number of rounds. mixture(tokens, chosen, shares, up, down) computes
+    this device's experts, whose numbers in `chosen` begin at 0."""
+    n, (own, *_), (R, best) = axis_size("expert"), down.shape, chosen.shape
+    room = dispatch.room_of(R, best, own, n, trace_settings().expert_room)
+    # Count first. All devices must take part in equally many rounds, so they agree on the largest
+    # numbers: of tokens from one device to another, and of choices that one device computes.
+    visits = (chosen // own == jnp.arange(n)[:, None, None]).sum(-1)            # [n, R]
+    counts = (visits > 0).sum(-1)                                               # [n]
+    largest = jnp.stack([counts.max(), psum(visits.sum(-1), "expert").max()])
+    largest = lax.pmax(largest, tuple(sorted(varying(counts) - {"pipe"})))
+    of_first, rounds = dispatch.rounds_of(room, *largest)
+    order = jnp.argsort(visits == 0)        # [n, R]: each device's tokens come first
+
+    def travel(start, count, size, tokens, shares, up, down):
+        """Send the tokens start ... start + count - 1 for each device, in buckets of `size`."""
+        place = start + jnp.arange(size)
+        is_token = (place < counts[:, None]) & (place < start + count)          # [n, size]
+        which = order[:, jnp.minimum(place, R - 1)]
+        numbers = chosen[which] - own * jnp.arange(n)[:, None, None]            # [n, size, best]
+        numbers = jnp.where(is_token[..., None], numbers, own)
+        kept = dispatch.keep_local(numbers, shares[which], own)
+        there = [all_to_all(a, "expert") for a in (tokens[which], *kept)]
+        out = mixture(*(a.reshape(n * size, -1) for a in there), up, down, most=room.choices)
+        back = all_to_all(out.reshape(n, size, -1), "expert")                   # [n, size, D]
+        return jnp.zeros(tokens.shape, jnp.float32).at[which].add(back)
+
+    out = dispatch.in_rounds(
+        functools.partial(travel, 0, of_first, room.tokens),
+        lambda i, *given: travel(of_first + (i - 1) * room.safe, room.safe, room.safe, *given),
+        rounds, tokens, shares, up, down)
+    return out.astype(tokens.dtype), rounds.astype(jnp.float32)
 
 
 def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from forecast.arithmetic import arithmetic
+from forecast.traffic import rows_in_use
 from zigzag.core.chips import Chip
 from zigzag.core.errors import one_line
 from zigzag.core.mesh import by_path
 from zigzag.parallel import low_rank
 from zigzag.parallel.attention import SCORES
+from zigzag.parallel.experts import visits
 from zigzag.parallel.hlo import Collective, collectives
 from zigzag.parallel.network import flops_of_update
 from zigzag.parallel.pipeline import can_skip, passes
@@ -77,10 +79,11 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     cost, of_model, of_ff = (how.share * a + (1 - how.share) * b
                              for a, b in zip(REMAT["full"], others))
     work = flops / (d * f * p * s * e * t) * cost * turns
+    room = c.experts and min(1, c.expert_room * visits(c.experts_per_token, c.experts // e, e))
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
             + (1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns
             + layers * cost * (
-                8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * X)
+                8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * room * X)
             + 4 * X * (p > 1))
     kept = tokens / config.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
     return Cost(work / chip.flops, sent / chip.links, {
@@ -100,12 +103,9 @@ def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Coll
     """Return (a compiled step's collectives, its FLOPs per device, ""). If the compiler can't print
     the program, return `expected`, the usual FLOP count, and a text with the reason."""
     config, mesh = program.config, program.mesh
-    c, devices = config.network, mesh.shape["expert"] if config.collectives == "explicit" else 1
-    # Rows per token that fit on a device of experts; the rows in use are experts_per_token/devices.
-    room = min(c.experts_per_token, max(1, c.experts // devices))
     try:
         with _without_stderr():
-            return (collectives(step), arithmetic(step, c.experts_per_token / devices / room), "")
+            return collectives(step), arithmetic(step, rows_in_use(config, mesh)), ""
     except jax.errors.JaxRuntimeError as e:
         return expected, flops_of_update(config) / mesh.size, (
             f"the compiler cannot print this program ({one_line(e)}), so its arithmetic and bytes "

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.mesh import WITHOUT_TENSOR, platform, row_groups, spec_axes
+from zigzag.parallel import experts as dispatch
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel.collectives import scattering
 from zigzag.parallel.hlo import Collective, add_up
@@ -76,6 +77,15 @@ def _rows(plan):
     return rows
 
 
+def rows_in_use(config: Any, mesh: Any) -> float:
+    """Return which share of the rows that a device's experts compute are tokens, if all experts are
+    equally busy. The others are room."""
+    run = _Run(config, mesh)
+    if run.sizes["expert"] == 1 or config.collectives == "compiler" or not run.room:
+        return 1.0
+    return run.tokens * run.model.experts_per_token / run.room.choices
+
+
 class _Run:
     """The sizes and counts of a device's work per update."""
 
@@ -99,6 +109,10 @@ class _Run:
         self.splits_time = self.time % self.sizes["tensor"] == 0
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
         self.X = self.tokens * c.d_model * self.itemsize
+        # The room for these tokens on their way to experts.
+        n = self.sizes["expert"]
+        self.room = getattr(c, "experts", 0) and dispatch.room_of(
+            self.tokens, c.experts_per_token, c.experts // n, n, c.expert_room)
         # How many strips a layer cuts its rows into.
         self.strips = strips.count(self.rows, self.time, self.sizes, platform(mesh),
                                    strips.least(config))
@@ -228,20 +242,27 @@ def _vocabulary(run, rows):
 
 
 def _experts(run):
-    """4 (n-1) X per layer: every device has room for every token, on the way to the experts and
-    back, forward and backward. Devices also send the indices of each token's experts and its
-    routing weights. Over tensor, each device routes its own tokens and gathers all choices."""
+    """4 (n-1) r X per layer: buckets with room for a share r of the tokens, on the way to the
+    experts and back, forward and backward. The indices of each token's experts and its routing
+    weights go along. We expect a single round. Over tensor, each device routes its own tokens and
+    gathers all choices."""
     c, n = run.model, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
     exchanges = 3 + run.forwards + run.is_1f1b
-    yield "all-to-all", "expert", run.layers * exchanges, n * run.X
+    rows = n * run.room.tokens
+    yield "all-to-all", "expert", run.layers * exchanges, rows * c.d_model * run.itemsize
     choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
+    here = rows * min(c.experts_per_token, c.experts // n)
+    for times, itemsize in ((routings, 4), (routings + run.layers, run.itemsize)):
+        yield "all-to-all", "expert", times, here * itemsize
     for itemsize in (4, run.itemsize):      # the indices of the experts, and their weights
-        yield "all-gather", "expert", routings, n * choices * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
+    # How many choices each device gets, and the two largest counts.
+    if n > 1:
+        yield "all-reduce", "expert", routings, n * 4
+        yield ("all-reduce", "data+fsdp+seq+expert" + "+tensor" * run.splits_time, routings, 2 * 4)
     # The gradients of the routing weights. There are too few of them to fill a TPU tile. If they
     # don't come from expert, the TPU compiler sums them everywhere and slices.
-    yield run.scatter("expert", run.layers, n * choices * run.itemsize)
     scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
     yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
     if run.splits_time:

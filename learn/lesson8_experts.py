@@ -87,11 +87,13 @@ predicted = 2 * (n - 1) * X + (n - 1) * (TOKENS // n) * BEST * 8
 assert abs(sum(found.values()) / predicted - 1) < 0.02
 
 # %% [markdown]
-# Each all-to-all sends n - 1 arrays. That's 2 (n-1) X forward, and as much backward. Here is the
-# code in this repository:
+# Each all-to-all sends n - 1 arrays. That's 2 (n-1) X forward, and as much backward. Most of it is
+# zeros. The code in this repository leaves out most of them: it sends a bucket of tokens to each
+# device, with room for 1.25 times as many as usually go there. If some don't fit, they travel in
+# another round. So the devices first count the tokens, to agree on the number of rounds:
 
 # %%
-quote(shard.experts)
+quote(shard.exchange)
 
 # %% [markdown]
 # ## Balance
@@ -120,7 +122,7 @@ print("this router:", balance(x @ router), "  one that always chooses the same t
 # 64 experts with 4,096 x 1,024 x 3 weights in bfloat16 take 1.6 GB, so fsdp=8 sends 4.2 GB per
 # layer. With 4,096 tokens of width 4,096 per device, X = 33.6 MB, so expert=8 sends 0.94 GB. On a
 # v5e, that takes 10 ms, compared with 47 ms for fsdp and 3 ms of arithmetic (forward and backward,
-# two experts per token). Without the zeros, the 0.94 GB would be a quarter of that.
+# two experts per token). With buckets, the 0.94 GB becomes 0.28 GB.
 #
 # ## Bugs
 
@@ -139,7 +141,7 @@ for name, (right, wrong) in BUGS.items():
 #
 # ## Exercises
 # - 8.1 With expert=8, each device has 2,048 tokens of width 4,096 in bfloat16. How many bytes does
-# a device send in one layer, forward and backward?
+# a device send in one layer, forward and backward, zeros included?
 # - 8.2 With 16 experts and two visits per token, what share of the experts' weights does a token
 # use?
 # - 8.3 What is the balance term if all tokens choose the same two of eight experts with probability

@@ -30,11 +30,12 @@ lesson.begin(8)
 #     fsdp     rows, weights, gradients, optimizer    3 (n-1)/n W A
 #     tensor   weights, and the stream's time         8 (n-1)/n X L A
 #     seq      time                                   4 (n-1) K L A
-#     expert   rows, experts                          4 (n-1) X L A
+#     expert   rows, experts                          4 (n-1) r X L A
 #     pipe     layers                                 2 X/t (ticks/M + (n-1)/n) A, and idle time
 #
 # Here t is the size of tensor: stages pass on the stream as tensor has split it. The (n-1)/n is
-# new: each stage gets its part of the last X, for the loss, and sends the gradient back.
+# new: each stage gets its part of the last X, for the loss, and sends the gradient back. r is the
+# share of its tokens that a device has room for in a bucket (lesson 8).
 #
 # Except for tensor, the first line holds for every axis along which a weight is whole: seq sums all
 # gradients, expert sums those outside the experts, and pipe sums those of the embedding and the
@@ -160,10 +161,13 @@ def predicted(run, n, weights):
     M, S = c.microbatches if n["pipe"] > 1 else 1, n["pipe"]
     passes, layers = (M + S - 1) / M, c.layers / S      # (idle ticks send, too)
     again = c.remat == "full"
+    elsewhere = c.experts - c.experts // n["expert"]    # the experts not on a given device
+    r = c.experts and min(1, 1.25 * (1 - math.comb(elsewhere, c.experts_per_token)
+                                     / math.comb(c.experts, c.experts_per_token)))
     sent = {"tensor": ((8 + 2 * again) * layers * passes + 2 + 2 / S) * (1 - 1 / n["tensor"])
             * X * parts,
             "seq": (4 + 2 * again) * (n["seq"] - 1) * K * layers * passes * parts,
-            "expert": (4 + again) * (n["expert"] - 1) * X * layers * passes * parts,
+            "expert": (4 + again) * (n["expert"] - 1) * r * X * layers * passes * parts,
             "pipe": (S > 1) * 2 * X / n["tensor"] * (passes + 1 - 1 / S) * parts,
             "fsdp": 0, "sums": 0}
     for shape, spec in weights:

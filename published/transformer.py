@@ -258,16 +258,19 @@ def _experts(w, h, c, i, batch, beside):
     top = jnp.take_along_axis(probs, chosen, -1)
     if c.router_norm:
         top = top / top.sum(-1, keepdims=True)
-    out = shard.experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
-                        functools.partial(activate, c), w["e_down"], *beside)
+    out, rounds = shard.experts_and_rounds(
+        h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]), functools.partial(activate, c),
+        w["e_down"], *beside)
     if "seeds" not in batch:
         return out, None
     if c.router == "sigmoid":
         probs = probs / probs.sum(-1, keepdims=True)
     balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
-    added = c.balance * balance + c.router_z * z
-    load = jnp.zeros((c.layers - c.dense_layers, c.experts)).at[i - c.dense_layers].set(busy)
-    return out, (added, lax.stop_gradient({"router_loss": added, "expert_load": load}))
+    added, layers = c.balance * balance + c.router_z * z, c.layers - c.dense_layers
+    load = jnp.zeros((layers, c.experts)).at[i - c.dense_layers].set(busy)
+    logged = {"router_loss": added, "expert_load": load,
+              "expert_rounds": rounds / layers * batch["weights"].sum()}
+    return out, (added, lax.stop_gradient(logged))
 
 
 def _choose(scores, bias, c):

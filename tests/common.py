@@ -45,6 +45,7 @@ from zigzag.core.parts import part
 from zigzag.disk.mixture import order_at
 from zigzag.disk.output import SPLITS
 from zigzag.generate import passes
+from zigzag.parallel.experts import ROUNDS
 from zigzag.parallel.network import network_of
 from zigzag.run import checks, source
 from zigzag.run.plan import compiled, resolve_dtype
@@ -298,7 +299,7 @@ def in_float64():
 
 # The plain formula knows nothing about sums over devices or about splits.
 NOT_IN_THE_FORMULA = ("accumulate", "microbatches", "schedule", "chunks", "override", "remat",
-                      "zero", "fsdp_min", "sum_dtype", "overlap")
+                      "zero", "fsdp_min", "sum_dtype", "overlap", "expert_room")
 
 
 @functools.lru_cache(maxsize=None)
@@ -349,13 +350,17 @@ def sums_and_gradients(config, mesh, params, batch):
 def assert_same_on(mesh, rtol=1e-9, **changes):
     """Assert that the step on this mesh finds the same sum, count, other sums and gradients as
     autodiff of the plain formula without a mesh. Both compute in float64, so rounding cannot
-    explain a difference."""
+    explain a difference. Returns the mean number of rounds of tokens to experts."""
     config = make(**changes)
     with in_float64():
         plain = make(**{k: v for k, v in changes.items() if k not in NOT_IN_THE_FORMULA})
         want = _of_the_formula(plain)
         got = sums_and_gradients(config, mesh, *exact_inputs(plain))
-    assert_agree(got, want, rtol, beside=want[0])
+    total, count, others = (*want[1], {})[:3]
+    others = {name: x for name, x in others.items() if name != ROUNDS}
+    rounds = got[1][2].pop(ROUNDS, 0) / count
+    assert_agree(got, (want[0], (total, count, others)), rtol, beside=want[0])
+    return rounds
 
 
 def assert_agree(got, want, rtol, beside=None):

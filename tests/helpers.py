@@ -26,6 +26,7 @@ from zigzag.core import report
 from zigzag.core.mesh import by_path, make_mesh, mesh_sizes
 from zigzag.core.parts import has_part, part
 from zigzag.disk.batches import place_batch
+from zigzag.parallel import experts
 from zigzag.run.task import without_data
 
 ROOT = Path(__file__).parents[1]
@@ -286,9 +287,12 @@ def assert_same_bits(got, want):
 
 
 def assert_same_others(got, want):
-    """Assert that the logged sums of a loss are equal up to rounding."""
+    """Assert that the logged sums of a loss are equal up to rounding, except the rounds in which
+    tokens travel to their experts."""
     assert got.keys() == want.keys()
     for name, x in want.items():
+        if name == experts.ROUNDS:
+            continue
         np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-6 * np.abs(x).max(initial=0),
                                    err_msg=f"the logged sum {name!r}")
 

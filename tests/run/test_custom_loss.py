@@ -636,6 +636,15 @@ def test_what_wraps_the_transformers_loss_is_another():
         learn(make(), "data=4", loss=wraps)
 
 
+def test_rounds_of_experts_are_no_difference():
+    """A loss refused because tokens travel to their experts in several rounds, and one device
+    needs none."""
+    config = make(steps=1, experts=4, expert_room=0.3)
+    rows, _ = learn(config, "expert=2", loss=lambda p, b, specs=None: net.loss(
+        p, b, config.network, specs, with_aux=True))
+    assert rows[0]["expert_rounds"] > 1
+
+
 def test_what_cannot_be_checked_is_said():
     lines = []
     learn(make(steps=1), "data=2", lines, loss=lambda p, b: (

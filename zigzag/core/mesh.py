@@ -42,6 +42,7 @@ class TraceSettings(NamedTuple):
     strip: int = 0              # `layers`, on a TPU: the fewest tokens in a strip; 0: no strips
     recomputed: tuple[str, ...] = ()    # --remat attention,mlp: the parts of a layer to recompute
                                 # in the backward pass
+    expert_room: float = 1.25   # --expert_room: the size of the buckets in which tokens travel
     timed: tuple = ()           # a task's `timed`, as pairs: which arrays a pipeline splits by T
     part_of_time: bool = False  # true in the head of a pipelined loss that sees one stage's part of
                                 # the sequence; functions that need all of it then raise an error

@@ -6,17 +6,14 @@
 
 R rows (tokens), K experts per row, D model, F feed-forward, E experts on this device.
 
-What to change at scale: `shard.experts` sends every other device an array as large as all of this
-device's tokens. So bytes and memory grow with the number of devices, and most rows are zeros when
-each token visits only a few devices. Sending only the needed rows takes two exchanges: first the
-row count for each device, then the rows (lax.ragged_all_to_all, where the compiler supports it).
-But the compiled program must fix the size of the receive buffer. Sized for the worst case, it is as
-large as today's array. Sized for a capacity, it drops tokens, and the loss depends on the mesh.
+`shard.exchange` sends the tokens between devices, in rounds. The last section says how much room a
+round has (`room_of`), how many rounds there are (`rounds_of`), and adds them up (`in_rounds`).
 """
 
 import functools
 import math
-from typing import Callable, Sequence
+import sys
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +23,26 @@ from jax.ad_checkpoint import checkpoint_name
 from zigzag.core.mesh import ambient, mark_varying, platform, zeros_of
 from zigzag.parallel.products import LoraWeight
 
+# The logged sum that depends on the mesh: only a mesh that splits experts needs several rounds.
+ROUNDS = "expert_rounds"
 
-def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
-            down: Array, expected: int) -> Array:
+
+def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], down: Array,
+            activation: Callable, expected: int, most: int = sys.maxsize) -> Array:
     """Return the output [R, D] of this device's experts for the rows x [R, D]: the sum over each
     row's experts, weighted by shares [R, K]. `chosen` [R, K] holds the indices of a row's experts,
     or E for an expert on a different device. An expert multiplies by its weights in each of `up`
     ([E, D, F]), applies activation(...), and multiplies by `down` [E, F, D]. `expected` is how
-    many choices this device's experts would get if all experts were equally busy."""
+    many choices this device's experts would get if all experts were equally busy, and `most` is
+    how many they may get."""
     R, K = chosen.shape
-    flat = chosen.reshape(-1)
+    flat, most = chosen.reshape(-1), min(most, R * K)
     # A stable sort puts choices of other devices' experts last. They belong to no group, and a
     # product may leave anything in their rows (zeros on CPU, whatever was in memory on TPU).
     order = jnp.argsort(flat)
+    place, order = jnp.argsort(order), order[:most]
     counts = (flat == jnp.arange(down.shape[0])[:, None]).sum(-1, dtype=jnp.int32)
-    ours = (jnp.arange(R * K) < counts.sum())[:, None]
+    ours = (jnp.arange(most) < counts.sum())[:, None]
 
     multiply = functools.partial(grouped_product, counts=counts, expected=expected)
 
@@ -51,8 +53,8 @@ def mixture(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
 
     rows = jnp.where(ours, x[order // K], 0)
     out = jnp.where(ours, product(activation(*[product(rows, w) for w in up]), down), 0)
-    out = out[jnp.argsort(order)].reshape(R, K, -1)
-    return (out * shares[..., None]).sum(1)
+    out = out * shares.reshape(-1)[order, None]
+    return out.at[place].get(mode="fill", fill_value=0).reshape(R, K, -1).sum(1)
 
 
 def grouped_product(x: Array, w: Array, counts: Array, expected: int) -> Array:
@@ -148,10 +150,100 @@ def _by_blocks(x, w, counts, expected):
 
 
 def keep_local(chosen: Array, shares: Array, own: int) -> tuple[Array, Array]:
-    """Keep only this device's experts, numbered 0 ... own - 1, in (chosen, shares) [R, K]. Replace
-    every other choice with `own`. In the results, K is at most `own`."""
+    """Keep only this device's experts, numbered 0 ... own - 1, in (chosen, shares) [..., K].
+    Replace every other choice with `own`. In the results, K is at most `own`."""
     chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
-    if chosen.shape[1] > own:       # a row chooses each expert at most once
-        first = jnp.argsort(chosen, -1)[:, :own]
+    if chosen.shape[-1] > own:      # a row chooses each expert at most once
+        first = jnp.argsort(chosen, -1)[..., :own]
         chosen, shares = (jnp.take_along_axis(a, first, -1) for a in (chosen, shares))
     return chosen, shares
+
+
+# -------------------------------------------------------------------------------------------
+# Rounds: how many tokens travel at a time
+
+class Room(NamedTuple):
+    """What fits into a round of shard.exchange."""
+    tokens: int     # tokens from one device to another in the first round
+    choices: int    # choices that a device's experts compute in a round
+    safe: int       # tokens from one device to another that fit, whatever experts they chose
+
+
+def room_of(tokens: int, best: int, own: int, n: int, factor: float) -> Room:
+    """Return the room for `factor` times what travels if all experts are equally likely. Each of n
+    devices has `own` experts and this many tokens, which choose `best` experts each."""
+    most = min(best, own)               # of a token's choices on one device
+    room = min(tokens, math.ceil(factor * tokens * visits(best, own, n)))
+    choices = min(room * most, max(most, math.ceil(factor * tokens * best / n)))
+    return Room(room, n * choices, choices // most)
+
+
+def visits(best: int, own: int, n: int) -> float:
+    """Return the share of tokens with at least one of their `best` experts on a given device, if
+    all experts are equally likely. Each of n devices has `own` experts."""
+    return 1 - math.comb(n * own - own, best) / math.comb(n * own, best)
+
+
+def rounds_of(room: Room, tokens: Array, choices: Array) -> tuple[Array, Array]:
+    """Return how many tokens the first round takes from each device to each other, and the number
+    of rounds. `tokens` are the most that go from one device to another, and `choices` the most that
+    a device gets from all."""
+    first = jnp.where(choices <= room.choices, room.tokens, room.safe)
+    return first, 1 + -(-jnp.maximum(tokens - first, 0) // room.safe)
+
+
+def in_rounds(first: Callable, further: Callable, rounds: Array, *operands: Any) -> Array:
+    """Return first(*operands) + further(1, *operands) + ... + further(rounds - 1, *operands).
+
+    Only the running program knows `rounds`, and autodiff can't go back through such a loop. So the
+    gradient is written by hand. The first round keeps what --remat asks for. A further round keeps
+    nothing, and the backward pass computes it again."""
+    operands = mark_varying(operands, operands)     # a mark's transpose is a sum: do it once, here
+    leaves, structure = jax.tree.flatten(operands)
+
+    def traced(fn, *i):
+        return jax.make_jaxpr(lambda i, leaves: fn(*i, *jax.tree.unflatten(structure, leaves)))(
+            i, leaves)
+
+    # A custom_vjp must not close over arrays. So make all of them arguments: those that have a
+    # gradient, and the others.
+    one, more = traced(first), traced(further, jnp.int32(1))
+    arrays = [*one.consts, *more.consts, *leaves]
+    has_gradient = [jnp.issubdtype(a.dtype, jnp.floating) for a in arrays]
+    split, end = len(one.consts), len(one.consts) + len(more.consts)
+
+    def evaluate(trained, others, i=None):
+        trained, others = iter(trained), iter(others)
+        arrays = [next(trained if yes else others) for yes in has_gradient]
+        if i is None:
+            return jax.core.eval_jaxpr(one.jaxpr, arrays[:split], *arrays[end:])[0]
+        return jax.core.eval_jaxpr(more.jaxpr, arrays[split:end], i, *arrays[end:])[0]
+
+    def add_further(rounds, total, term):
+        with jax.named_scope("further_rounds"):     # hlo.executed looks for this name
+            return lax.while_loop(
+                lambda carry: carry[0] < rounds,
+                lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], term(carry[0]))),
+                (jnp.int32(1), total))[1]
+
+    @jax.custom_vjp
+    def total(trained, others, rounds):
+        return add_further(rounds, evaluate(trained, others),
+                           lambda i: evaluate(trained, others, i))
+
+    def forward(trained, others, rounds):
+        y, pull_back = jax.vjp(lambda trained: evaluate(trained, others), trained)
+        y = add_further(rounds, y, lambda i: evaluate(trained, others, i))
+        return y, (pull_back, trained, others, rounds)
+
+    def backward(saved, cotangent):
+        pull_back, trained, others, rounds = saved
+
+        def gradients(i):
+            return jax.vjp(lambda trained: evaluate(trained, others, i), trained)[1](cotangent)
+
+        return *add_further(rounds, pull_back(cotangent), gradients), None, None
+
+    total.defvjp(forward, backward)
+    return total([a for a, yes in zip(arrays, has_gradient) if yes],
+                 [a for a, yes in zip(arrays, has_gradient) if not yes], rounds)

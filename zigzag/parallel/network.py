@@ -89,6 +89,10 @@ class ComputeOptions:
                                   # one travels
     sum_dtype: str = flag("", one_of=("", "float32"))
                                   # float32: fsdp sums gradients in float32, not dtype; sends more
+    expert_room: float = flag(1.25, least=0.01)
+                                  # room for tokens on their way to experts, as a multiple of what
+                                  # equally likely experts need; tokens that don't fit travel in
+                                  # further rounds
     # training (rare)
     accuracy: bool = False        # also log the share of targets that the model ranks first
     # model (rare)

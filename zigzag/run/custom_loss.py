@@ -35,6 +35,7 @@ from zigzag.core import edited as tested
 from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, cast, shardings, untyped
+from zigzag.parallel.experts import ROUNDS
 from zigzag.parallel.jaxprs import computes_in_16_bits
 from zigzag.parallel.storage import permute_layers
 from zigzag.run.modes import BY_HAND, JIT
@@ -245,7 +246,8 @@ def _named(sums, gradient, held):
     found = {}
     for what, (total, count, others) in zip(("", "held-out "), filter(None, (sums, held))):
         found |= {f"the {what}sum": total, f"the {what}count": count}
-        found |= {f"its {what}other sum {name!r}": x for name, x in others.items()}
+        found |= {f"its {what}other sum {name!r}": x for name, x in others.items()
+                  if name != ROUNDS}
     return found | {f"the gradient of {path}": g for path, g in by_path(gradient).items()}
 
 

@@ -52,7 +52,8 @@ def shard_map(fn: Callable, plan: Any, in_specs: Any, out_specs: Any) -> Callabl
         in_specs, out_specs = without_axis((in_specs, out_specs), "tensor")
 
     def on_device(*args):
-        with within(overlap=plan.config.network.overlap, strip=plan.strip, timed=plan.timed):
+        with within(overlap=plan.config.network.overlap, strip=plan.strip, timed=plan.timed,
+                    expert_room=plan.config.network.expert_room):
             return fn(*args)
 
     return jax.shard_map(on_device, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs,
