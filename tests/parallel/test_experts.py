@@ -270,20 +270,24 @@ def test_an_activation_may_close_over_an_array():
     got = jax.jit(jax.shard_map(on_mesh, mesh=mesh_of("expert=2"), out_specs=whole,
                                 in_specs=(split, split, split, split, whole)))(
         x, chosen, up, down, jnp.float32(2))
-    assert got == pytest.approx(float(jax.grad(loss, 4)(x, chosen, up, down, 2.0)), rel=1e-4)
+    want = jax.grad(loss, 4)(x, chosen, up, down, 2.0)
+    assert float(got) == pytest.approx(float(want), rel=1e-4)
 
 
 def test_most_batches_need_one_round():
-    """Room for so few tokens that many batches need several rounds. On eight devices with 512
-    tokens each, by random routers to 2 of 64 experts: 6% of the steps of a layer need two rounds,
-    and none needs three."""
-    room, rng, more = room_of(512, 2, 8, 8, 1.25), np.random.default_rng(0), []
-    for _ in range(200):
-        router = rng.normal(size=(32, 64)) / np.sqrt(32)
-        chosen = np.argsort(-rng.normal(size=(8, 512, 32)) @ router)[..., :2]
+    """Room for so few tokens that most batches need several rounds. On eight devices with 512
+    tokens each, random routers of width 512 to 2 of 64 experts need a second round in every seventh
+    step of a layer, and never a third."""
+    room, rng, found = room_of(512, 2, 8, 8, 1.25), np.random.default_rng(0), []
+    tokens = rng.normal(size=(8, 512, 512)).astype(np.float32)
+    for _ in range(40):
+        logits = tokens @ rng.normal(size=(512, 64)).astype(np.float32)
+        chosen = np.argpartition(logits, -2)[..., -2:]
         visits = (chosen[..., None] // 8 == np.arange(8)).sum(-2)               # [8, 512, 8]
-        more.append(int(rounds_of(room, (visits > 0).sum(1).max(), visits.sum((0, 1)).max())[1]))
-    assert np.mean(np.asarray(more) > 1) == pytest.approx(0.06, abs=0.01) and max(more) == 2
+        _, rounds = rounds_of(room, (visits > 0).sum(1).max(), visits.sum((0, 1)).max())
+        found.append(int(rounds))
+    _, one, two = np.bincount(found)
+    assert 0.05 < two / (one + two) < 0.25
 
 
 def test_routed_tokens_alone_travel():
