@@ -151,8 +151,7 @@ def mixture_of_experts(w, h, i, batch, c):
     probs = jax.nn.softmax(logits)
     shares, chosen = lax.top_k(probs, c.experts_per_token)                  # [B, T, best] twice
     shares = shares / shares.sum(-1, keepdims=True)
-    y, rounds = shard.experts_and_rounds(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu,
-                                         w["e_down"])
+    y, rounds = shard.run_experts(h, chosen, shares, (w["e_gate"], w["e_up"]), swiglu, w["e_down"])
     if "seeds" not in batch:
         return y, None
     balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])

@@ -648,12 +648,11 @@ def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activat
     `shares` [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
     activation(...), and multiplies by its rows `down` [E, F, D]. `beside` are (h, w) pairs, like
     `row`'s, from an MLP that every token visits; they share the reduction over tensor."""
-    return experts_and_rounds(x, chosen, shares, up, activation, down, *beside)[0]
+    return run_experts(x, chosen, shares, up, activation, down, *beside)[0]
 
 
-def experts_and_rounds(x: Array, chosen: Array, shares: Array, up: Sequence[Array],
-                       activation: Callable, down: Array, *beside: tuple[Array, Array]
-                       ) -> tuple[Array, Array]:
+def run_experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
+                down: Array, *beside: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return what `experts` returns, and in how many rounds the tokens traveled (1 if no axis
     splits the experts)."""
     shares = shares.astype(x.dtype)

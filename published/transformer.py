@@ -258,9 +258,8 @@ def _experts(w, h, c, i, batch, beside):
     top = jnp.take_along_axis(probs, chosen, -1)
     if c.router_norm:
         top = top / top.sum(-1, keepdims=True)
-    out, rounds = shard.experts_and_rounds(
-        h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]), functools.partial(activate, c),
-        w["e_down"], *beside)
+    out, rounds = shard.run_experts(h, chosen, top * c.router_scale, (w["e_gate"], w["e_up"]),
+                                    functools.partial(activate, c), w["e_down"], *beside)
     if "seeds" not in batch:
         return out, None
     if c.router == "sigmoid":
