@@ -8,7 +8,7 @@ arrays, with all layers stacked along a leading dimension.
 
 Only `weight_table` names mesh axes. Wherever it might need a collective, this file calls shard.py:
 `columns` is the matmul into attention or an MLP, `row` is the matmul out of it, and so on. On a
-single device, these are plain matmuls. Published networks that differ are in published/.
+single device, these are plain matmuls. Networks that differ from it are in published/.
 
 B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
 L layers, E experts.

@@ -5,7 +5,7 @@
 Run it after each change to model.py, shard.py, train.py or sample.py. Every check is relative: your
 model on a mesh against your model on one device, your loss against your forward pass, a stopped and
 continued run against an uninterrupted one. No expected values are stored here. Each docstring names
-the mistakes that its test catches. The tests of each part are in tests/.
+the mistakes that its test catches. The tests for each part are in tests/.
 
 If a mesh differs from one device, the leaves in the message point to the place. A wrong sum over
 the loss makes every gradient wrong. A wrong sum over one weight makes only that weight's gradient

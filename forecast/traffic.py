@@ -1,4 +1,4 @@
-"""Formulas for the bytes that an update should send, with one function per parallelism.
+"""Formulas for how many bytes an update should send, with one function per mesh axis.
 
     n  devices on the axis            G  a device's gradients, in float32
     X  a microbatch's residual        W  the weights that a device gathers over fsdp

@@ -185,7 +185,7 @@ def train(loss, params, specs, batches, optimizer, mesh, accumulate=1):
 # -------------------------------------------------------------------------------------------
 
 def normal(rng, *shape):
-    """A weight [in, ...] whose products are as large as their inputs."""
+    """A random weight [in, ...] that keeps the size of the numbers it multiplies."""
     return rng.normal(size=shape).astype(np.float32) * shape[0]**-0.5
 
 

@@ -51,7 +51,7 @@ KINDS: dict[str, Network] = {kind: network for network in (
 # Which network
 
 def network_of_fields(fields: dict[str, Any]) -> Network:
-    """Return the network that has these options: the plain decoder if it has them all."""
+    """Return a network that has all of these options, preferably the plain decoder."""
     kind = model_type(fields.get("published", ""))
     if kind in KINDS:
         return KINDS[kind]

@@ -192,9 +192,9 @@ GPT["bloom"] = Family(
 
 
 def _falcon(r):
-    """Return the fields of a Falcon. It has three layouts: 7B (a single key head), 40B (groups, two
-    norms), and RW (ALiBi, a sequential block). All of them fuse queries, keys and values into a
-    single array, in which each group of query heads comes with its key head."""
+    """Return the config fields of a Falcon model. It has three layouts: 7B (a single key head), 40B
+    (groups, two norms), and RW (ALiBi, a sequential block). All of them fuse queries, keys and
+    values into a single array, in which each group of query heads comes with its key head."""
     grouped, heads = r["new_decoder_architecture"], r["num_attention_heads"]
     if grouped:
         refuse(r, parallel_attn=True)

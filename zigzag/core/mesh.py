@@ -358,9 +358,9 @@ def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
 
 
 def vary_like(tree: Any, *like: Any) -> Any:
-    """Mark the tree as varying wherever `like` varies, except over tensor. A type that varies over
-    tensor means that tensor splits the array, which must not change here. For example, a loop's
-    carry stays split over tensor, or whole, just as the caller passed it."""
+    """Mark the tree as varying over every axis that `like` varies over, except tensor. A type that
+    varies over tensor means that tensor splits the array, which must not change here. For example,
+    a loop's carry stays split over tensor, or whole, just as the caller passed it."""
     return mark_varying(tree, also=varying(*like) - {"tensor"})
 
 

@@ -75,7 +75,7 @@ def read_npy(path: Path) -> np.ndarray:
 
 
 def is_arrays(path: str | Path) -> bool:
-    """Return whether the path is a .npz, or a folder with a source.npy or with no *.jsonl files."""
+    """Return whether the path is a .npz file, or a folder with a source.npy or no *.jsonl files."""
     path = Path(path)
     if not path.is_dir():
         return path.suffix == ".npz"

@@ -5,7 +5,7 @@
     weights.part    or the weight of each token
     progress.json   how many pieces are on disk, and the size of each file at that point
 
-The .part files only grow. When encoding resumes, it truncates anything written after the last
+The .part files only grow. When encoding resumes, it drops whatever was written after the last
 progress.json. `finish` writes both splits without changing these files, so it can be interrupted.
 """
 

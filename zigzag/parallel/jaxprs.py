@@ -164,8 +164,8 @@ def why_not_split(fn: Callable | ClosedJaxpr, params: Any, batch: Any = None) ->
         return [any(ins)] * len(eqn.outvars)
 
     def loop(body, fixed, carry, scanned=()):
-        """Return whether each result of a loop depends on the batch. Repeat the body until no
-        further part of the carry does."""
+        """Return, for each result of a loop, whether it depends on the batch. Repeat the body until
+        no further part of the carry does."""
         while True:
             outs = run(body, [*fixed, *carry, *scanned])
             new = [a or b for a, b in zip(carry, outs)]

@@ -179,7 +179,7 @@ def check_decoder(c: Any) -> None:
 
 def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: bool = False
                 ) -> None:
-    """Reject a layer stack that the mesh can't split. The tensor axis never stops a run: a weight
+    """Reject a layer stack that the mesh can't split. The tensor axis is never a reason: a weight
     it doesn't divide stays whole. `time_of_stages` means that the stages share the head's tokens;
     `time_is_padded` means that the network pads sequences, so any length works."""
     sizes = mesh.shape

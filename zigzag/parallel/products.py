@@ -179,7 +179,7 @@ def loss_chunks(rows: int, time: int, vocabulary: int) -> int:
 
 def chunked_sums(fn: Callable, weights: Any, chunks: Any) -> tuple[Array, ...]:
     """Sum fn(weights, *chunk) over the chunks (arrays [count, ...]), one at a time. fn returns a
-    tuple of scalars, and only the first has a gradient. When differentiated, the forward pass also
+    tuple of scalars, and only the first has a gradient. Under autodiff, the forward pass also
     computes each chunk's gradients, so the backward pass recomputes nothing and only scales
     them."""
     weights, chunks = mark_varying(weights, chunks), vary_like(chunks, weights, chunks)

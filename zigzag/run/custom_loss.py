@@ -273,7 +273,7 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
 
 
 def _new_weights(plan, key):
-    """Return new weights, moved at random."""
+    """Return a randomly perturbed copy of the weights."""
     return cast(_moved(plan.init(key), jax.random.fold_in(key, 1), MOVED), plan.dtype)
 
 
