@@ -251,9 +251,9 @@ def test_a_sum_over_rounds_and_its_gradient():
 
 @pytest.mark.parametrize("skewed", [False, True])
 def test_rounds_of_a_custom_loss(skewed):
-    """A token that two rounds take; an empty place in a bucket that counts as a token; an array that
-    an activation closes over, with respect to which jax can't differentiate a function written by
-    hand. If all tokens choose the same two experts, the first round is smaller than its buckets."""
+    """A token that two rounds take; an empty place that counts as a token; an array that an
+    activation closes over and that gets no gradient. If all tokens choose the same two experts,
+    the first round is smaller than its buckets."""
     rng = np.random.default_rng(0)
     x, up, down, shares = (jnp.asarray(rng.normal(size=s), jnp.float32)
                            for s in ((4, 8, 16), (4, 16, 8), (4, 8, 16), (4, 8, 2)))
