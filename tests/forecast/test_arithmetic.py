@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from forecast import arithmetic
+from forecast.traffic import rows_in_use
 from tests.common import full, net, slow
 from tests.helpers import make, mesh_of, program_of
 from tests.parallel.test_hlo import of_text
@@ -122,8 +123,7 @@ def test_the_work_is_divided(mesh, changes):
     assert 1 <= one / usual < 1.2 if c.experts else one == usual
     sizes = dict(mesh_of(mesh).shape)
     # An expert's device skips the rows that are in no group.
-    e, S, M = sizes["expert"], sizes["pipe"], c.microbatches
-    ragged = 2 / e / min(2, c.experts // e) if c.experts and e > 1 else 1
-    each = arithmetic.arithmetic(compiled(program_of(config, mesh)), ragged)
+    S, M, program = sizes["pipe"], c.microbatches, program_of(config, mesh)
+    each = arithmetic.arithmetic(compiled(program), rows_in_use(program.config, program.mesh))
     count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (M, 1)
     assert each <= 1.05 * one / 8 * count / (M * chunks)
