@@ -105,7 +105,7 @@ def tuned_alone(published):
     examples = tokens_of(config)
     batch = data.collate([examples[i] for i in order(64, config.seed, 0, 8)], 16)
     total, count = net.loss(params, batch, config)
-    rows, _ = learn(config, weights=lambda places: jax.tree.map(
+    rows, _ = learn(config, first_weights=lambda places: jax.tree.map(
         lambda w, like: jax.device_put(w, like.sharding), params, places))
     return config, [row["loss"] for row in rows], float(total / count)
 
@@ -120,7 +120,7 @@ def test_training_begins_with_the_weights_that_it_is_given(published, tuned_alon
     config, want, first = tuned_alone
     assert want[0] == pytest.approx(first, rel=1e-6)
     config = change(config, **how)
-    rows, _ = learn(config, mesh, weights=functools.partial(
+    rows, _ = learn(config, mesh, first_weights=functools.partial(
         folders.read_hf, network_of(config), published, config.network))
     assert rows[0]["loss"] == pytest.approx(first, rel=2e-6)
     assert [row["loss"] for row in rows] == pytest.approx(want, rel=5e-5)
