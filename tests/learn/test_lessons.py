@@ -177,7 +177,7 @@ FIGURES = {
           "X = 33.6 MB": X / 1e6, "sends 0.94 GB": 4 * 7 * X / 1e9, "10 ms": 1e3 * 4 * 7 * X / LINK,
           "and 3 ms": 1e3 * 6 * 2 * MLP * 4096 / FLOPS,
           "with 47 ms": 1e3 * 3 * 7 / 8 * EXPERTS / LINK,
-          "become 0.28 GB": 4 * 7 * X * 1.25 * (1 - 56 * 55 / (64 * 63)) / 1e9},
+          "becomes 0.28 GB": 4 * 7 * X * 1.25 * (1 - 56 * 55 / (64 * 63)) / 1e9},
     "9": {"(128 GB)": 16 * 8, "would take 16 GB": 16 * 8 / 8, "does 197 tera": FLOPS / 1e12,
           "memory moves 819 GB/s": CHIPS["TPU v5 lite"].bandwidth / 1e9}}
 
