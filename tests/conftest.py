@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 # -------------------------------------------------------------------------------------------
 # A copy without a part (README): pytest leaves out or skips what needs it, and counts the files
 
-REFUSED = re.compile(r"(?:needs|one of) ([\w/ ]+), which this copy does not have")
+REFUSED = re.compile(r"(?:needs|belong to) ([\w/ ]+), which this copy does not have")
 
 
 def needs(path):
