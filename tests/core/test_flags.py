@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import train
 from tests.common import SMALL, command, refused
 from tests.helpers import ROOT
 from zigzag.commands import command_line
-from zigzag.core import errors, flags
+from zigzag.core import errors, flags, start
 from zigzag.core.options import comments, has_part, options
 from zigzag.generate import prompts
 from zigzag.parallel.network import NETWORKS
@@ -246,6 +247,19 @@ def test_each_end_has_its_status_and_one_line(capsys, error, status, line):
         flags.run_main(main)
     said = capsys.readouterr().err
     assert e.value.code == status and said.startswith(line) and said.count("\n") == 1
+
+
+def test_ctrl_c_is_for_the_command_once_it_has_begun(monkeypatch):
+    """An interrupted command that says that nothing had begun, and clears nothing away."""
+    monkeypatch.setattr(start, "_restart_with_large_pages", lambda: None)
+    usual, found = signal.signal(signal.SIGINT, signal.default_int_handler), []
+    try:
+        start.begin()
+        before = signal.getsignal(signal.SIGINT)
+        flags.run_main(lambda: found.append(signal.getsignal(signal.SIGINT)))
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert before is start._end and found == [signal.default_int_handler]
 
 
 def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):

@@ -378,6 +378,8 @@ def test_what_is_too_much_is_refused(trained):
             trained.beams([prompt], **options)
     with pytest.raises(ConfigError, match="at least 2"):
         sample.score(params, [[1, 2]], change(config, seq_len=1))
+    with pytest.raises(ValueError, match="shorter"):        # rows without a score
+        sample.score(params, [[1, 2], [1, 2, 3]], config, given=[1])
 
 
 def test_ends_that_are_no_ids_of_the_model_end_nothing(trained):

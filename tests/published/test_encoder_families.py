@@ -456,12 +456,14 @@ def test_labels_are_counted_as_transformers_does(labels):
     (dict(head="classes", labels=3, experts=4), "works without --experts"),
     (dict(stem="frames", source_len=8), "--stem frames: .* --head classes"),
     (dict(stem="patches", head="none", image_size=8, patch_size=9), "--patch_size 9: .* 8"),
+    (dict(causal=True, layer_groups=1), "--layer_groups 1: must divide"),
 ], ids=str)
 def test_an_encoder_that_none_can_be_is_refused(fields, words):
     """Tracebacks in the middle of a step, or NaN: the mean of no patches, experts that look for
-    weights of tokens, a loss that looks for targets."""
+    weights of tokens, a loss that looks for targets; a decoder whose cache has a layer for each
+    group."""
     with pytest.raises(ConfigError, match=words):
-        transformer.Config(causal=False, **fields)
+        transformer.Config(**{"causal": False, **fields})
 
 
 @pytest.mark.parametrize("fields", [

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import data
+import train
 from tests.common import full, net, refuses
-from tests.helpers import learn, losses_of, make, tokens_of
+from tests.helpers import learn, losses_of, make, mesh_of, tokens_of
 
 ONE = dict(init=lambda key: {"w": jnp.ones(4)}, examples=[np.zeros(1)] * 8,
            collate=lambda e: {"x": np.stack(e)})
@@ -33,6 +34,18 @@ def test_counts_may_be_fractions_and_integers_are_no_weights():
     assert learn(make(steps=1), loss=loss, **ONE)[0][0]["loss"] == pytest.approx(4)
     with refuses("n is int32"):
         learn(make(), loss=loss, **{**ONE, "init": lambda key: {"n": jnp.zeros((), "int32")}})
+
+
+def test_every_row_of_every_update_has_a_seed_of_its_own():
+    """The same dropout in each row, or again in each update; another row's where they are cut."""
+    def seeds(at, mesh=""):
+        batch = train.training_batch(make(batch=8), mesh_of(mesh), train.Task(loss=None, **ONE),
+                                     None, at)
+        return np.asarray(batch["seeds"])
+
+    found = [seeds(at) for at in range(3)]
+    assert len(np.unique(found)) == 24
+    assert (seeds(2, "data=4") == found[2]).all()
 
 
 def test_a_collate_whose_shapes_change_is_refused(tmp_path):
