@@ -28,6 +28,7 @@ from zigzag.core.options import Values
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_shapes
 from zigzag.disk.checkpoint import newest_step
+from zigzag.parallel.network import flops_of_update
 from zigzag.run import source
 from zigzag.run.loop import Loop, flush_metrics, prepare, report_header
 from zigzag.run.plan import Program
@@ -78,7 +79,7 @@ def timed(given: Values, config: Any) -> Any:
         if minutes:
             print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {config.steps:,} steps")
         if config.depth:
-            print(depth.about(config, step))
+            print(depth.about(config, flops_of_update(small), step))    # `small` has the vocabulary
     return config
 
 

@@ -15,7 +15,6 @@ from zigzag.core.flags import flat
 from zigzag.core.options import Values, options
 from zigzag.disk.reading import is_prepared
 from zigzag.disk.tokenizers import Bytes, read_record
-from zigzag.parallel.network import flops_of_update
 
 WIDTH = 32          # of the stream, per layer
 TOKENS = 20         # to train on, per parameter
@@ -63,10 +62,10 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def about(config: Any, seconds: float) -> str:
-    """Describe the options of a run with --depth, and what it costs at this many seconds a step."""
+def about(config: Any, flops: float, seconds: float) -> str:
+    """Describe the options of a run with --depth, and its cost, given a step's FLOPs and time."""
     values, steps = flat(config), config.steps
     names = "d_model", "heads", "batch", "steps", "lr", "warmup", "weight_decay"
     what = ", ".join(f"{name} {values[name]:,}" for name in names)
-    return (f"depth    {config.depth}: {what}; {flops_of_update(config) * steps:.2g} FLOPs, "
+    return (f"depth    {config.depth}: {what}; {flops * steps:.2g} FLOPs, "
             f"{steps * seconds / 60:,.1f} minutes at {seconds * 1e3:,.0f} ms a step")

@@ -10,7 +10,8 @@ import train
 from forecast import bench, depth
 from tests.common import refused, refuses
 from tests.helpers import rows_of
-from zigzag.parallel.network import network_of
+from zigzag.core.flags import change
+from zigzag.parallel.network import flops_of_update, network_of
 
 
 def record_of(run):
@@ -108,6 +109,8 @@ def test_a_run_keeps_what_its_depth_chose(text, tmp_path, capsys, monkeypatch):
     assert line.endswith("FLOPs, 0.1 minutes at 1,500 ms a step")
     record = record_of(run)
     config = train.parse(given + ["--seq_len", "32"])
+    whole = change(config, vocab_size=record["vocab_size"])         # the head counts too
+    assert f"; {4 * flops_of_update(whole):.2g} FLOPs" in line
     for name in ("depth", "layers", "d_model", "heads", "batch", "lr", "weight_decay", "warmup"):
         assert record[name] == getattr(config, name, None) or getattr(config.network, name)
 
