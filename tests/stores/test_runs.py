@@ -180,7 +180,8 @@ def test_a_store_that_fails_for_a_while_loses_nothing(behind, proxy, whole, tmp_
     class Rows(list):
         def append(self, row):
             if row["step"] == 2:
-                proxy.trouble, proxy.times = trouble, 8
+                # Some ten requests at a time, each of which obstore makes twice: one fails twice.
+                proxy.trouble, proxy.times = trouble, 8 if trouble == "slow" else 24
 
     forget()
     learn(make(steps=6, save_every=2, out=behind.run(), decay="constant"), say=KeepRows(Rows(), []))
