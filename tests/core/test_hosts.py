@@ -378,7 +378,7 @@ def test_one_run_on_any_number_of_processes(runs, tmp_path, text):
 
     sigterm = "os.kill(os.getpid(), signal.SIGTERM)"
     (_, said, _), (_, nothing, _) = all_succeed(hosts(2, *words, "--out", runs.out(),
-                                                      file=awry(tmp_path, sigterm)))
+                                                      file=awry(tmp_path, sigterm, 16)))
     assert "stopped at step" in said
     # (Gloo itself prints.)
     assert not re.search("step|loss|mesh|weights|data |devices", nothing), nothing
