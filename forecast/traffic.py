@@ -12,7 +12,7 @@ reduce-scatter, of its operand).
 
 import collections
 import math
-from typing import Any
+from typing import Any, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
 from zigzag.parallel.remat import POLICIES
 from zigzag.parallel.rule import zero1_specs
+from zigzag.run import muon
 
 
 def expected_traffic(plan: Any) -> list[Collective]:
@@ -48,12 +49,12 @@ def is_complete(plan: Any) -> bool:
 
 
 def _sends_more(plan):
-    """Return whether an update sends anything that these formulas don't cover. They don't cover
-    Muon, a loss that compares rows, adapters, weights stored differently from how they're used,
+    """Return whether an update sends anything that these formulas don't cover. They don't cover a
+    loss that compares rows, adapters, weights stored differently from how they're used,
     --remat of part of a layer or of some layers, 1F1B with one layer per stage, or a float32 step
     on a TPU (its matmuls round to bfloat16, and it may round before it gathers)."""
-    config, c = plan.config, plan.config.network
-    return (config.optimizer == "muon" or c.lora_rank > 0 or "all_rows" in plan.names
+    c = plan.config.network
+    return (c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
             or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
             or any(d.spec != d.spec_in_loss for d in jax.tree.leaves(plan.decisions))
@@ -70,6 +71,7 @@ def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
     rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs)]
+    rows += of_muon(plan, run.sizes) if config.optimizer == "muon" else []
     if blocks := _blocks(plan):
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch)]
@@ -176,6 +178,21 @@ def _fsdp(weights, run, gathers_by_layer):
             gathers = passes * (2 + run.is_1f1b)
         yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
         yield run.scatter("fsdp", passes * layers, W * of_gradients / layers)
+
+
+def of_muon(plan: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:
+    """2 (n-1)/n P + (q-1) P for each pool: devices send their parts P of matrices, in float32, to
+    the matrices' homes and get back their parts of the results, which q devices then share."""
+    for pool, _, home in muon.all_homes(plan):
+        P = 4 * home.each * math.prod(size for size, _ in pool.rows + pool.columns)
+        axes = [axis for axis in sizes if axis in dict(home.splits)]
+        yield "all-to-all", "+".join(axes), 2, P
+        near, n = [], 1             # the axes among which q devices lie
+        for axis in reversed(home.copies):
+            if n < home.shares:
+                near, n = [axis, *near], n * sizes[axis]
+        if n > 1:
+            yield "all-gather", "+".join(near), 1, (home.shares - 1) * P * n / (n - 1)
 
 
 # -------------------------------------------------------------------------------------------

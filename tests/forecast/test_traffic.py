@@ -68,7 +68,11 @@ HEAD_NORMS = dict(qk_norm=True, qk_norm_wide=True)
     full("tensor=4", dict(heads=9, kv_heads=3, head_dim=8, **HEAD_NORMS)),
     # What a CPU sends in 16 bits it sends in 32.
     ("fsdp=2,tensor=2", dict(dtype="bfloat16")),
-    full("pipe=2,expert=2", dict(dtype="bfloat16", experts=4))])
+    full("pipe=2,expert=2", dict(dtype="bfloat16", experts=4)),
+    # Muon's own exchanges.
+    ("fsdp=2,tensor=2", dict(optimizer="muon")),
+    full("data=2,fsdp=2,tensor=2", dict(optimizer="muon", experts=4)),
+    full("data=2,fsdp=2,tensor=2", dict(optimizer="muon", zero=1))])
 def test_the_transformer_sends_what_is_expected(mesh, changes):
     """A collective that the compiler adds, or one of ours that runs in each part instead of
     once."""
@@ -85,7 +89,7 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(optimizer="muon"), dict(lora_rank=2), dict(override=("w_up=-,data",)),
+    dict(lora_rank=2), dict(override=("w_up=-,data",)),
     dict(remat="full:0.5"),
     dict(encoder_layers=1, source_len=16)], ids=str)
 def test_where_there_is_no_formula_none_is_expected(changes, capsys):

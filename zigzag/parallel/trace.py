@@ -488,13 +488,15 @@ class _Walk:
     def scan(self, eqn, ins):
         length = eqn.params["length"]
         fixed, carry, stacks = scan_operands(eqn, ins)
+        if not length and len(carry) == len(eqn.outvars):
+            return carry            # the body never runs
         for x in stacks:
             self.role(x, [0], "stacked")
         scanned = [dataclasses.replace(x, shape=x.shape[1:], groups=x.groups[1:],
                                        origins=x.origins[1:]) for x in stacks]
-        self.repeat *= length
+        before, self.repeat = self.repeat, self.repeat * length
         outs = self.loop(eqn.params["jaxpr"].jaxpr, fixed, carry, scanned)
-        self.repeat //= length
+        self.repeat = before
         return outs[:len(carry)] + [
             dataclasses.replace(o, shape=(length, *o.shape), groups=self.new_groups(1) + o.groups,
                                 origins=[frozenset(), *o.origins]) for o in outs[len(carry):]]

@@ -8,7 +8,8 @@
     custom_loss     checks a custom loss on the mesh against a single device
     loop            the state that train.py's loop carries, and its work besides stepping
     schedules       the learning rate, and --epochs
-    optimizers      Muon; fit(optimizer=...)
+    optimizers      fit(optimizer=...)
+    muon            --optimizer muon, which computes each matrix on one device
     averages        --ema
     loggers         send a run's numbers to fit's log and to the loggers of --log (tools/)
     evaluation      held-out loss, predictions, metrics

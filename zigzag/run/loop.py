@@ -34,7 +34,7 @@ from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
 from zigzag.parallel.rule import explain, held_lines
 from zigzag.parallel.table import count
-from zigzag.run import averages
+from zigzag.run import averages, muon
 from zigzag.run.loggers import Loggers, names_of
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
@@ -304,8 +304,10 @@ def describe_training(plan: Any) -> str:
     rate = f"lr up to {c.lr:.3g} after {c.warmup:,} steps of warmup"
     if plan.schedule:
         rate = "with its own rate" if is_own else "the rate of fit's schedule"
-    return (f"training {c.steps:,} steps of {c.batch:,} examples, "
-            f"{'custom optimizer' if is_own else c.optimizer}, {rate}")
+    optimizer = "custom optimizer" if is_own else c.optimizer
+    if optimizer == "muon":     # a device waits where its share of the matrices is smaller
+        optimizer += f" (idle {muon.idle(plan):.0%} of its time)" * (plan.mesh.size > 1)
+    return f"training {c.steps:,} steps of {c.batch:,} examples, {optimizer}, {rate}"
 
 
 def describe_attention(plan: Any) -> str:

@@ -11,20 +11,11 @@ from zigzag.core.errors import ConfigError, did_you_mean
 from zigzag.core.flags import is_derived
 from zigzag.core.mesh import flatten
 from zigzag.core.options import changes
-from zigzag.parallel.rule import matrices_of_layers
+from zigzag.run.muon import muon as muon
 
 
 def adam(config: Any, decisions: Any) -> optax.GradientTransformation:
     return optax.scale_by_adam(config.beta1, config.beta2)
-
-
-def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
-    """Use Muon, scaled to AdamW's rates, for the layers' matrices, and Adam with Nesterov for the
-    rest. The rule provides the dimensions of each matrix that contract with activations."""
-    dims = jax.tree.map(lambda _, dims: dims and optax.contrib.MuonDimensionNumbers(*dims),
-                        decisions, matrices_of_layers(decisions))
-    return optax.contrib.muon(-1.0, consistent_rms=0.2, muon_weight_dimension_numbers=dims,
-                              adam_b1=config.beta1, adam_b2=config.beta2)
 
 
 # -------------------------------------------------------------------------------------------
