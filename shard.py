@@ -734,10 +734,10 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 #   collective  a collective-permute of the activations to the next stage in every tick; its
 #               transpose sends their gradients back. After the last stage, a reduce-scatter along
 #               T, so that all stages share the loss head's work (an all-reduce if the head needs
-#               the whole sequence, and for an encoder's output). Every stage has the embedding and
-#               the head, and sum_gradients sums their gradients over pipe
-#   bytes       2 X ticks / microbatches from stage to stage, and 2 (n-1)/n X for the head's
-#               reduce-scatter (both forward and backward)
+#               the whole sequence, and for an encoder's output). Every stage stores a part of the
+#               embedding and of the head, and gathers them once per update, as over fsdp
+#   bytes       2 X ticks / microbatches from stage to stage, 2 (n-1)/n X for the head's
+#               reduce-scatter (both forward and backward), 2 (n-1)/n W of embedding and head
 #   correct     every microbatch goes through all layers, in order. A loss is a sum over
 #               microbatches and tokens, so each stage adds its part
 #   more        zigzag/parallel/pipeline.py (interleaved, 1f1b, the timetables)

@@ -17,7 +17,7 @@ from typing import Any, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.mesh import WITHOUT_TENSOR, platform, row_groups, spec_axes
+from zigzag.core.mesh import WITHOUT_TENSOR, platform, row_groups, spec_axes, without_axis
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel.collectives import scattering
@@ -57,7 +57,8 @@ def _sends_more(plan):
     return (c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
             or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
-            or any(d.spec != d.spec_in_loss for d in jax.tree.leaves(plan.decisions))
+            or any(without_axis(d.spec, "pipe") != without_axis(d.spec_in_loss, "pipe")
+                   for d in jax.tree.leaves(plan.decisions))
             or platform(plan.mesh) == "tpu" and jnp.dtype(c.dtype).itemsize == 4)
 
 
@@ -70,7 +71,8 @@ def _blocks(plan):
 def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
-    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs)]
+    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
+            *_ends(weights, run)]
     rows += of_muon(plan, run.sizes) if config.optimizer == "muon" else []
     if blocks := _blocks(plan):
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
@@ -170,7 +172,7 @@ def _fsdp(weights, run, gathers_by_layer):
         split = spec_axes(decision.spec)
         if "fsdp" not in split:
             continue
-        W = leaf.size / math.prod(run.sizes[a] for a in split - {"fsdp"})
+        W = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec_in_loss) - {"fsdp"})
         layers, passes, gathers = 1, run.config.accumulate, 1
         if decision.stacked and gathers_by_layer:
             layers = leaf.shape[0] // run.sizes["pipe"]
@@ -178,6 +180,18 @@ def _fsdp(weights, run, gathers_by_layer):
             gathers = passes * (2 + run.is_1f1b)
         yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
         yield run.scatter("fsdp", passes * layers, W * of_gradients / layers)
+
+
+def _ends(weights, run):
+    """2 (n-1)/n W: an update gathers the weights outside the layers over pipe, and each part of the
+    batch scatters their gradients."""
+    of_gradients = 4 if run.model.sum_dtype else run.itemsize
+    for leaf, decision in weights:
+        used = spec_axes(decision.spec_in_loss)
+        if "pipe" in spec_axes(decision.spec) - used:
+            W = leaf.size / math.prod(run.sizes[a] for a in used)
+            yield "all-gather", "pipe", 1, W * run.itemsize
+            yield run.scatter("pipe", run.config.accumulate, W * of_gradients)
 
 
 def of_muon(plan: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:

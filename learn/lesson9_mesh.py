@@ -38,8 +38,8 @@ lesson.begin(8)
 # share of its tokens that a device has room for in a bucket (lesson 8).
 #
 # Except for tensor, the first line holds for every axis along which a weight is whole: seq sums all
-# gradients, expert sums those outside the experts, and pipe sums those of the embedding and the
-# head. If the backward pass recomputes activations (`--remat full`), the step resends the inputs of
+# gradients, and expert sums those outside the experts. Over pipe, the embedding and the head are
+# gathered once and their gradients scattered, as over fsdp. If the backward pass recomputes activations (`--remat full`), the step resends the inputs of
 # a layer's products: tensor's two gathers (10 instead of 8), seq's keys and values (6 instead of
 # 4), and the tokens on the way to their experts (5 instead of 4). Reductions don't run again. A
 # layer keeps attention's output, and the sum after the MLP is the next layer's input, which that
@@ -175,6 +175,9 @@ def predicted(run, n, weights):
         bytes_here = 4 * math.prod(shape) / math.prod(n[axis] for axis in split)
         others = math.prod(n[axis] for axis in n if axis not in (*split, "tensor"))
         sent["sums"] += 2 * (1 - 1 / others) * bytes_here
+        if "pipe" in split and len(shape) == 2:     # the embedding and the head
+            sent["pipe"] += (1 + parts) * (S - 1) * bytes_here
+            bytes_here *= S                         # that fsdp gathers
         if "fsdp" in split:     # a tick gathers a stage's layers; embedding and head, the update
             times = 3 * M * passes * parts if len(shape) > 2 else 1 + parts
             sent["fsdp"] += times * (n["fsdp"] - 1) * bytes_here

@@ -145,6 +145,21 @@ def test_a_count_of_the_part_that_head_is_given_is_a_part(schedule):
         assert a["tokens"] == b["tokens"] == 128 and a["loss"] == pytest.approx(b["loss"], rel=5e-6)
 
 
+@pytest.mark.parametrize("mesh, ways", [("pipe=2", 2), ("pipe=4", 4),
+                                        ("pipe=2,fsdp=2,tensor=2", 8), ("pipe=2,data=2", 2)])
+def test_a_stage_stores_its_part_of_the_embedding_and_the_head(mesh, ways):
+    """Weights outside the layers, or the optimizer's moments of them, that every stage stores
+    whole. (That they are gathered and scattered once stands in tests/forecast/test_traffic.py.)"""
+    program = program_of(make(layers=4), mesh)
+    adam = program.state["opt"][1]
+    for tree in program.state["params"], adam.mu, adam.nu:
+        for name in "embed", "head":
+            w = tree[name]
+            assert np.prod(w.sharding.shard_shape(w.shape)) * ways == w.size, name
+    norm = program.state["params"]["norm"]      # below --fsdp_min
+    assert norm.sharding.shard_shape(norm.shape) == norm.shape
+
+
 def test_layers_without_their_specs_are_refused():
     """Without specs, every stage would run all layers."""
     with pytest.raises(ConfigError, match="specs"):

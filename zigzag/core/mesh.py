@@ -234,7 +234,8 @@ def drop_trivial_axes(spec: P, mesh: Any) -> P:
 def without_axis(specs: Any, axis: str) -> Any:
     """Drop this axis from the specs, for arrays that it doesn't split, or for a shard_map that
     leaves the axis to the compiler."""
-    return jax.tree.map(lambda s: P(*[None if e == axis else e for e in s]), specs)
+    return jax.tree.map(lambda spec: trimmed(tuple(a for a in entry_axes(entry) if a != axis)
+                                             for entry in spec), specs)
 
 
 def batch_spec(mesh: Any) -> P:

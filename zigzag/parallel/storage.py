@@ -3,11 +3,15 @@
     --override    the override decides how a weight is stored. Before the loss, `stored_to_used`
                   gathers the weight over any axes that the loss doesn't expect, and each device
                   keeps the part that the loss expects
+    pipe          pipe splits the layers, but also the large weights outside them (the embedding,
+                  the head): each stage stores a part, and all stages gather them before the loss
     interleaved   layers are in model order on disk, but in stage order in training:
                   with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,7 +20,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zigzag.core.mesh import ambient, beside_auto_tensor, full_spec
+from zigzag.core.mesh import (
+    ambient,
+    beside_auto_tensor,
+    entry_axes,
+    full_spec,
+    spec_axes,
+    trimmed,
+)
 from zigzag.parallel.collectives import all_gather
 
 
@@ -36,12 +47,13 @@ def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) ->
 
     def convert(w, decision):
         stored, used = full_spec(decision.spec, w.ndim), full_spec(decision.spec_in_loss, w.ndim)
-        for dim, axis in enumerate(stored):
-            if axis in manual and axis != used[dim]:
-                w = gather(w, axis, dim, P(*stored))
-                if axis == "pipe" and dim == 0:
-                    order = layer_order(w.shape[0], sizes["pipe"], chunks, back=True)
-                    w = w if order is None else w[order]
+        for dim, entry in enumerate(stored):
+            for axis in reversed(entry_axes(entry)):
+                if axis in manual and axis not in entry_axes(used[dim]):
+                    w = gather(w, axis, dim, P(*stored))
+            if entry == "pipe" and dim == 0 and used[0] != "pipe":
+                order = layer_order(w.shape[0], sizes["pipe"], chunks, back=True)
+                w = w if order is None else w[order]
         for dim, axis in enumerate(used):
             if axis in ("pipe", "expert", "tensor") and axis != stored[dim]:
                 w = _own(w, dim, axis, sizes[axis], chunks if axis == "pipe" else 1)
@@ -57,6 +69,28 @@ def _own(w, dim, axis, size, chunks):
     parts = w.reshape(chunks, size, -1, *w.shape[1:])
     own = lax.dynamic_index_in_dim(parts, lax.axis_index(axis), 1, keepdims=False)
     return jnp.moveaxis(own.reshape(-1, *w.shape[1:]), 0, dim)
+
+
+def split_ends(params: Any, decisions: Any, mesh: Any, least: int) -> Any:
+    """Let each stage of a pipeline store a part of each weight outside the layers that has at least
+    this many elements. Stages need all of them, and gather them once per update."""
+    stages = mesh.shape["pipe"]
+
+    def one(leaf, decision):
+        entries = [entry_axes(entry) for entry in full_spec(decision.spec, leaf.ndim)]
+        own = {d: n // math.prod(mesh.shape[axis] for axis in entries[d])
+               for d, n in enumerate(leaf.shape)}
+        free = [d for d, n in own.items() if n % stages == 0 and "tensor" not in entries[d]]
+        if (decision.stacked or decision.in_loss is not None or "pipe" in spec_axes(decision.spec)
+                or leaf.size < least or not free):
+            return decision
+        at = max(free, key=own.get)
+        entries[at] += ("pipe",)
+        return dataclasses.replace(
+            decision, in_loss=decision.spec, reason=f"{decision.reason}; pipe: gathered once",
+            spec=trimmed(entries))
+
+    return decisions if stages == 1 else jax.tree.map(one, params, decisions)
 
 
 # -------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.parallel.network import check_tensor
 from zigzag.parallel.pipeline import can_skip
 from zigzag.parallel.rule import plan_sharding, state_specs, zero1_specs
-from zigzag.parallel.storage import permute_layers
+from zigzag.parallel.storage import permute_layers, split_ends
 from zigzag.parallel.table import count
 from zigzag.run import averages
 from zigzag.run.checks import Overrides, check_batch, check_overrides, check_rows, check_time
@@ -272,6 +272,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     mode = mode_of(config.collectives, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
         decisions = _whole_over_tensor(decisions, why)
+    if mode in (BY_HAND, TYPED):
+        decisions = split_ends(weights, decisions, mesh, config.fsdp_min)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.network.dtype, config.accumulate, names, tuple(sorted(calls, key=str)),
