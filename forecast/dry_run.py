@@ -18,7 +18,7 @@ from zigzag.commands.programs import program_of, ready_to_run, resolved
 from zigzag.core.chips import CHIPS, chip_of
 from zigzag.core.errors import ConfigError, divisors, human_bytes, one_line
 from zigzag.core.flags import change
-from zigzag.core.mesh import AXES, abstract_mesh, make_mesh
+from zigzag.core.mesh import AXES, abstract_mesh, make_mesh, slices_of
 from zigzag.core.report import Reporter
 from zigzag.core.start import LIBTPU
 from zigzag.parallel.network import flops_of_update, network_of
@@ -44,10 +44,11 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
                   network, abstract_mesh({}))
     params, flops = network.weight_shapes(one.network), flops_of_update(one)
     known = chip_of(devices[0])
-    chip, costs = known or CHIPS["TPU v5 lite"], []
+    chip, slices, costs = known or CHIPS["TPU v5 lite"], slices_of(devices), []
     for sizes in all_meshes(len(devices)):
         # The cost model assumes that tensor splits all heads and the MLP.
         undivided = any(n % sizes["tensor"] for n in (one.network.heads, one.network.d_ff))
+        undivided |= sizes["data"] % slices > 0
         if undivided or one.shards not in (0, sizes["tensor"]):
             continue
         text = ",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1"
@@ -113,7 +114,8 @@ def run(config: Any) -> None:
     else:
         reporter.collectives(sends, expected, is_complete(program.plan))
     chip, memory = chip_of(program.mesh.devices.flat[0]), step.memory_analysis()
-    peak, sent = peak_memory(step), sum(c.bytes for c in sends)
+    far = sum(c.bytes for c in sends if c.kind == "send between slices")
+    peak, sent = peak_memory(step), sum(c.bytes for c in sends) - far
     fits = "" if not chip else f", which has {_gib(chip.memory)}: " + (
         "it fits" if peak < chip.memory else "IT DOES NOT FIT")
     say(f"memory   {_gib(memory.argument_size_in_bytes)} of state and batch, "
@@ -121,7 +123,8 @@ def run(config: Any) -> None:
     frozen = "; 4 per frozen weight" if config.network.lora_rank else ""
     say(f"compute  {_in_units(done, FLOPS, 2)} a device, {done / flops:.3f} times the usual count "
         f"({USUAL_COUNT}{frozen})")
-    say(f"links    {_gib(sent)} sent by a device")
+    say(f"links    {_gib(sent)} sent by a device" + (
+        f", and {_gib(far)} between slices, whose time isn't in the bound" if far else ""))
     if not chip:
         return
     takes = {"arithmetic": done / chip.flops,
@@ -174,9 +177,9 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3" """
 
 
-def topology_devices(name: str) -> list[Any]:
-    """Return the devices of absent hardware, for example v5e:4x4 or h100:1x2x8. jax can compile
-    programs for them, but can't run any."""
+def topology_devices(name: str, slices: int = 1) -> list[Any]:
+    """Return the devices of absent hardware, for example v5e:4x4 or h100:1x2x8, and of how many
+    TPU slices of it. jax can compile programs for them, but can't run any."""
     kind, _, size = name.partition(":")
     jax.config.update("jax_platforms", "cpu")       # don't look for or occupy an accelerator
     _check_compiler(name, kind)
@@ -184,12 +187,15 @@ def topology_devices(name: str) -> list[Any]:
         os.environ.setdefault(key, value)
     try:
         if kind == "h100":
+            if slices > 1:
+                raise ValueError("--slices is for TPUs")
             from jax._src.cudnn import fused_attention_stablehlo
             fused_attention_stablehlo.check_cudnn_version = lambda: _CUDNN_VERSION
             return topologies.get_topology_desc(size, "cuda", topology=size,
                                                 target_config=_H100).devices
         # On a real v4, a chip's two cores form a single device.
         options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        options |= {"num_slices": slices} if slices > 1 else {}
         return topologies.get_topology_desc(name, "tpu", **options).devices
     except Exception as e:      # the compilers raise their own exception types
         raise ConfigError(

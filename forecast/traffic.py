@@ -17,7 +17,14 @@ from typing import Any, Iterator, Mapping
 import jax
 import jax.numpy as jnp
 
-from zigzag.core.mesh import WITHOUT_TENSOR, platform, row_groups, spec_axes, without_axis
+from zigzag.core.mesh import (
+    WITHOUT_TENSOR,
+    platform,
+    row_groups,
+    slices_of,
+    spec_axes,
+    without_axis,
+)
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel.collectives import scattering
@@ -33,10 +40,13 @@ def expected_traffic(plan: Any) -> list[Collective]:
     """Return the collectives that an update of a plan.Plan should run, like `hlo.collectives`. They
     cover the weights and, for our own decoders' losses, the activations (between blocks and stages,
     around the ring, to experts). Return [] if the update sends anything else."""
-    sizes = plan.mesh.shape
+    sizes, slices = plan.mesh.shape, slices_of(plan.mesh.devices.flat)
     rows = []
     for kind, axes, count, size in () if _sends_more(plan) else _rows(plan):
         names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
+        if slices > 1 and "data" in names:      # sum within a slice, then with the other slices
+            rows.append(("send between slices", "data", 1, count, size))
+            names = [a for a in names if a != "data" or sizes["data"] > slices]
         if names and count * size:
             rows.append((kind, "+".join(names), math.prod(sizes[a] for a in names), count, size))
     return add_up(rows)

@@ -39,11 +39,11 @@ lesson.begin(8)
 #
 # Except for tensor, the first line holds for every axis along which a weight is whole: seq sums all
 # gradients, and expert sums those outside the experts. Over pipe, the embedding and the head are
-# gathered once and their gradients scattered, as over fsdp. If the backward pass recomputes activations (`--remat full`), the step resends the inputs of
-# a layer's products: tensor's two gathers (10 instead of 8), seq's keys and values (6 instead of
-# 4), and the tokens on the way to their experts (5 instead of 4). Reductions don't run again. A
-# layer keeps attention's output, and the sum after the MLP is the next layer's input, which that
-# layer keeps anyway.
+# gathered once and their gradients scattered, as over fsdp. If the backward pass recomputes
+# activations (`--remat full`), the step resends the inputs of a layer's products: tensor's two
+# gathers (10 instead of 8), seq's keys and values (6 instead of 4), and the tokens on the way to
+# their experts (5 instead of 4). Reductions don't run again. A layer keeps attention's output, and
+# the sum after the MLP is the next layer's input, which that layer keeps anyway.
 #
 # A send costs time only if no computation overlaps it. fsdp can gather the next layer while this
 # layer multiplies. tensor's gather feeds the very next matmul, and data's sum comes at the end, so

@@ -104,6 +104,19 @@ def test_an_axis_may_be_a_part_of_a_side_of_a_torus(sizes):
     assert len(set(mesh.devices.flat)) == 64
 
 
+def test_only_data_crosses_the_network_between_slices(capsys):
+    """Another axis over the slow network; a mesh of one slice on two; too few devices."""
+    peer("libtpu")
+    chips = dry_run.topology_devices("v5e:2x2", slices=2)
+    placed = make_mesh(chips, data=4, tensor=2).devices
+    assert [{d.slice_index for d in row.flat} for row in placed] == [{0}, {0}, {1}, {1}]
+    with pytest.raises(ConfigError, match="only data crosses .* make data a multiple of 2"):
+        make_mesh(chips, fsdp=8)
+    with pytest.raises(ConfigError, match="needs 16 devices, but there are 8"):
+        make_mesh(chips, data=2, fsdp=8)
+    assert "--slices 2: these devices are in 1" in refused(capsys, "--slices", "2")
+
+
 def test_bias_and_activation_and_dropout_and_sum_are_fused():
     """Activations that are written to memory and read again for the bias, GELU, dropout or the sum
     with the stream: there may be at most one such array for each of the two products."""
@@ -183,7 +196,9 @@ def compiler_of(chips, changes):
     full("v5e:2x2", "fsdp=2,seq=2", ("--pack", "documents", "--remat", "full"), 1.1, 1.4),
     full("h100:1x1x2", "fsdp=2", ("--model", "transformer", "--window", 128), 0.8, 1.0),
     full("v4:2x2x2", "fsdp=2,pipe=2,tensor=2", (), 1.5, 2.5),
-    full("v4:2x2x2", "fsdp=8", ("--dtype", "float32"), 0.9, 1.1)])
+    full("v4:2x2x2", "fsdp=8", ("--dtype", "float32"), 0.9, 1.1),
+    full("v5e:2x4", "data=2,fsdp=8", ("--slices", 2), 1.0, 1.1),
+    full("v5e:2x2", "fsdp=2,tensor=2", ("--optimizer", "muon"), 1.0, 1.4)])
 def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh, changes, least,
                                                            most):
     """A compiler that turns a reduce-scatter into an all-reduce, say; a step without the kernel, or

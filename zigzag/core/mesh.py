@@ -93,7 +93,8 @@ def _check_axis(name):
 
 def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """Make the mesh over all devices. Axes default to size 1, except data, which takes the
-    remaining devices."""
+    remaining devices. If TPUs are in several slices, only data crosses the slow network between
+    them."""
     for name in sizes:
         _check_axis(name)
     devices = jax.devices() if devices is None else list(devices)
@@ -102,13 +103,23 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         sizes = {**sizes, "data": count // needed}
     elif needed != count:
         raise ConfigError(_wrong_size(sizes, needed, devices))
-    if devices[0].platform == "tpu" and len({getattr(d, "slice_index", 0) for d in devices}) > 1:
-        raise ConfigError("these TPUs are in several slices, joined by a slow network: use one "
-                          "slice")
+    mesh, slices = abstract_mesh(sizes), slices_of(devices)
+    data, *others = mesh.axis_sizes
+    if data % slices:
+        raise ConfigError(f"mesh data={data}: the devices are in {slices} slices, and only data "
+                          f"crosses the slow network between them; make data a multiple of "
+                          f"{slices}")
     # jax.make_mesh won't do: on most chips it rejects an axis that is part of a side of the torus.
-    mesh = abstract_mesh(sizes)
-    placed = mesh_utils.create_device_mesh(mesh.axis_sizes, devices, allow_split_physical_axes=True)
+    placed = mesh_utils.create_hybrid_device_mesh(
+        (data // slices, *others), (slices, *[1] * len(others)), devices,
+        allow_split_physical_axes=True) if slices > 1 else mesh_utils.create_device_mesh(
+            mesh.axis_sizes, devices, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=mesh.axis_types)
+
+
+def slices_of(devices: Iterable[Any]) -> int:
+    """Return how many TPU slices these devices are in. A slow network joins slices."""
+    return len({device.slice_index for device in devices if device.platform == "tpu"}) or 1
 
 
 def _wrong_size(sizes, needed, devices):

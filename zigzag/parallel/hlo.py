@@ -42,6 +42,9 @@ def collectives(compiled: Any) -> list[Collective]:
     rows = []
     for line, times, computation in executed(compiled.as_text()):
         found = _COLLECTIVE.search(line)
+        if sent := _BETWEEN_SLICES.search(line):
+            size = math.prod(ints(sent[2])) * _bits(sent[1]) / 8
+            rows.append(("send between slices", "data", 1, times, size))
         # On TPU, a collective that overlaps with other work appears in every computation of its
         # chain. Count it only in the computation that starts it.
         if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation):
@@ -57,7 +60,8 @@ def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collectiv
     collective-permute."""
     counts, sizes = collections.Counter(), collections.Counter()
     for kind, axis, n, count, size in rows:
-        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
+        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1, "send between slices": 1
+                 }.get(kind, (n - 1) / n)
         counts[kind, axis] += count
         sizes[kind, axis] += count * size * share
     return [Collective(*key, round(counts[key]), round(sizes[key])) for key in sorted(counts)]
@@ -66,6 +70,8 @@ def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collectiv
 # -------------------------------------------------------------------------------------------
 # Lines, and how often they run
 
+# %send.1 = (f32[128,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(...), ... "xla_megascale_runtime"
+_BETWEEN_SLICES = re.compile(r" = \((\w+)\[([\d,]*)\].* send\(.*xla_megascale_runtime")
 # ENTRY %main.9_spmd (param.0: f32[8,32]) -> f32[8,32] {
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*{$", re.M)
 # condition=%less.3, body=%body.2    or    branch_computations={%idle.1, %work.2}

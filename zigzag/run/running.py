@@ -16,7 +16,8 @@ from typing import Any, Callable, Iterator, Sequence
 import jax
 
 from zigzag.core import hosts
-from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices
+from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices, slices_of
 from zigzag.core.options import Values
 from zigzag.core.parts import has_part, part
 from zigzag.core.report import Reporter
@@ -162,6 +163,10 @@ def devices_of(config: Any) -> Sequence[Any]:
     hosts.init_distributed(config)
     topology = getattr(config, "topology", "")      # an option of forecast/
     devices = part("forecast.dry_run", f"--topology {topology}").topology_devices(
-        topology) if topology else jax.devices()
+        topology, config.slices) if topology else jax.devices()
+    wanted, found = getattr(config, "slices", 1), slices_of(devices)
+    if wanted > 1 and wanted != found:
+        raise ConfigError(f"--slices {wanted}: these devices are in {found}; leave it out, or give "
+                          f"--topology to compile for others")
     hosts.end_at_sigterm()
     return devices
