@@ -493,6 +493,12 @@ def test_a_start_counts_the_tokens_of_a_device(monkeypatch, time, has_one):
     assert ("kernel" in said) == has_one
 
 
+def test_a_start_counts_the_rows_of_a_part():
+    """Attention announced for more rows than a device has at a time."""
+    plan = program_of(make(batch=16, accumulate=2), "data=4").plan
+    assert {call.rows for call in plan.attends} == {2}
+
+
 @pytest.mark.parametrize("edit", [
     dict(mask=lambda query, key: query.slot - key.slot < 4),
     dict(scores=lambda s, query, key, heads: 5 * jnp.tanh(s / 5))])

@@ -384,6 +384,20 @@ def test_the_reductions_that_a_group_costs():
     assert costs(scanned, repeated(MLP, 3), X) == {"down": (6, 6 * size)}, "in each layer"
 
 
+def test_a_window_at_any_place_costs_a_reshard():
+    """A window of a split dimension, at a place that the data gives, that costs nothing."""
+    def windows(p, x, at):
+        made = jnp.tanh(x @ p["up"])
+        few = jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (64,)))(made, at)
+        return few @ p["down"], made @ p["wide"]
+
+    params = {"up": floats(64, 256), "down": floats(64, 64), "wide": floats(256, 64)}
+    up, = [g for g in groups(windows, params, floats(64, 64), ints(64), shards=4)
+           if g.members[0][:2] == ("up", 1)]
+    # Backward, x's gradient; and the window, gathered from all devices.
+    assert (up.reductions, up.bytes) == (2, 2 * 4 * 64 * 64) and "gathered again" in up.verdict
+
+
 # -------------------------------------------------------------------------------------------
 # Questions about a function (jaxprs.py)
 

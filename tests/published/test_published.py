@@ -41,6 +41,14 @@ PATTERNS = ["(H N) D -> wq", "D (H M) -> wo", "(K M) D -> wv", "D F -> w_up", "F
             "(F | F) D -> w_gate w_up", "(R | U) D -> k_down k_turn", "(H [Y | M]) R -> k_up v_up"]
 
 
+def test_the_layout_of_an_array_without_one():
+    """Outputs and inputs exchanged, in a row matrix whose first dimension tensor splits."""
+    make = Table(L=2, D=6, H=6, N=4)
+    for axes, layout in {"D H/tensor N": "(H N) (D)", "H/tensor N D": "(D) (H N)",
+                         "L/pipe H/tensor N D": "(D) (H N)", "D N": "(N) (D)"}.items():
+        assert arrays_of_folder._layout_there([make(axes)], False) == layout, axes
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_layout_is_written_and_read_back(pattern):
     """A weight that is written to another's part, transposed, or partly overwritten; another range

@@ -300,6 +300,11 @@ def few_rows(state, batch, gradients, update):
     return state, gradients(score_sum, state["params"], "critic", few)[1]
 
 
+def uneven_rows(state, batch, gradients, update):
+    uneven = {**batch, "y": batch["x"][:2]}
+    return state, gradients(score_sum, state["params"], "critic", uneven)[1]
+
+
 def in_a_scan(state, batch, gradients, update):
     def one(state, _):
         grads, numbers = gradients(score_sum, state["params"], "critic", batch)
@@ -322,6 +327,7 @@ def score_sum(trees, batch):
 @pytest.mark.parametrize("step, says", [
     (counts_from_zero, "one of its metrics the name 'step'"),
     (few_rows, "--batch 3 does not divide among 2 groups"),
+    (uneven_rows, "batch must be a dict of arrays with the same number of rows"),
     (in_a_scan, "inside a jax loop or function"),
     (closes_over, "closes over an array that the step computed"),
     (lambda state, batch, gradients, update: state, r"must return \(state, metrics\)"),
