@@ -25,7 +25,7 @@ import model
 import sample
 import train
 from tests.common import SMALL, command, full, refused, rewrite, started, survives_kills
-from tests.helpers import learn, make, mesh_of, needed
+from tests.helpers import KeepRows, learn, make, mesh_of, needed
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.disk import checkpoint
@@ -189,6 +189,18 @@ def test_two_runs_do_not_write_in_one_folder(run):
         with pytest.raises(ConfigError, match="another run is writing there"):
             train_in(run, 8)
     train_in(run, 8)
+
+
+def test_a_run_says_what_it_is_before_its_first_step(tmp_path):
+    """A run without config.json that was killed before its first checkpoint."""
+    there = []
+
+    class Looks(KeepRows):
+        def step(self, *given, **named):
+            there.append(json.loads((tmp_path / "run/config.json").read_text())["steps"])
+
+    learn(make(steps=2, save_every=0, out=str(tmp_path / "run")), say=Looks([], []))
+    assert there == [2, 2]
 
 
 def test_a_run_of_another_task_is_refused(capsys, tmp_path):
