@@ -122,8 +122,8 @@ def optimizer(config: Config, decisions: Any) -> optax.GradientTransformation:
 
 def gather_weights(plan: Plan, weights: Any, decisions: Any) -> Any:
     """Return the weights in the form the loss takes: gathered over fsdp, except in layers that
-    gather their own. `decisions` says where each weight lives. If --override stores a weight
-    elsewhere, this first moves it to where the loss expects it."""
+    gather their own. `decisions` says where each weight lives. If a weight is stored elsewhere
+    (--override, ends over pipe), this first moves it to where the loss expects it."""
     chunks, sum_dtype = plan.config.network.chunks, plan.config.network.sum_dtype
     return shard.gather(stored_to_used(weights, decisions, chunks, sum_dtype), jax.tree.map(
         lambda d: P() if plan.takes_specs and d.stacked else d.spec_in_loss, decisions), sum_dtype)
@@ -183,7 +183,7 @@ def make_gradients(plan: Plan) -> Callable:
             total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
         # Sum once over the remaining axes. `scatter` (in layers, the transpose of their own gather)
-        # has already summed what fsdp splits, and jax has summed over tensor in each part.
+        # has summed over fsdp, and the ends over pipe; jax has summed over tensor in each part.
         grads, sums = total
         return (shard.sum_gradients(grads, axes.sums, plan.pair_at_rest[0], plan.optimizer_specs),
                 shard.sum_gradients(sums, axes.sums))

@@ -64,8 +64,8 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     # Per device: parameters before the split over fsdp, and how many of those are trained; layers,
     # tokens, and README's X and K.
     own, trained = (
-        sum(w.size / (p if path.startswith("layers") else 1) / (e if ".e_" in path else 1)
-            for path, w in by_path(tree).items()) / t
+        sum(w.size / (p if path.startswith("layers") or c.chunks == 1 else 1)
+            / (e if ".e_" in path else 1) for path, w in by_path(tree).items()) / t
         for tree in (params, low_rank.split(params)[0] if c.lora_rank else params))
     layers, tokens = c.layers / p, config.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize

@@ -46,7 +46,7 @@ def expected_traffic(plan: Any) -> list[Collective]:
         names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
         if slices > 1 and "data" in names:      # sum within a slice, then with the other slices
             rows.append(("send between slices", "data", 1, count, size))
-            names = [a for a in names if a != "data" or sizes["data"] > slices]
+            names.remove("data")
         if names and count * size:
             rows.append((kind, "+".join(names), math.prod(sizes[a] for a in names), count, size))
     return add_up(rows)
@@ -60,15 +60,19 @@ def is_complete(plan: Any) -> bool:
 
 def _sends_more(plan):
     """Return whether an update sends anything that these formulas don't cover. They don't cover a
-    loss that compares rows, adapters, weights stored differently from how they're used,
-    --remat of part of a layer or of some layers, 1F1B with one layer per stage, or a float32 step
-    on a TPU (its matmuls round to bfloat16, and it may round before it gathers)."""
-    c = plan.config.network
-    return (c.lora_rank > 0 or "all_rows" in plan.names
+    loss that compares rows, adapters, weights stored differently from how they're used, --remat of
+    part of a layer or of some layers, 1F1B with one layer per stage, more than two TPU slices or
+    what else crosses between two, or a float32 step on a TPU (its matmuls round to bfloat16, and it
+    may round before it gathers)."""
+    config, c = plan.config, plan.config.network
+    slices, data = slices_of(plan.mesh.devices.flat), plan.sizes["data"]
+    return (slices > 1 and (slices > 2 or data > 2 or config.zero or config.optimizer == "muon")
+            or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
             or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
-            or any(without_axis(d.spec, "pipe") != without_axis(d.spec_in_loss, "pipe")
-                   for d in jax.tree.leaves(plan.decisions))
+            or any(d.spec != d.spec_in_loss and (
+                d.stacked or without_axis(d.spec, "pipe") != d.spec_in_loss)
+                for d in jax.tree.leaves(plan.decisions))
             or platform(plan.mesh) == "tpu" and jnp.dtype(c.dtype).itemsize == 4)
 
 

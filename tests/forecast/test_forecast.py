@@ -117,6 +117,15 @@ def test_only_data_crosses_the_network_between_slices(capsys):
     assert "--slices 2: these devices are in 1" in refused(capsys, "--slices", "2")
 
 
+@pytest.mark.full
+def test_what_a_larger_data_axis_sends_between_slices_has_no_formula(tmp_path):
+    """A wrong number beside the right one."""
+    peer("libtpu")
+    done = command("--topology", "v5e:2x2", "--slices", 2, "--mesh", "data=4,fsdp=2", "--layers", 2,
+                   "--d_model", 512, "--heads", 4, "--seq_len", 512, "--batch", 16, cwd=tmp_path)
+    assert re.search(r"send between slices over data \(there is no formula", done.stdout), done
+
+
 def test_bias_and_activation_and_dropout_and_sum_are_fused():
     """Activations that are written to memory and read again for the bias, GELU, dropout or the sum
     with the stream: there may be at most one such array for each of the two products."""

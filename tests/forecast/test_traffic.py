@@ -90,11 +90,12 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
 
 @pytest.mark.parametrize("changes", [
     dict(lora_rank=2), dict(override=("w_up=-,data",)),
-    dict(remat="full:0.5"),
+    dict(remat="full:0.5"), dict(mesh="pipe=2,data=2", override=("wq=-,pipe",)),
     dict(encoder_layers=1, source_len=16)], ids=str)
 def test_where_there_is_no_formula_none_is_expected(changes, capsys):
     """A wrong number beside the right one, where a part has no formula."""
-    plan = program_of(make(vocab_size=128, **changes), "data=2,fsdp=2").plan
+    mesh = changes.pop("mesh", "data=2,fsdp=2")
+    plan = program_of(make(vocab_size=128, **changes), mesh).plan
     assert not is_complete(plan)
     assert bool(expected_traffic(plan)) == ("encoder_layers" in changes)
     sent = [Collective("all-to-all", "fsdp", 1, 100)]

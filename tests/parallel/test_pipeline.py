@@ -14,6 +14,7 @@ from tests.common import assert_same_on, full, slow, temporaries
 from tests.helpers import batch_of, build, learn, make, mesh_of, program_of
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError
+from zigzag.core.mesh import by_path
 from zigzag.disk.batches import place_batch
 from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
 
@@ -158,6 +159,14 @@ def test_a_stage_stores_its_part_of_the_embedding_and_the_head(mesh, ways):
             assert np.prod(w.sharding.shard_shape(w.shape)) * ways == w.size, name
     norm = program.state["params"]["norm"]      # below --fsdp_min
     assert norm.sharding.shard_shape(norm.shape) == norm.shape
+
+
+def test_an_interleaved_pipeline_permutes_nothing_but_layers():
+    """A dimension 0 that pipe splits, in Adafactor's state for the head, taken for layers."""
+    config = make(layers=4, schedule="interleaved", chunks=2, microbatches=2, fsdp_min=16)
+    plan = program_of(config, "pipe=2").plan
+    for path, spec in by_path(plan.specs_at_rest).items():
+        assert ("pipe" in spec) == path.startswith("layers"), path
 
 
 def test_layers_without_their_specs_are_refused():

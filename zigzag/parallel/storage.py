@@ -4,7 +4,8 @@
                   gathers the weight over any axes that the loss doesn't expect, and each device
                   keeps the part that the loss expects
     pipe          pipe splits the layers, but also the large weights outside them (the embedding,
-                  the head): each stage stores a part, and all stages gather them before the loss
+                  the head): each stage stores a part, and all stages gather them before the
+                  loss. The schedule `interleaved` leaves these weights whole
     interleaved   layers are in model order on disk, but in stage order in training:
                   with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
@@ -73,7 +74,9 @@ def _own(w, dim, axis, size, chunks):
 
 def split_ends(params: Any, decisions: Any, mesh: Any, least: int) -> Any:
     """Let each stage of a pipeline store a part of each weight outside the layers that has at least
-    this many elements. Stages need all of them, and gather them once per update."""
+    this many elements. Stages need all of them, and gather them once per update. Don't call this
+    for an interleaved pipeline: permute_layers takes any dimension 0 that pipe splits for layers.
+    """
     stages = mesh.shape["pipe"]
 
     def one(leaf, decision):

@@ -305,8 +305,8 @@ def describe_training(plan: Any) -> str:
     if plan.schedule:
         rate = "with its own rate" if is_own else "the rate of fit's schedule"
     optimizer = "custom optimizer" if is_own else c.optimizer
-    if optimizer == "muon":     # a device waits where its share of the matrices is smaller
-        optimizer += f" (idle {muon.idle(plan):.0%} of its time)" * (plan.mesh.size > 1)
+    if optimizer == "muon" and plan.network and plan.mesh.size > 1:
+        optimizer += f" (devices wait {muon.idle(plan):.0%} of the orthogonalization)"
     return f"training {c.steps:,} steps of {c.batch:,} examples, {optimizer}, {rate}"
 
 

@@ -6,8 +6,9 @@
       -> all-to-all         each device has its parts of the results
       -> all-gather         devices that hold copies of the same parts share the results
 
-Without homes, the compiler gathers every matrix on every device, and all devices compute the same.
-Matrices with the same shape and the same split form a pool, which is dealt out evenly.
+Left to the compiler, devices with copies compute the same, and others send in each matmul. Matrices
+with the same shape and the same split form a pool, which is dealt out evenly. Without a mesh from
+jax.set_mesh, which a loop of your own may lack, the compiler decides after all.
 """
 
 import math
@@ -42,6 +43,7 @@ def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
     dims = jax.tree.map(lambda _, dims: dims and optax.contrib.MuonDimensionNumbers(*dims),
                         decisions, matrices_of_layers(decisions))
     # With no iterations, and "aol" normalizing in the first of them, optax only keeps the momentum.
+    # (It also scales by shape, which newton_schulz undoes when it normalizes.)
     momentum = optax.contrib.muon(-1.0, ns_steps=0, preconditioning="aol",
                                   muon_weight_dimension_numbers=dims, adam_b1=config.beta1,
                                   adam_b2=config.beta2)

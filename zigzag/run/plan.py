@@ -272,7 +272,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     mode = mode_of(config.collectives, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
         decisions = _whole_over_tensor(decisions, why)
-    if mode in (BY_HAND, TYPED):
+    if mode in (BY_HAND, TYPED) and config.network.chunks == 1:     # (storage.permute_layers)
         decisions = split_ends(weights, decisions, mesh, config.fsdp_min)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
