@@ -179,6 +179,16 @@ def test_generate_draws_from_that_distribution(trained):
     assert_drawn_from(filtered(logits, decoding.Sampling(**options), [1, 2]), np.array(ids))
 
 
+def test_ids_inside_a_compiled_function_are_penalised_too(trained):
+    """A repetition_penalty that generate_ids ignores; padding that counts as text."""
+    params, config = trained
+    rows = {"tokens": jnp.array([[0, 0, 7, 3, 5], [9, 5, 6, 7, 8]]), "start": jnp.array([2, 0])}
+    prompts, options = [[7, 3, 5], [9, 5, 6, 7, 8]], dict(temperature=0, repetition_penalty=9)
+    want = trained.generate(prompts, 6, **options)
+    found = sample.generate_ids(params, rows, config, 6, decoding.Sampling(**options))
+    assert found.tolist() == want != trained.generate(prompts, 6, temperature=0)
+
+
 def test_a_text_follows_from_its_prompt_and_its_seed(trained):
     """Random numbers that depend on the index in the batch; the same text for equal prompts."""
     options = dict(tokens=10, temperature=2.0)
