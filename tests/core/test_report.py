@@ -151,6 +151,11 @@ def test_what_a_device_holds_is_what_the_program_keeps(capsys):
     programs.show_sharding(["--optimizer", "muon", "--shards", "2", *map(str, SMALL[2:])])
     shown = capsys.readouterr().out
     assert "layers.attn_norm" in shown and "AdamW" not in shown
+    # A stage's part of the embedding and of the head, too.
+    words = ["--mesh", "pipe=2", *map(str, SMALL[2:])]
+    said = header(capsys, programs.program_of(train.parse(words)))
+    programs.show_sharding(words)
+    assert re.search("a device holds (.*)", capsys.readouterr().out)[1] in said
 
 
 def test_collectives_are_told_beside_what_was_expected(capsys):

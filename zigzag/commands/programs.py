@@ -20,6 +20,7 @@ from zigzag.disk.tokenizers import Bytes
 from zigzag.parallel import low_rank
 from zigzag.parallel.network import network_of
 from zigzag.parallel.rule import explain, parse_overrides, state_shapes, zero1_specs
+from zigzag.parallel.storage import split_ends
 from zigzag.run.checks import check_network
 from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.running import machine
@@ -86,6 +87,8 @@ def show_sharding(argv: Argv = None) -> None:
     decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
+    if config.network.chunks == 1:
+        decisions = split_ends(shapes, decisions, mesh, config.fsdp_min)
     params, chosen = shapes, decisions      # of the trained weights
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)
