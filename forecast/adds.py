@@ -23,6 +23,7 @@ class OfTraining:
     topology: str = flag("", recorded=False)
                                     # compile for absent hardware (v5e:4x4, h100:1x2x8) and report;
                                     # --mesh auto chooses the fastest mesh, there or here
+    # mesh (rare)
     slices: int = flag(1, least=1, beside="topology", recorded=False)
                                     # how many TPU slices of --topology; data splits over them
 

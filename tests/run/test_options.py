@@ -36,7 +36,8 @@ VALUES = {
     "keep": "2",
     "log": "wandb", "verify": "off", "eval_every": "3", "eval_first": "true", "eval_tokens": "99",
     "metric": "f1", "beams": "2", "best": "smallest:eval_loss",
-    "sample_temperature": "0.5", "bench": "true", "topology": "v5e:2x2", "plot": "run",
+    "sample_temperature": "0.5", "bench": "true", "topology": "v5e:2x2", "slices": "2",
+    "plot": "run",
     "profile": "2", "edited": "true", "ema": "0.9", "eval_batch": "16",
     "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
     "distributed": "true", "patience": "9", "verbose": "true"}
