@@ -78,8 +78,8 @@ def _inputs(line):
 
 
 def _ragged_products(line):
-    """Return the number of scalar multiplications in a TPU kernel for a ragged matmul. Of its two
-    operands and its result, one has a dimension of groups; each other dimension occurs in two."""
+    """Return the number of scalar multiplications in a TPU kernel for a ragged matmul. One of
+    its operands and its result has a dimension of groups; each other dimension occurs in two."""
     *_, (_, left), (_, right) = _inputs(line)
     result = ints(SHAPE.search(line)[2])
     return math.isqrt(math.prod(math.prod(shape[-2:]) for shape in (result, left, right)))

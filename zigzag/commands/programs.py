@@ -87,8 +87,7 @@ def show_sharding(argv: Argv = None) -> None:
     decisions = network.plan_weights(config.network, mesh, fsdp_min=config.fsdp_min,
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
-    if config.network.chunks == 1:
-        decisions = split_ends(shapes, decisions, mesh, config.fsdp_min)
+    decisions = split_ends(shapes, decisions, mesh, config)
     params, chosen = shapes, decisions      # of the trained weights
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)

@@ -72,11 +72,10 @@ def _own(w, dim, axis, size, chunks):
     return jnp.moveaxis(own.reshape(-1, *w.shape[1:]), 0, dim)
 
 
-def split_ends(params: Any, decisions: Any, mesh: Any, least: int) -> Any:
+def split_ends(params: Any, decisions: Any, mesh: Any, config: Any) -> Any:
     """Let each stage of a pipeline store a part of each weight outside the layers that has at least
-    this many elements. Stages need all of them, and gather them once per update. Don't call this
-    for an interleaved pipeline: permute_layers takes any dimension 0 that pipe splits for layers.
-    """
+    --fsdp_min elements. Stages need all of them, and gather them once per update. An interleaved
+    pipeline keeps them whole: permute_layers takes any dimension 0 that pipe splits for layers."""
     stages = mesh.shape["pipe"]
 
     def one(leaf, decision):
@@ -85,7 +84,7 @@ def split_ends(params: Any, decisions: Any, mesh: Any, least: int) -> Any:
                for d, n in enumerate(leaf.shape)}
         free = [d for d, n in own.items() if n % stages == 0 and "tensor" not in entries[d]]
         if (decision.stacked or decision.in_loss is not None or "pipe" in spec_axes(decision.spec)
-                or leaf.size < least or not free):
+                or leaf.size < config.fsdp_min or not free):
             return decision
         at = max(free, key=own.get)
         entries[at] += ("pipe",)
@@ -93,7 +92,8 @@ def split_ends(params: Any, decisions: Any, mesh: Any, least: int) -> Any:
             decision, in_loss=decision.spec, reason=f"{decision.reason}; pipe: gathered once",
             spec=trimmed(entries))
 
-    return decisions if stages == 1 else jax.tree.map(one, params, decisions)
+    keeps = stages == 1 or config.network.chunks > 1
+    return decisions if keeps else jax.tree.map(one, params, decisions)
 
 
 # -------------------------------------------------------------------------------------------

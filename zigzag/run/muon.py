@@ -115,8 +115,8 @@ class Homes(NamedTuple):
 
 
 def homes(pool: Pool, count: int, sizes: Mapping[str, int]) -> Homes:
-    """Deal the `count` matrices of which each device has parts to as few homes as finish as soon as
-    all devices would: with fewer homes, less room is empty in what devices send."""
+    """Deal `count` matrices, of which each device has parts, to as few homes as possible without
+    giving any home more of them. Then devices send the least padding."""
     splits = [(axis, d) for d, (_, axes) in enumerate((*pool.rows, *pool.columns))
               for axis in axes if axis in sizes]
     taken = {axis for axis, _ in splits} | pool.dealt
@@ -147,7 +147,7 @@ def all_homes(plan: Any) -> list[tuple[Pool, int, Homes]]:
 
 
 def idle(plan: Any) -> float:
-    """Return for which share of the time that matmuls take a device waits for the busiest one."""
+    """Return the share of the orthogonalization's time in which an average device waits."""
     used = taken = 0
     for pool, count, home in all_homes(plan):
         short, long = sorted(_matrix(pool))

@@ -272,8 +272,8 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     mode = mode_of(config.collectives, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
         decisions = _whole_over_tensor(decisions, why)
-    if mode in (BY_HAND, TYPED) and config.network.chunks == 1:     # (storage.permute_layers)
-        decisions = split_ends(weights, decisions, mesh, config.fsdp_min)
+    if mode in (BY_HAND, TYPED):
+        decisions = split_ends(weights, decisions, mesh, config)
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.network.dtype, config.accumulate, names, tuple(sorted(calls, key=str)),
