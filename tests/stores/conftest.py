@@ -28,6 +28,16 @@ def bucket(port, monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def google(port, monkeypatch, tmp_path):
+    """A new bucket, reached in Google's protocol."""
+    proxy = buckets.Google(port)
+    yield buckets.Bucket(port, monkeypatch, tmp_path / "scratch", proxy)
+    buckets.forget()
+    proxy.shutdown()
+    proxy.server_close()
+
+
+@pytest.fixture
 def behind(proxy, monkeypatch, tmp_path):
     """A new bucket, reached through the proxy."""
     yield buckets.Bucket(proxy.server_address[1], monkeypatch, tmp_path / "scratch")

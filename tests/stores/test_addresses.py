@@ -68,10 +68,11 @@ def test_a_run_is_read_at_its_address(bucket, tmp_path):
 
 @pytest.mark.parametrize("words, says", [
     (["--out", "s3://none-of-that-name/run"], "there is no bucket none-of-that-name"),
+    (["--out", "gs://none-of-that-name/run"], "there is no bucket none-of-that-name"),
     (["--out", "ftp://bucket/run"], "ftp://bucket/run: expected a path, or an address such as"),
     (["--init_from", "s3://{bucket}/none"], "--init_from s3://.*: no run there"),
     (["--plot", "s3://{bucket}/none"], "--plot s3://.*: no run there")])
-def test_what_is_not_there_is_one_line(bucket, capsys, words, says):
+def test_what_is_not_there_is_one_line(bucket, google, capsys, words, says):
     """A traceback of obstore's, or a run in a folder called s3:."""
     error = refused(capsys, *(word.format(bucket=bucket.name) for word in words))
     assert re.search(says, error), error

@@ -6,6 +6,8 @@ More of the random test: KILLS=20 pytest tests/stores -m "full or not full" -k k
 
 import dataclasses
 import os
+import re
+import resource
 import shutil
 import time
 
@@ -17,11 +19,13 @@ from stores import lease, shards
 from tests.common import (
     SMALL,
     all_succeed,
+    command,
     ends,
     full,
     hosts,
     refuses,
     started,
+    succeeds,
     survives_kills,
     until_step,
 )
@@ -62,11 +66,17 @@ def saved(port, tmp_path_factory):
         return bucket.save(folder / "copy")
 
 
+@pytest.fixture(params=["s3", "gs"])
+def any_bucket(request):
+    """A new bucket, reached in Amazon's or Google's protocol."""
+    return request.getfixturevalue({"s3": "bucket", "gs": "google"}[request.param])
+
+
 def same_rows(folder, whole):
     return without_times(folder / "metrics.jsonl") == without_times(whole[0] / "metrics.jsonl")
 
 
-def test_a_run_moves_between_a_folder_and_a_bucket(bucket, saved, whole, tmp_path):
+def test_a_run_moves_between_a_folder_and_a_bucket(any_bucket, saved, whole, tmp_path):
     """A bucket that is no run folder when it is copied, or the other way round; a run that does not
     continue to the same bits there."""
     folder = shutil.copytree(saved, tmp_path / "copy")
@@ -75,16 +85,16 @@ def test_a_run_moves_between_a_folder_and_a_bucket(bucket, saved, whole, tmp_pat
     assert_same_bits(result.params, whole[1].params)
     shutil.copytree(whole[0], tmp_path / "begun")
     shutil.rmtree(tmp_path / "begun/checkpoints/6")
-    _, result = train_in(bucket.load(tmp_path / "begun"), 6, keep=2)
+    _, result = train_in(any_bucket.load(tmp_path / "begun"), 6, keep=2)
     assert_same_bits(result.params, whole[1].params)
-    assert bucket.steps() == [4, 6]                 # the oldest has gone
-    assert not [name for name in bucket.names() if name.startswith("checkpoints/2/")]
-    assert same_rows(bucket.save(tmp_path / "again"), whole)
+    assert any_bucket.steps() == [4, 6]                 # the oldest has gone
+    assert not [name for name in any_bucket.names() if name.startswith("checkpoints/2/")]
+    assert same_rows(any_bucket.save(tmp_path / "again"), whole)
 
 
-def test_two_runs_cannot_share_an_address(bucket, monkeypatch):
+def test_two_runs_cannot_share_an_address(any_bucket, monkeypatch):
     """Two runs that both write; a second run in the same process, which cannot begin."""
-    store = bucket.of_run()
+    store = any_bucket.of_run()
     first, second = lease.Lease(store), lease.Lease(store)
     first.take()
     monkeypatch.setattr(lease, "_has_ended", lambda holder: False)
@@ -99,10 +109,10 @@ def test_two_runs_cannot_share_an_address(bucket, monkeypatch):
     first.release()
 
 
-def test_a_lock_is_stale_when_nobody_writes_it(bucket, monkeypatch):
+def test_a_lock_is_stale_when_nobody_writes_it(any_bucket, monkeypatch):
     """A killed run whose address nobody can use again; a run that was asleep, and goes on writing
     after another has taken its address."""
-    store = bucket.of_run()
+    store = any_bucket.of_run()
     first, second = lease.Lease(store), lease.Lease(store)
     first.take()
     first.ending.set()          # its process is killed, or asleep
@@ -141,7 +151,7 @@ def test_what_a_kill_left_of_a_save_does_not_count(bucket, saved, whole, tmp_pat
 
 
 @pytest.mark.full
-def test_a_flipped_byte_sets_a_checkpoint_aside(bucket, saved, whole, tmp_path):
+def test_a_flipped_byte_sets_a_checkpoint_aside(any_bucket, saved, whole, tmp_path):
     """A damaged checkpoint that is restored, or that the next start finds again."""
     shutil.copytree(saved, tmp_path / "flipped")
     file = max((tmp_path / "flipped/checkpoints/4/params").rglob("*"),
@@ -149,10 +159,10 @@ def test_a_flipped_byte_sets_a_checkpoint_aside(bucket, saved, whole, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    bucket.load(tmp_path / "flipped")
-    train_in(bucket.run(), 6)
-    assert bucket.steps() == [2, 4, 6]
-    folder = bucket.save(tmp_path / "copy")
+    any_bucket.load(tmp_path / "flipped")
+    train_in(any_bucket.run(), 6)
+    assert any_bucket.steps() == [2, 4, 6]
+    folder = any_bucket.save(tmp_path / "copy")
     assert same_rows(folder, whole)
     aside = folder / "checkpoints/damaged-4/params" / file.parent.name / file.name
     assert aside.read_bytes() == content
@@ -260,10 +270,24 @@ def test_processes_need_no_shared_disk(bucket, text, tmp_path):
 
 
 @pytest.mark.full
-def test_kills_at_random_moments_change_nothing(bucket, text, tmp_path):
+def test_a_full_scratch_disk_is_one_line_and_the_bucket_stays_whole(bucket, text):
+    """Status 0 and no checkpoint in the bucket; a bucket that cannot be continued."""
+    words = ("--data", text, "--out", bucket.run(), *SMALL, "--save_every", 2)
+    succeeds(*words, "--steps", 4)
+    full_disk = command(*words, "--steps", 8, preexec_fn=lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (30_000, 30_000)))
+    last = full_disk.stderr.strip().splitlines()[-1]
+    assert full_disk.returncode == 1 and re.match("error: .*too large", last), full_disk.stderr
+    assert bucket.steps() == [2, 4]
+    assert "continuing" in succeeds(*words, "--steps", 8).stdout
+    assert bucket.steps()[-1] == 8
+
+
+@pytest.mark.full
+def test_kills_at_random_moments_change_nothing(any_bucket, text, tmp_path):
     """An address that cannot be continued, or is continued wrongly, after kill -9 of a process."""
     def start(folder):
-        return in_two(bucket.run(folder.name), text, 40)
+        return in_two(any_bucket.run(folder.name), text, 40)
 
     class Here:
         """A folder in which survives_kills finds the runs' metrics."""
@@ -271,7 +295,7 @@ def test_kills_at_random_moments_change_nothing(bucket, text, tmp_path):
             name, _, file = name.partition("/")
             if not file:
                 return tmp_path / name
-            bucket.store.download(f"{name}/{file}", tmp_path / name / file)
+            any_bucket.store.download(f"{name}/{file}", tmp_path / name / file)
             return tmp_path / name / file
 
     survives_kills(0, int(os.environ.get("KILLS", 4)), Here(), start)
