@@ -156,9 +156,9 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
 def generate_ids(params: Any, rows: dict[str, Array], config: Any, tokens: int,
                  sampling: Sampling | float = Sampling(), seed: int = 0,
                  ends: tuple[int, ...] = (), beams: int = 0) -> Array:
-    """Return new ids [B, tokens], inside a compiled function; with beams, the best beam's ids. rows
-    holds arrays: `tokens` [B, P], `start` [B] if rows are padded, and an encoder's inputs. Ignore
-    ids after the first one in `ends`."""
+    """Return new ids [B, tokens]; with beams, the best beam's ids. A compiled function can call
+    this. rows holds arrays: `tokens` [B, P], `start` [B] if rows are padded, and an encoder's
+    inputs. Ignore ids after the first one in `ends`."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, {})
     if beams:
         return part("tools.beams", "beams").ids_of_rows(engine, params, rows, tokens, ends, beams)

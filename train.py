@@ -105,7 +105,7 @@ class Config(MoreOptions):
 # The step
 
 def learning_rate(config: Config, at: jax.Array) -> jax.Array:
-    """Return the learning rate of update `at` (the first is 0): linear warmup to the peak, then the
+    """Return update `at`'s learning rate (the first is 0): linear warmup to the peak, then the
     shape that --decay selects, by default half a cosine, ending at --final_share of the peak."""
     return optax.join_schedules([schedules.warmup(config), schedules.decay(config)],
                                 [schedules.at_peak(config)])(at)
@@ -296,7 +296,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
         schedule: Callable | None = None, mesh: Any = None, log: Callable | None = None,
         say: Reporter | None = None) -> Fit:
     """Train task.init's weights on task.examples for config.steps updates, on config.mesh, saving
-    in config.out ('' saves nothing).
+    to config.out ('' saves nothing).
 
         step            replaces make_step's step: for several networks or losses, or for state
                         besides the weights (docs/tasks.md)
@@ -339,7 +339,7 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
 
 def training_batch(config: Config, mesh: Any, task: Task, shapes: Any, at: int, rows: int = 0
                    ) -> Any:
-    """Return the batch of update `at` (the first is 0), a pure function of the seed, the batch size
+    """Return the batch for update `at` (the first is 0), a pure function of the seed, batch size
     and `at`. With `rows`, return only that many rows. If `shapes` is given, rows must match it.
 
     Each array is split along B over data, fsdp and expert; the step splits T over seq. For text:

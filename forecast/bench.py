@@ -64,7 +64,7 @@ def run(config: Any) -> None:
 def timed(given: Values, config: Any) -> Any:
     """Return the config of a run with --minutes or --depth. If the run is new, first time a few
     steps and discard their results: --minutes becomes the number of steps that fit in it, and
-    --depth prints its cost. Compiling, evaluations and saves don't count."""
+    --depth prints its cost. Compilation, evaluations and saves don't count."""
     config, mesh = programs.on_machine(config)
     minutes, is_new = given.pop("minutes", 0), not newest_step(config.out)
     if config.mesh != given.get("mesh", ""):        # --mesh auto has chosen one

@@ -8,7 +8,7 @@
     config_of  weights_of  tokenizer_of     that name -> its files in the cache
     files           an address in --data -> a path in the cache
 
-The package huggingface_hub manages the cache, and reads the environment (HF_HOME, HF_TOKEN,
+The huggingface_hub package manages the cache and reads the environment (HF_HOME, HF_TOKEN,
 HF_HUB_OFFLINE). We ask the hub only for named files that the cache lacks, and never for a pickle or
 a program. Given a folder instead of a name, these functions return the folder itself.
 """

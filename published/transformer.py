@@ -583,7 +583,7 @@ def only(batch: Batch, *names: str) -> Batch:
 
 def local_time(tree):
     """Cut arrays [B, T, ...] to this device's part of the sequence, in plain order. They come from
-    a source or a picture, which shard_time leaves whole on every device of the seq axis."""
+    a source or a picture, which shard_time leaves whole on every device along seq."""
     def part(a):
         parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
         return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)

@@ -1,5 +1,5 @@
 """Object stores: runs in a bucket, and data from one. Addresses are s3://BUCKET/FOLDER, gs://... or
-az://...; the package obstore talks to all three.
+az://...; the obstore package talks to all three.
 
 A run in a bucket is a run in a folder on this machine, the scratch folder, which mirrors the
 bucket. A command first downloads config.json, the metrics and the descriptions of the checkpoints.

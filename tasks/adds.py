@@ -23,6 +23,6 @@ class OfTraining:
     # evaluation (rare)
     metric: str = flag("", one_of=("", *metrics.TEXT_METRICS, "accuracy"), of=("pairs", "arrays"))
                                     # score answers to held-out text pairs by exact, f1, rouge or
-                                    # rouge_stemmed (needs the package nltk), or predicted classes
+                                    # rouge_stemmed (needs the nltk package), or predicted classes
                                     # by accuracy or f1
     beams: int = flag(0, of=("pairs",))     # beam width for these answers; 0: greedy

@@ -60,7 +60,7 @@ def rouge(predictions: Sequence, references: Sequence, stem: Callable = lambda w
 
 
 def rouge_stemmed(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """Return ROUGE over Porter stems, as the package rouge_score does with use_stemmer=True: nltk
+    """Return ROUGE over Porter stems, as the rouge_score package does with use_stemmer=True: nltk
     stems words of more than three letters."""
     stem = functools.cache(optional_package(
         "nltk.stem.porter", "--metric rouge_stemmed").PorterStemmer().stem)

@@ -1,5 +1,5 @@
 """Conversations: a published model's chat template turns messages into text, and the tokenizer
-turns the text into ids. The loss counts the ids of the answers.
+turns the text into ids. Only the answers' ids count in the loss.
 
     chat_template.jinja, or chat_template in tokenizer_config.json (a single one, or several named)
 

@@ -119,11 +119,11 @@ def test_the_third_signal_interrupts_a_notebook_and_does_not_end_it(signals, mon
     with pytest.raises(KeyboardInterrupt), hosts_lib.stop_on_signals(stop, "some/folder"):
         hosts_lib.watchdog.arm("a step")
         assert signals(signal.SIGINT, "\n") == (
-            "stopping: a step, then saving in some/folder; 2 more Ctrl-C or SIGTERM end this at "
+            "stopping: a step, then saving to some/folder; 2 more Ctrl-C or SIGTERM end this at "
             "once, losing unsaved steps\n")
         hosts_lib.watchdog.arm("a save")
         assert signals(signal.SIGTERM, "\n").startswith(
-            "stopping: a save, then saving in some/folder; 1 more Ctrl-C or SIGTERM ends this")
+            "stopping: a save, then saving to some/folder; 1 more Ctrl-C or SIGTERM ends this")
         assert stop == [signal.SIGINT]
         assert signals(signal.SIGINT, "\n").startswith("interrupted: run the same command")
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
@@ -236,8 +236,8 @@ def test_a_signal_during_a_long_step_is_answered_at_once_and_twice_saves(tmp_pat
     """Ctrl-C that seems to do nothing for the minute that a step takes, so that a person presses it
     again, and loses all since the last save."""
     with in_something_long(tmp_path, text, "step") as (run, press, go_on):
-        assert press().startswith(f"stopping: a step, then saving in {tmp_path}/run; 2 more")
-        assert press().startswith("stopping: a step, then saving in ")
+        assert press().startswith(f"stopping: a step, then saving to {tmp_path}/run; 2 more")
+        assert press().startswith("stopping: a step, then saving to ")
         go_on()
         said, error = run.communicate()
     assert run.returncode == 0 and not error, error
@@ -261,7 +261,7 @@ def test_a_third_signal_ends_a_long_step_at_once(tmp_path, text):
 def test_a_second_signal_before_the_first_update_ends_the_run(tmp_path, text):
     """A person who waits for the compiler, to save weights that have learned nothing."""
     with in_something_long(tmp_path, text, "compile") as (run, press, _):
-        assert re.match(f"stopping: compiling, then saving in {tmp_path}/run; 1 more .* ends this "
+        assert re.match(f"stopping: compiling, then saving to {tmp_path}/run; 1 more .* ends this "
                         "at once, losing nothing", press())
         assert press().startswith("interrupted: ")
         assert run.wait(timeout=120) == 130 and not run.stderr.read()
@@ -417,7 +417,7 @@ def test_ctrl_c_in_one_process_is_answered_there_and_stops_all(runs, text):
     runs.until_step(5, two)
     two[1].send_signal(signal.SIGINT)
     (_, said, _), (_, _, error) = all_succeed(two)
-    assert re.search(f"^stopping: a step, then saving in {runs.out()}; ", error, re.M)
+    assert re.search(f"^stopping: a step, then saving to {runs.out()}; ", error, re.M)
     assert "stopped at step" in said and int(run_steps(runs.here())[0]) < 2000
 
 

@@ -298,7 +298,7 @@ def _listen(reader, numbers, out, gives_up):
         is_before = watchdog.doing in BEFORE_UPDATES
         left = (2 if is_before else 3) - count      # signals left until the process ends
         if left > 0:
-            _say(f"stopping: {watchdog.doing}" + (f", then saving in {out}" if out else "")
+            _say(f"stopping: {watchdog.doing}" + (f", then saving to {out}" if out else "")
                  + f"; {left} more Ctrl-C or SIGTERM end{'s' * (left == 1)} this at once, "
                  + ("losing nothing" if is_before else "losing unsaved steps"))
             continue

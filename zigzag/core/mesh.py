@@ -352,7 +352,7 @@ def sum_if_tensor_split(x: jax.Array) -> jax.Array:
 
 
 def local_part(x: jax.Array, dim: int) -> jax.Array:
-    """Given an array that every device of the tensor axis holds whole, return this device's part
+    """Given an array that every device along the tensor axis holds whole, return this device's part
     along one dimension."""
     size = x.shape[dim] // axis_size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
@@ -400,7 +400,7 @@ def keep_on_first(tree: Any, axes: set[str]) -> Any:
 
 
 def pmean_over(tree: Any, *axes: str) -> Any:
-    """If a leaf's type says that it may differ between devices of these axes, tell jax that it
+    """If a leaf's type says that it may differ between devices along these axes, tell jax that it
     doesn't. In the backward pass, each device receives an equal share of the leaf's gradient."""
     def one(x):
         marked = tuple(sorted(varying(x) & {*axes}))

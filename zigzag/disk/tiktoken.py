@@ -1,4 +1,4 @@
-"""Vocabularies of the package tiktoken: byte strings with ranks, and no merges file.
+"""Vocabularies of the tiktoken package: byte strings with ranks, and no merges file.
 
     tiktoken.json       written by `save`: pattern, special tokens and ranks in a single file
     *.tiktoken, tokenizer.model, tiktoken.model

@@ -3,8 +3,8 @@
     bytes           Bytes           the 256 bytes
     sentencepiece   Pieces          tokenizer.model: trained by data.py, or published
     spiece.model    PiecesT5        a published T5's: sentencepiece, plus 100 ids for gaps
-    tokenizer.json  TokenizerJson   a published model's, read by the package tokenizers
-    tiktoken        Tiktoken        token ranks, read by the package tiktoken (tiktoken.py)
+    tokenizer.json  TokenizerJson   a published model's, read by the tokenizers package
+    tiktoken        Tiktoken        token ranks, read by the tiktoken package (tiktoken.py)
     ids             Ids             no tokenizer: the ids of token files, as numbers
 
 Each has

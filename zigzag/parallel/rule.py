@@ -1,6 +1,6 @@
 """The rule decides how to split any function's weights, based on how the function uses them.
 
-                 x [B, T, D]          unsplit: every device of the tensor axis has all of it
+                 x [B, T, D]          unsplit: every device along tensor has all of it
                    |
        w_up   [D, F | F | F | F]      column: each device computes its own part of F, sends nothing
                    |
