@@ -18,6 +18,7 @@ from zigzag.disk.tokenizers import Bytes, read_record
 
 WIDTH = 32          # of the stream, per layer
 TOKENS = 20         # to train on, per parameter
+RATE = 2 * 0.3118   # DeepSeek's constant is half of the best one in our runs: docs/running.md
 MEMORY = 0.2        # the share of a run after which weight decay has shrunk old updates by 1/e
 
 
@@ -43,7 +44,7 @@ def chosen(given: Values) -> Values:
     rows = 0.2920 * flops**0.3271 / c.seq_len
     batch = 2 ** max(0, round(math.log2(rows)))     # a power of two, which meshes divide
     steps = math.ceil(tokens / ((given.get("batch") or batch) * c.seq_len))
-    lr = rounded(0.3118 * flops**-0.1250)
+    lr = rounded(RATE * flops**-0.1250)
     # Each update shrinks weights by lr * weight_decay. In a short run, weight_decay is at most 1.
     updates = MEMORY * given.get("steps", steps)
     weight_decay = rounded(1 / max(1, given.get("lr", lr) * updates))
