@@ -37,7 +37,7 @@ _INPUTS = re.compile(r"operand_layout_constraints={(.*?)}(?:, \w+=|$)")
 def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     """Return the FLOPs per device of a compiled program's matmuls and convolutions: 2 for each
     multiply-add, with loops multiplied out (the compiler's own count includes a loop's body only
-    once). Of several branches, count only the one with the most FLOPs. Ragged matmuls, whether
+    once). If a line branches, only the branch with the most FLOPs counts. Ragged matmuls, whether
     in a TPU's kernel or our loop over blocks, skip rows outside all groups; `ragged` is the share
     of rows inside groups."""
     def work(lines):

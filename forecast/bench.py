@@ -1,7 +1,6 @@
 """python train.py --bench: time training steps, and compare their speed with a plain matmul's.
 This file also times steps for --minutes and --depth. generation_speed.py has sample.py --bench."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -10,7 +9,7 @@ import tempfile
 import time
 import timeit
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +56,10 @@ class BenchReporter(Reporter):
 def run(config: Any) -> None:
     """Run --bench: measure a run on --data, in a temporary folder."""
     config, mesh = programs.on_machine(config)
-    with opened(config) as (config, task):
-        bench(config, mesh, task)
+    _, tokenizer, _ = source.first_weights(config)
+    with tempfile.TemporaryDirectory() as folder, training.opener(source.kind_of(config))(
+            config, tokenizer, Path(folder) / "run") as learned:
+        bench(learned.config, mesh, learned.make_task())
 
 
 def timed(given: Values, config: Any) -> Any:
@@ -66,40 +67,26 @@ def timed(given: Values, config: Any) -> Any:
     steps and discard their results: --minutes becomes the number of steps that fit in it, and
     --depth prints its cost. Compilation, evaluations and saves don't count."""
     config, mesh = programs.on_machine(config)
-    minutes, is_new = given.pop("minutes", 0), not newest_step(config.out)
+    minutes = given.pop("minutes", 0)
     if config.mesh != given.get("mesh", ""):        # --mesh auto has chosen one
         given["mesh"] = config.mesh
-    if is_new:          # otherwise the run already has its number of steps
-        with training.opened(config, is_quiet=True) as (small, task, _):
-            step = seconds_of_step(small, mesh, task)
-        if minutes:
-            given["steps"] = max(1, round(60 * minutes / step))
+    if newest_step(config.out):         # the run already has its number of steps
+        return continued(given)
+    say = BenchReporter(WARM + FEW)
+    say.is_quiet = True
+    with training.opened(config, is_quiet=True) as (small, task, _):
+        train_some(small, mesh, task, say)
+        step = hosts.process_allgather(statistics.median(say.took[WARM:]))[0]
+        hosts.watchdog.arm("beginning")
+    if minutes:
+        given["steps"] = max(1, round(60 * minutes / step))
     config = continued(given)
-    if is_new and jax.process_index() == 0:
+    if jax.process_index() == 0:
         if minutes:
             print(f"minutes  {minutes:g}, at {step * 1e3:,.0f} ms a step: {config.steps:,} steps")
         if config.depth:
             print(depth.about(config, flops_of_update(small), step))    # `small` has the vocabulary
     return config
-
-
-def seconds_of_step(config: Any, mesh: Any, task: Task) -> float:
-    """Measure how long a step takes."""
-    say = BenchReporter(WARM + FEW)
-    say.is_quiet = True
-    train_some(config, mesh, task, say)
-    step = hosts.process_allgather(statistics.median(say.took[WARM:]))[0]
-    hosts.watchdog.arm("beginning")
-    return step
-
-
-@contextlib.contextmanager
-def opened(config: Any) -> Iterator[tuple[Any, Task]]:
-    """Open --data in a temporary folder. Yield the config for it, and the task."""
-    _, tokenizer, _ = source.first_weights(config)
-    with tempfile.TemporaryDirectory() as folder, training.opener(source.kind_of(config))(
-            config, tokenizer, Path(folder) / "run") as learned:
-        yield learned.config, learned.make_task()
 
 
 def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[Program, Callable]:

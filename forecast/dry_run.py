@@ -12,20 +12,19 @@ from jax.experimental import topologies
 
 from forecast import estimate
 from forecast.estimate import USUAL_COUNT, peak_memory
-from forecast.traffic import expected_traffic, is_complete
 from zigzag.commands import programs
 from zigzag.commands.programs import program_of, ready_to_run, resolved
 from zigzag.core.chips import CHIPS, chip_of
 from zigzag.core.errors import ConfigError, divisors, human_bytes, one_line
 from zigzag.core.flags import change
-from zigzag.core.mesh import AXES, abstract_mesh, make_mesh, slices_of
+from zigzag.core.mesh import AXES, abstract_mesh, axes_in_use, make_mesh, slices_of
 from zigzag.core.report import Reporter
 from zigzag.core.start import LIBTPU
 from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.run.checks import check_network
 from zigzag.run.loop import report_header
 from zigzag.run.plan import Program, compiled
-from zigzag.run.running import devices_of
+from zigzag.run.running import devices_of, expected
 
 # The share of memory that the formulas may fill; the compiler needs more than they predict.
 ROOM = 0.95
@@ -47,11 +46,11 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
     chip, slices, costs = known or CHIPS["TPU v5 lite"], slices_of(devices), []
     for sizes in all_meshes(len(devices)):
         # The cost model assumes that tensor splits all heads and the MLP.
-        undivided = any(n % sizes["tensor"] for n in (one.network.heads, one.network.d_ff))
-        undivided |= sizes["data"] % slices > 0
-        if undivided or one.shards not in (0, sizes["tensor"]):
+        tensor = sizes["tensor"]
+        if (one.network.heads % tensor or one.network.d_ff % tensor or sizes["data"] % slices
+                or one.shards not in (0, tensor)):
             continue
-        text = ",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1"
+        text = ",".join(axes_in_use(sizes)) or "data=1"
         placed = dataclasses.replace(one, mesh=text, shards=0)
         with contextlib.suppress(ConfigError):
             check_network(placed, network, abstract_mesh(sizes))
@@ -107,12 +106,13 @@ def run(config: Any) -> None:
     say("compiling ...", live=True)
     step = ready[1] if ready else compiled(program)
     say(f"compiled in {time.perf_counter() - begin:.1f} s")
-    expected, flops = expected_traffic(program.plan), flops_of_update(config) / program.mesh.size
-    sends, done, error = estimate.work_of(program, step, expected)
+    wanted, is_complete = expected(program)
+    flops = flops_of_update(config) / program.mesh.size
+    sends, done, error = estimate.work_of(program, step, wanted)
     if error:
         say(f"         {error}")
     else:
-        reporter.collectives(sends, expected, is_complete(program.plan))
+        reporter.collectives(sends, wanted, is_complete)
     chip, memory = chip_of(program.mesh.devices.flat[0]), step.memory_analysis()
     far = sum(c.bytes for c in sends if c.kind == "send between slices")
     peak, sent = peak_memory(step), sum(c.bytes for c in sends) - far
@@ -127,8 +127,11 @@ def run(config: Any) -> None:
         f", and {_gib(far)} between slices, whose time isn't in the bound" if far else ""))
     if not chip:
         return
-    takes = {"arithmetic": done / chip.flops,
-             "memory": estimate.bytes_moved(step) / chip.bandwidth, "links": sent / chip.links}
+    # A step reads its arguments, writes its outputs, and writes and reads its temporary memory.
+    moved = (memory.argument_size_in_bytes + memory.output_size_in_bytes
+             + 2 * memory.temp_size_in_bytes)
+    takes = {"arithmetic": done / chip.flops, "memory": moved / chip.bandwidth,
+             "links": sent / chip.links}
     worst = max(takes, key=takes.get)
     least = takes[worst]
     speed = config.batch * config.network.seq_len / least

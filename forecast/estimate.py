@@ -2,11 +2,11 @@
 
     cost_model     an estimate from formulas, which takes microseconds per mesh
     work_of        the collectives and FLOPs of a compiled program
-    bytes_moved    the bytes it moves to and from memory
     peak_memory    the most memory it takes
 """
 
 import contextlib
+import math
 import os
 from typing import Any, NamedTuple, Sequence
 
@@ -78,7 +78,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     others = REMAT[",".join(how.parts) or how.policy]
     cost, of_model, of_ff = (how.share * a + (1 - how.share) * b
                              for a, b in zip(REMAT["full"], others))
-    work = flops / (d * f * p * s * e * t) * cost * turns
+    work = flops / math.prod(sizes.values()) * cost * turns
     room = c.experts and min(1, c.expert_room * visits(c.experts_per_token, c.experts // e, e))
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
             + (1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns
@@ -122,13 +122,6 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
     if m.host_temp_size_in_bytes or m.peak_memory_in_bytes < m.temp_size_in_bytes:
         return at_most
     return m.peak_memory_in_bytes or at_most
-
-
-def bytes_moved(step: jax.stages.Compiled) -> int:
-    """Return the minimum bytes that a compiled step can move to and from memory: it reads its
-    arguments once, writes its outputs once, and writes and reads its temporary memory once."""
-    m = step.memory_analysis()
-    return m.argument_size_in_bytes + m.output_size_in_bytes + 2 * m.temp_size_in_bytes
 
 
 @contextlib.contextmanager

@@ -32,7 +32,6 @@ from zigzag.parallel.hlo import Collective, add_up
 from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
 from zigzag.parallel.remat import POLICIES
-from zigzag.parallel.rule import zero1_specs
 from zigzag.run import muon
 
 
@@ -65,8 +64,9 @@ def _sends_more(plan):
     what else crosses between two, or a float32 step on a TPU (its matmuls round to bfloat16, and it
     may round before it gathers)."""
     config, c = plan.config, plan.config.network
-    slices, data = slices_of(plan.mesh.devices.flat), plan.sizes["data"]
-    return (slices > 1 and (slices > 2 or data > 2 or config.zero or config.optimizer == "muon")
+    # With more than two slices, data is larger than 2, because it's a multiple of the slices.
+    return (slices_of(plan.mesh.devices.flat) > 1 and (
+            plan.sizes["data"] > 2 or config.zero or config.optimizer == "muon")
             or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
             or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
@@ -84,15 +84,19 @@ def _blocks(plan):
 
 def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
-    weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
-    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
-            *_ends(weights, run)]
-    rows += of_muon(plan, run.sizes) if config.optimizer == "muon" else []
+    trees = plan.params, plan.decisions, plan.optimizer_specs
+    weights = list(zip(*map(jax.tree.leaves, trees), strict=True))
+    yield from _data(weights, run)
+    yield from _gathered(weights, run, plan.takes_specs)
+    if config.optimizer == "muon":
+        yield from of_muon(plan, run.sizes)
     if blocks := _blocks(plan):
-        rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
-                 *_seq(run, "segments" in plan.batch)]
-        rows += _experts(run) if config.network.experts else []
-    return rows
+        yield from _tensor(run, blocks)
+        yield from _vocabulary(run, len(plan.params["embed"]))
+        yield from _pipe(run)
+        yield from _seq(run, "segments" in plan.batch)
+        if config.network.experts:
+            yield from _experts(run)
 
 
 def rows_in_use(config: Any, mesh: Any) -> float:
@@ -118,15 +122,16 @@ class _Run:
         S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
         M = c.microbatches if S > 1 else 1
         count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
-        self.ticks, self.passes = config.accumulate * count, config.accumulate * count / chunks
+        self.ticks = config.accumulate * count
+        self.passes = self.ticks / chunks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
-        self.overlaps = c.overlap and config.collectives == "explicit"
         # A microbatch on a device. Between blocks, tensor splits the sequence if it divides it.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]
         self.tokens = self.rows * self.time
         self.splits_time = self.time % self.sizes["tensor"] == 0
         self.reduce = "reduce-scatter" if self.splits_time else "all-reduce"
-        self.X = self.tokens * c.d_model * self.itemsize
+        self.D_bytes = c.d_model * self.itemsize        # of a token in the stream
+        self.X = self.tokens * self.D_bytes
         # The room for these tokens on their way to experts.
         n = self.sizes["expert"]
         self.room = getattr(c, "experts", 0) and dispatch.room_of(
@@ -162,12 +167,11 @@ def _data(weights, run):
     """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that
     don't split them. With --zero 1, it scatters them over data and gathers the new weights."""
     reduced = collections.Counter()
-    for leaf, decision in weights:
+    for leaf, decision, of_optimizer in weights:
         split = spec_axes(decision.spec)
         axes = [a for a in WITHOUT_TENSOR if a not in split]
         G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
-        if run.config.zero and "data" in axes and "data" in spec_axes(
-                zero1_specs(leaf, decision.spec, run.mesh, run.config.fsdp_min)):
+        if "data" in spec_axes(of_optimizer) - split:       # --zero 1
             yield run.scatter("data", 1, G)
             yield "all-gather", "data", 1, G
             axes.remove("data")
@@ -177,42 +181,30 @@ def _data(weights, run):
         yield "all-reduce", axes, 1, G
 
 
-def _fsdp(weights, run, gathers_by_layer):
-    """3 (n-1)/n W: a layer gathers its weights where it uses them, forward and backward, and
-    scatters their gradients. It does so in each part of the batch and each pass through a stage's
-    layers. An update gathers weights outside the layers once for all parts."""
+def _gathered(weights, run, gathers_by_layer):
+    """3 (n-1)/n W over fsdp: a layer gathers its weights where it uses them, forward and backward,
+    and scatters their gradients. It does so in each part of the batch and each pass through a
+    stage's layers. An update gathers weights outside the layers once for all parts, over fsdp and
+    pipe, and each part scatters their gradients: 2 (n-1)/n W."""
     of_gradients = 4 if run.model.sum_dtype else run.itemsize
-    for leaf, decision in weights:
-        split = spec_axes(decision.spec)
-        if "fsdp" not in split:
-            continue
-        W = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec_in_loss) - {"fsdp"})
+    for leaf, decision, _ in weights:
+        used = spec_axes(decision.spec_in_loss)
         layers, passes, gathers = 1, run.config.accumulate, 1
         if decision.stacked and gathers_by_layer:
             layers = leaf.shape[0] // run.sizes["pipe"]
             passes = run.passes
             gathers = passes * (2 + run.is_1f1b)
-        yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
-        yield run.scatter("fsdp", passes * layers, W * of_gradients / layers)
-
-
-def _ends(weights, run):
-    """2 (n-1)/n W: an update gathers the weights outside the layers over pipe, and each part of the
-    batch scatters their gradients."""
-    of_gradients = 4 if run.model.sum_dtype else run.itemsize
-    for leaf, decision in weights:
-        used = spec_axes(decision.spec_in_loss)
-        if "pipe" in spec_axes(decision.spec) - used:
-            W = leaf.size / math.prod(run.sizes[a] for a in used)
-            yield "all-gather", "pipe", 1, W * run.itemsize
-            yield run.scatter("pipe", run.config.accumulate, W * of_gradients)
+        for axis in spec_axes(decision.spec) - (used - {"fsdp"}):
+            W = leaf.size / math.prod(run.sizes[a] for a in used - {axis})
+            yield "all-gather", axis, gathers * layers, W * run.itemsize / layers
+            yield run.scatter(axis, passes * layers, W * of_gradients / layers)
 
 
 def of_muon(plan: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:
     """2 (n-1)/n P + (q-1) P for each pool: devices send their parts P of matrices, in float32, to
     the matrices' homes and get back their parts of the results, which q devices then share."""
     for pool, _, home in muon.all_homes(plan):
-        P = 4 * home.each * math.prod(size for size, _ in pool.rows + pool.columns)
+        P = 4 * home.each * math.prod(muon.matrix_shape(pool))
         axes = [axis for axis in sizes if axis in dict(home.splits)]
         yield "all-to-all", "+".join(axes), 2, P
         near, n = [], 1             # the axes among which q devices lie
@@ -236,12 +228,11 @@ def _tensor(run, traffic):
     out = blocks - (is_whole and blocks > 1)
     into = blocks if run.splits_time else out
     # Reductions out of a block forward, and into it backward. The reduced result is saved for the
-    # backward pass, so recomputing doesn't reduce it again.
-    reductions = out * (1 + run.is_1f1b) + into
-    if traffic.beside:
-        reductions += 1     # experts and the other branch share the gather, except backward
+    # backward pass, so recomputing doesn't reduce it again. Experts and the other branch share the
+    # gather, except backward.
+    reductions = out * (1 + run.is_1f1b) + into + traffic.beside
     gathers = (blocks * run.forwards + out) * run.splits_time
-    if run.overlaps and run.splits_time:    # experts and unsplit blocks don't overlap
+    if c.overlap and run.splits_time:       # experts and unsplit blocks don't overlap
         inner = blocks - is_whole - bool(c.experts)
         scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
@@ -253,11 +244,11 @@ def _tensor(run, traffic):
     yield "all-gather", "tensor", times * gathers, X
     if run.splits_time:
         # A norm's scale is whole, and each device has its gradient for only part of the sequence.
-        yield "all-reduce", "tensor", run.layers * blocks, c.d_model * run.itemsize
+        yield "all-reduce", "tensor", run.layers * blocks, run.D_bytes
     if run.splits_time or not is_whole:
         # The gradients of wq and wo, and of wk and wv, if tensor doesn't divide their heads.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
-        yield "all-reduce", "tensor", run.layers * 2, c.d_model * heads * c.head_dim * run.itemsize
+        yield "all-reduce", "tensor", run.layers * 2, run.D_bytes * heads * c.head_dim
     if traffic.head_norms and not is_whole:     # two means per token, and their gradients
         yield "all-reduce", "tensor", run.layers * (run.forwards + 1), 2 * run.tokens * 4
 
@@ -265,20 +256,20 @@ def _tensor(run, traffic):
 def _vocabulary(run, rows):
     """4 (n-1)/n X for the embedding and the head over tensor, plus the loss's reductions over the
     parts of the logits."""
-    D_bytes, S = run.model.d_model * run.itemsize, run.sizes["pipe"]
-    tokens = run.X_ends // D_bytes          # each stage's head gets a part of these
+    S = run.sizes["pipe"]
+    tokens = run.X_ends // run.D_bytes      # each stage's head gets a part of these
     chunks = loss_chunks(tokens // run.time, run.time // S // (
         run.sizes["tensor"] if run.splits_head else 1), rows)
     heads, X_head = run.ends * chunks, run.X_ends // S // chunks
     yield run.reduce, "tensor", run.ends, run.X_ends                            # the embedding
     yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends        # its gradient
     if run.splits_head:
-        if run.overlaps:
+        if run.model.overlap:
             yield run.in_parts(2 * heads, X_head)
         else:
             yield "all-gather", "tensor", heads, X_head
             yield "reduce-scatter", "tensor", heads, X_head
-        yield "all-reduce", "tensor", run.ends, D_bytes     # the last norm's scale
+        yield "all-reduce", "tensor", run.ends, run.D_bytes             # the last norm's scale
     else:       # gather the tokens before the stages divide them
         yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
         yield "all-reduce", "tensor", heads, X_head
@@ -295,12 +286,12 @@ def _experts(run):
     on_tpu = platform(run.mesh) == "tpu"
     exchanges = 3 + run.forwards + run.is_1f1b
     rows = n * run.room.tokens
-    yield "all-to-all", "expert", run.layers * exchanges, rows * c.d_model * run.itemsize
+    yield "all-to-all", "expert", run.layers * exchanges, rows * run.D_bytes
     choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
     here = rows * min(c.experts_per_token, c.experts // n)
+    # The indices of the experts, and their weights, which have a gradient.
     for times, itemsize in ((routings, 4), (routings + run.layers, run.itemsize)):
         yield "all-to-all", "expert", times, here * itemsize
-    for itemsize in (4, run.itemsize):      # the indices of the experts, and their weights
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
     # How many choices each device gets, and the two largest counts.
     if n > 1:
@@ -314,7 +305,6 @@ def _experts(run):
         # The router is whole. The TPU compiler rounds its gradient before the sum.
         yield ("all-reduce", "tensor", run.layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
-    if run.splits_time:
         yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
     # Sums over the whole sequence: each expert's load per row and, outside the layers, the row's
     # weight.

@@ -176,6 +176,11 @@ def row_groups(mesh: Any) -> int:
     return math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
 
 
+def axes_in_use(sizes: Mapping[str, int]) -> list[str]:
+    """List the axes with several devices, each as axis=size."""
+    return [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+
+
 def mesh_of(tree: Any) -> Mesh | None:
     """Return the mesh of a tree's arrays or shardings, or None if they have none."""
     found = [getattr(x, "sharding", x) for x in jax.tree.leaves(tree)]

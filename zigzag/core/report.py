@@ -21,6 +21,7 @@ import jax
 
 from zigzag.core.errors import as_given, human_bytes, printable
 from zigzag.core.flags import flat, is_derived, recorded
+from zigzag.core.mesh import axes_in_use
 from zigzag.core.options import has_part
 
 
@@ -36,7 +37,7 @@ class Reporter:
         self.first: Any = None                      # (the first step reported, its time)
         self.saving = 0.0                           # seconds spent on saves since the last step
         self.losses: list[float] = []               # since the last evaluation
-        self.file, self.early = None, []            # the log file; lines from before it was open
+        self.file, self.early = None, ""            # the log file; lines from before it was open
 
     def start_clock(self) -> None:
         """Start timing the next step."""
@@ -65,7 +66,7 @@ class Reporter:
         elif self.file:
             self.file.write(text + "\n")
         else:
-            self.early.append(text)
+            self.early += text + "\n"
         if is_shown and not self.is_quiet:
             print(("\r\x1b[K" if self.is_terminal else "") + text, end="" if live else "\n",
                   flush=True)
@@ -77,8 +78,7 @@ class Reporter:
                          errors="backslashreplace")        # a path may have any bytes
         if goes_on:
             self.file.write("\n")
-        self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n" + "".join(
-            text + "\n" for text in self.early))
+        self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{self.early}")
 
     def header(self, config: Any, mesh: Any, host_names: Sequence[str]) -> None:
         """Print the devices and how the mesh arranges them. `host_names` has the host name of each
@@ -98,7 +98,7 @@ class Reporter:
                 self.line(f"devices  process {process} on {name}: {own} x {device.device_kind}",
                           is_shown=self.verbose or len(host_names) > 1)
         if count > 1:
-            self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items() if s > 1))
+            self.line("mesh     " + " ".join(axes_in_use(mesh.shape)))
 
     def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
                     ) -> None:
@@ -106,19 +106,16 @@ class Reporter:
         collectives have no formula. Collectives that send very little share a line, unless
         --verbose lists them."""
         missing = {(c.kind, c.axis): f"{human_bytes(c.bytes)} in {c.count}" for c in expected}
-        least, small = sum(c.bytes for c in found) / 100, []
+        least = sum(c.bytes for c in found) / 100
+        small = [c for c in found if c.bytes < least]
         for c in found:
             wanted = missing.pop((c.kind, c.axis), "none")
             why = f"expected: {wanted}" + ("" if is_complete else ", and more without a formula")
             if wanted == "none" and not is_complete:
                 why = ("there is no formula for it" if has_part("forecast") else
                        "this copy has no forecast/, which would say what to expect")
-            is_small = c.bytes < least
-            if is_small:
-                small.append(c)
             self.line(f"sends    {human_bytes(c.bytes):>7} per device per update in {c.count} "
-                      f"{c.kind} over {c.axis} ({why})",
-                      is_shown=self.verbose or not is_small)
+                      f"{c.kind} over {c.axis} ({why})", is_shown=self.verbose or c not in small)
         if small and not self.verbose:
             self.line(f"sends    {human_bytes(sum(c.bytes for c in small)):>7} more in "
                       f"{sum(c.count for c in small)} small collectives (--verbose lists them)")
@@ -142,11 +139,11 @@ class Reporter:
         # The time so far includes evaluations and saves, which the remaining steps will have too.
         steps, seconds = at - self.first[0], now - self.first[1]
         left = f"{(total - at) * seconds / steps:.0f} s left" if steps else "-"
-        mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+        mfu = _if_known("  mfu {:.1%}", row["mfu"])
         speed = (computed or row["tokens"]) / (statistics.median(self.times or [took]))
         names = sorted(name for name, x in own.items() if isinstance(x, float))[:2]
         numbers = "".join(f"  {name} {own[name]:.3g}" for name in names)
-        rate = f"  lr {row['lr']:.2e}" if row["lr"] is not None else ""
+        rate = _if_known("  lr {:.2e}", row["lr"])
         text = (f"step {at:>{len(str(total))}}/{total}  loss {row['loss']:.4f}{numbers}  "
                 f"{speed:,.0f} {what}/s{mfu}  grad {row['grad_norm']:.2f}{rate}  "
                 f"{human_bytes(memory)}  {left}")
@@ -156,12 +153,11 @@ class Reporter:
 
     def evaluation(self, row: dict, shown: str | Mapping[str, str] = {}) -> None:
         """Print an evaluation: its `row` in metrics.jsonl, and predictions as {label: text}."""
-        train_loss, usual = row["train_loss"], ("step", "eval_loss", "train_loss", "bits_per_byte")
+        usual = "step", "eval_loss", "train_loss", "bits_per_byte"
         others = "".join(f"  {name} {x:.4f}" for name, x in row.items()
                          if name not in usual and isinstance(x, float))
-        self.line(f"step {row['step']}  {held_out_text(row)}"
-                  + (f"  training loss since the last evaluation {train_loss:.4f}"
-                     if train_loss is not None else "") + others)
+        trained = _if_known("  training loss since the last evaluation {:.4f}", row["train_loss"])
+        self.line(f"step {row['step']}  {held_out_text(row)}{trained}{others}")
         parts = shown if isinstance(shown, Mapping) else {"": shown}
         width = max(map(len, parts), default=0)
         for label, part in parts.items():
@@ -177,9 +173,13 @@ class Reporter:
 
 
 def held_out_text(row: dict) -> str:
-    bits = row["bits_per_byte"]
-    return f"held-out loss {row['eval_loss']:.4f}" + (
-        f"  ({bits:.4f} bits per byte)" if bits is not None else "")
+    bits = _if_known("  ({:.4f} bits per byte)", row["bits_per_byte"])
+    return f"held-out loss {row['eval_loss']:.4f}{bits}"
+
+
+def _if_known(text, value):
+    """Put a number into the text, or return "" if the number is None."""
+    return "" if value is None else text.format(value)
 
 
 def options_text(config: Any) -> str:

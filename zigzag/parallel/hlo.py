@@ -43,8 +43,7 @@ def collectives(compiled: Any) -> list[Collective]:
     for line, times, computation in executed(compiled.as_text()):
         found = _COLLECTIVE.search(line)
         if sent := _BETWEEN_SLICES.search(line):
-            size = math.prod(ints(sent[2])) * _bits(sent[1]) / 8
-            rows.append(("send between slices", "data", 1, times, size))
+            rows.append(("send between slices", "data", 1, times, _sizes(sent[0])[0]))
         # On TPU, a collective that overlaps with other work appears in every computation of its
         # chain. Count it only in the computation that starts it.
         if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation):
@@ -71,7 +70,7 @@ def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collectiv
 # Lines, and how often they run
 
 # %send.1 = (f32[128,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(...), ... "xla_megascale_runtime"
-_BETWEEN_SLICES = re.compile(r" = \((\w+)\[([\d,]*)\].* send\(.*xla_megascale_runtime")
+_BETWEEN_SLICES = re.compile(r" = \(\w+\[.* send\(.*xla_megascale_runtime")
 # ENTRY %main.9_spmd (param.0: f32[8,32]) -> f32[8,32] {
 _HEADER = re.compile(r"^(ENTRY )?%([\w.\-]+) .*{$", re.M)
 # condition=%less.3, body=%body.2    or    branch_computations={%idle.1, %work.2}
@@ -80,8 +79,6 @@ _CALLS = re.compile(r"(?:body|condition|calls|branch_computations|true_computati
 NAME = re.compile(r"%([\w.\-]+)")
 # backend_config={"known_trip_count":{"n":"5"}}
 _TRIP_COUNT = re.compile(r"known_trip_count\D*(\d+)")
-# condition=%less.3
-_CONDITION = re.compile(r"condition=%([\w.\-]+)")
 # %constant.6 = s32[]{:T(128)} constant(5)
 _CONSTANT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
 
@@ -98,8 +95,8 @@ def executed(text: str, ragged: float = 1.0, work: Callable | None = None
     def visit(name, times):
         for line in computations[name].splitlines():
             yield line, times, computations[name]
-            inside = times * _repeats(line, computations, ragged)
             callees = NAME.findall(" ".join(_CALLS.findall(line)))
+            inside = times * _repeats(line, callees, computations, ragged)
             if work and " conditional(" in line:
                 callees = [max(callees, key=lambda name: work(visit(name, 1)))]
             for callee in callees:
@@ -108,12 +105,12 @@ def executed(text: str, ragged: float = 1.0, work: Callable | None = None
     return visit(names[entries.index("ENTRY ")], 1)
 
 
-def _repeats(line, computations, ragged):
-    """Return how many times a line runs the computations it calls."""
+def _repeats(line, callees, computations, ragged):
+    """Return how many times a line runs its callees: for a loop, the condition and the body."""
     if " while(" in line:
         if "/further_rounds/" in line:      # we expect tokens to reach their experts in one round
             return 0
-        trips, condition = _TRIP_COUNT.search(line), computations[_CONDITION.search(line)[1]]
+        trips, condition = _TRIP_COUNT.search(line), computations[callees[0]]
         if not trips and "direction=LT" in condition:
             # The loop counts up from 0 while the counter is below a constant.
             trips = _CONSTANT.search(condition)
@@ -148,15 +145,18 @@ _MESH = re.compile(r"replica_groups=mesh\[(?P<axes>.*?)\](?:, device_ids=\(\[(?P
 
 def _row(found, line, mesh, times):
     """Return the collective on this line as a row for add_up."""
-    kind, groups = found["kind"], _groups(line, mesh)
-    sizes = [math.prod(ints(dims)) * _bits(name) / 8
-             for name, dims in SHAPE.findall(found["result"])]
+    kind, groups, sizes = found["kind"], _groups(line, mesh), _sizes(found["result"])
     if found["start"] and kind != "all-reduce":     # the result is (operands, results, ...)
         k = found["operands"].count("%")
         sizes = sizes[k:2 * k]
     n = len(groups[0])
     parts = n if kind == "reduce-scatter" else 1        # its result is one n-th of its operand
     return kind, _axes_within(groups, mesh), n, times, sum(sizes) * parts
+
+
+def _sizes(text):
+    """List the bytes of each array whose shape is in the text."""
+    return [math.prod(ints(dims)) * _bits(name) / 8 for name, dims in SHAPE.findall(text)]
 
 
 def _bits(name):

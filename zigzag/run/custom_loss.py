@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core import edited as tested
 from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.hosts import process_allgather
-from zigzag.core.mesh import by_path, cast, shardings, untyped
+from zigzag.core.mesh import axes_in_use, by_path, cast, shardings, untyped
 from zigzag.parallel.experts import ROUNDS
 from zigzag.parallel.jaxprs import computes_in_16_bits
 from zigzag.parallel.storage import permute_layers
@@ -355,7 +355,7 @@ def _not_traceable(plan, e):
 
 def _differs(plan, differ):
     """Return the error for a loss that differs on the mesh, with advice on what to use instead."""
-    config, axes = plan.config, [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
+    config, axes = plan.config, axes_in_use(plan.sizes)
     splits = [f"--mesh {','.join(axes)}"] if axes else []
     cut = {"accumulate": config.accumulate, "microbatches": config.network.microbatches}
     splits += [f"--{name} {n}" for name, n in cut.items() if n > 1]

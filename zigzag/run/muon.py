@@ -127,7 +127,7 @@ def homes(pool: Pool, count: int, sizes: Mapping[str, int]) -> Homes:
     return Homes(splits, copies, n * same, n, shares, each)
 
 
-def _matrix(pool):
+def matrix_shape(pool: Pool) -> list[int]:
     """Return how many rows and columns a matrix has."""
     return [math.prod(size for size, _ in side) for side in (pool.rows, pool.columns)]
 
@@ -150,7 +150,7 @@ def idle(plan: Any) -> float:
     """Return the share of the orthogonalization's time in which an average device waits."""
     used = taken = 0
     for pool, count, home in all_homes(plan):
-        short, long = sorted(_matrix(pool))
+        short, long = sorted(matrix_shape(pool))
         flops = short**2 * (2 * long + short)       # of one iteration, for each matrix
         used += flops * count / home.devices
         taken += flops * home.each
@@ -176,7 +176,7 @@ def _at_home(parts, pool, sizes):
     for d in range(len(local)):
         order += [i for i, (_, split) in enumerate(splits) if split == d] + [order[0] + 1 + d]
     spread = exchange(parts).reshape(*lengths, each, *local).transpose(order)
-    done = jax.vmap(newton_schulz)(spread.reshape(each, *_matrix(pool))).reshape(spread.shape)
+    done = jax.vmap(newton_schulz)(spread.reshape(each, *matrix_shape(pool))).reshape(spread.shape)
     done = exchange(done.transpose(_inverse(order))).reshape(-1, *local)
     if shares > 1:
         near = [list(range(i, i + shares)) for i in range(0, devices // n, shares)]

@@ -26,6 +26,7 @@ from zigzag.core.flags import change
 from zigzag.core.mesh import (
     WITHOUT_TENSOR,
     abstract_mesh,
+    axes_in_use,
     batch_spec,
     best_dtype,
     by_path,
@@ -162,7 +163,7 @@ class Plan:
         in_use = {"pipe", "seq"}.union(*(spec_axes(d.spec_in_loss) for d in decisions))
         in_use &= SPLITS.keys()
         needed = {*in_use, *(["tensor"] if self.mode == BY_HAND else [])} & {*self.manual}
-        return [f"{a}={n}" for a, n in self.sizes.items() if a in needed and n > 1]
+        return axes_in_use({a: n for a, n in self.sizes.items() if a in needed})
 
     @property
     def specs_at_rest(self) -> Any:
