@@ -18,7 +18,7 @@ from zigzag.commands.programs import program_of, ready_to_run, resolved
 from zigzag.core.chips import CHIPS, chip_of
 from zigzag.core.errors import ConfigError, divisors, human_bytes, one_line
 from zigzag.core.flags import change
-from zigzag.core.mesh import AXES, abstract_mesh, make_mesh, slices_of
+from zigzag.core.mesh import AXES, abstract_mesh, axes_in_use, make_mesh, slices_of
 from zigzag.core.report import Reporter
 from zigzag.core.start import LIBTPU
 from zigzag.parallel.network import flops_of_update, network_of
@@ -51,7 +51,7 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
         undivided |= sizes["data"] % slices > 0
         if undivided or one.shards not in (0, sizes["tensor"]):
             continue
-        text = ",".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "data=1"
+        text = ",".join(axes_in_use(sizes)) or "data=1"
         placed = dataclasses.replace(one, mesh=text, shards=0)
         with contextlib.suppress(ConfigError):
             check_network(placed, network, abstract_mesh(sizes))

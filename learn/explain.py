@@ -26,6 +26,7 @@ from forecast.traffic import expected_traffic
 from zigzag.commands import command_line, continued, programs
 from zigzag.core import chips
 from zigzag.core.errors import human_bytes
+from zigzag.core.mesh import axes_in_use
 from zigzag.parallel import hlo
 from zigzag.parallel.network import network_of
 from zigzag.parallel.pipeline import passes
@@ -171,7 +172,7 @@ SECTIONS = {"Who holds what": who_holds_what, "Memory": memory, "Time": timeline
 def page(run: Run, name: str = "") -> str:
     """The whole page; name: the run whose step it describes."""
     c, parts = run.program.config, {name: make(run) for name, make in SECTIONS.items()}
-    mesh = " ".join(f"{axis}={n}" for axis, n in run.program.mesh.shape.items() if n > 1)
+    mesh = " ".join(axes_in_use(run.program.mesh.shape))
     count, _ = run.program.plan.counts
     title = f"{count:,} parameters on {mesh or 'one device'}"
     links = "".join(f'<li><a href="#part{i}">{name}</a></li>' for i, name in enumerate(parts))

@@ -21,6 +21,7 @@ import jax
 
 from zigzag.core.errors import as_given, human_bytes, printable
 from zigzag.core.flags import flat, is_derived, recorded
+from zigzag.core.mesh import axes_in_use
 from zigzag.core.options import has_part
 
 
@@ -98,7 +99,7 @@ class Reporter:
                 self.line(f"devices  process {process} on {name}: {own} x {device.device_kind}",
                           is_shown=self.verbose or len(host_names) > 1)
         if count > 1:
-            self.line("mesh     " + " ".join(f"{a}={s}" for a, s in mesh.shape.items() if s > 1))
+            self.line("mesh     " + " ".join(axes_in_use(mesh.shape)))
 
     def collectives(self, found: Sequence[Any], expected: Sequence[Any], is_complete: bool = True
                     ) -> None:

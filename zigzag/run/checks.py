@@ -22,6 +22,7 @@ from zigzag.core.errors import (
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
     BATCH_AXES,
+    axes_in_use,
     by_path,
     entry_axes,
     has_time,
@@ -104,7 +105,7 @@ def check_batch(c: Any, mesh: Any) -> None:
         raise ConfigError(f"--batch {c.batch} does not divide among {groups} groups of devices "
                           f"({axes}) x {c.accumulate} accumulated parts = {parts}; the nearest "
                           f"that does is --batch {nearest_multiple(parts, c.batch)}")
-    idle = [f"{a}={sizes[a]}" for a in ("pipe", "seq") if sizes[a] > 1]
+    idle = axes_in_use(sizes, ("pipe", "seq"))
     if c.collectives == "compiler" and idle:
         raise ConfigError(f"mesh axis {' and '.join(idle)}: with --collectives compiler, the "
                           f"compiler splits no work over it, and every device would do all of it; "

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core import edited as tested
 from zigzag.core.errors import ConfigError, any_loss, one_line
 from zigzag.core.hosts import process_allgather
-from zigzag.core.mesh import by_path, cast, shardings, untyped
+from zigzag.core.mesh import axes_in_use, by_path, cast, shardings, untyped
 from zigzag.parallel.experts import ROUNDS
 from zigzag.parallel.jaxprs import computes_in_16_bits
 from zigzag.parallel.storage import permute_layers
@@ -65,10 +65,10 @@ class Value(NamedTuple):
 def must_compare(plan: Plan, say: Callable) -> bool:
     """Return whether to compare the loss with one device's. Do so for a custom loss, and for a
     network's own loss if --check is given or its tests haven't seen an edit. Print the edit."""
-    why = _why_untested(plan) if plan.is_builtin_loss else ""
+    why = _why_untested(plan) if plan.network else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")
-    return not plan.is_builtin_loss or plan.config.check or bool(why)
+    return plan.network is None or plan.config.check or bool(why)
 
 
 def _why_untested(plan):
@@ -150,7 +150,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         return False
     elif differ:
         raise refusal or _differs(plan, differ)
-    elif plan.is_builtin_loss:
+    elif plan.network:
         say(f"check    on this mesh the loss and its gradients match one device's "
             f"({time.perf_counter() - begin:.1f} s)")
     return True
@@ -355,7 +355,7 @@ def _not_traceable(plan, e):
 
 def _differs(plan, differ):
     """Return the error for a loss that differs on the mesh, with advice on what to use instead."""
-    config, axes = plan.config, [f"{a}={n}" for a, n in plan.sizes.items() if n > 1]
+    config, axes = plan.config, axes_in_use(plan.sizes)
     splits = [f"--mesh {','.join(axes)}"] if axes else []
     cut = {"accumulate": config.accumulate, "microbatches": config.network.microbatches}
     splits += [f"--{name} {n}" for name, n in cut.items() if n > 1]
