@@ -12,13 +12,14 @@ reduce-scatter, of its operand).
 
 import collections
 import math
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator
 
 import jax
 import jax.numpy as jnp
 
 from zigzag.core.mesh import (
     WITHOUT_TENSOR,
+    devices_over,
     platform,
     row_groups,
     slices_of,
@@ -32,7 +33,6 @@ from zigzag.parallel.hlo import Collective, add_up
 from zigzag.parallel.pipeline import ticks
 from zigzag.parallel.products import loss_chunks
 from zigzag.parallel.remat import POLICIES
-from zigzag.parallel.rule import zero1_specs
 from zigzag.run import muon
 
 
@@ -48,7 +48,7 @@ def expected_traffic(plan: Any) -> list[Collective]:
             rows.append(("send between slices", "data", 1, count, size))
             names.remove("data")
         if names and count * size:
-            rows.append((kind, "+".join(names), math.prod(sizes[a] for a in names), count, size))
+            rows.append((kind, "+".join(names), devices_over(names, sizes), count, size))
     return add_up(rows)
 
 
@@ -85,9 +85,9 @@ def _blocks(plan):
 def _rows(plan):
     config, run = plan.config, _Run(plan.config, plan.mesh)
     weights = list(zip(jax.tree.leaves(plan.params), jax.tree.leaves(plan.decisions)))
-    rows = [*_data(weights, run), *_fsdp(weights, run, plan.takes_specs),
+    rows = [*_data(weights, plan.optimizer_specs, run), *_fsdp(weights, run, plan.takes_specs),
             *_ends(weights, run)]
-    rows += of_muon(plan, run.sizes) if config.optimizer == "muon" else []
+    rows += of_muon(plan) if config.optimizer == "muon" else []
     if blocks := _blocks(plan):
         rows += [*_tensor(run, blocks), *_vocabulary(run, len(plan.params["embed"])), *_pipe(run),
                  *_seq(run, "segments" in plan.batch)]
@@ -113,6 +113,7 @@ class _Run:
         self.sizes = mesh.shape
         # Bytes per number. Between CPU devices, XLA sends 16-bit numbers as 32 bits.
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
+        self.of_gradients = 4 if c.sum_dtype else self.itemsize
 
         # The pipeline's microbatches, and its ticks for all parts of the batch.
         S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
@@ -158,16 +159,15 @@ class _Run:
 # -------------------------------------------------------------------------------------------
 # Weights of any function
 
-def _data(weights, run):
+def _data(weights, moments, run):
     """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that
     don't split them. With --zero 1, it scatters them over data and gathers the new weights."""
     reduced = collections.Counter()
-    for leaf, decision in weights:
+    for (leaf, decision), moment in zip(weights, jax.tree.leaves(moments), strict=True):
         split = spec_axes(decision.spec)
         axes = [a for a in WITHOUT_TENSOR if a not in split]
-        G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
-        if run.config.zero and "data" in axes and "data" in spec_axes(
-                zero1_specs(leaf, decision.spec, run.mesh, run.config.fsdp_min)):
+        G = 4 * leaf.size / devices_over(split, run.sizes)
+        if "data" in spec_axes(moment) - split:
             yield run.scatter("data", 1, G)
             yield "all-gather", "data", 1, G
             axes.remove("data")
@@ -181,46 +181,44 @@ def _fsdp(weights, run, gathers_by_layer):
     """3 (n-1)/n W: a layer gathers its weights where it uses them, forward and backward, and
     scatters their gradients. It does so in each part of the batch and each pass through a stage's
     layers. An update gathers weights outside the layers once for all parts."""
-    of_gradients = 4 if run.model.sum_dtype else run.itemsize
     for leaf, decision in weights:
         split = spec_axes(decision.spec)
         if "fsdp" not in split:
             continue
-        W = leaf.size / math.prod(run.sizes[a] for a in spec_axes(decision.spec_in_loss) - {"fsdp"})
+        W = leaf.size / devices_over(spec_axes(decision.spec_in_loss) - {"fsdp"}, run.sizes)
         layers, passes, gathers = 1, run.config.accumulate, 1
         if decision.stacked and gathers_by_layer:
             layers = leaf.shape[0] // run.sizes["pipe"]
             passes = run.passes
             gathers = passes * (2 + run.is_1f1b)
         yield "all-gather", "fsdp", gathers * layers, W * run.itemsize / layers
-        yield run.scatter("fsdp", passes * layers, W * of_gradients / layers)
+        yield run.scatter("fsdp", passes * layers, W * run.of_gradients / layers)
 
 
 def _ends(weights, run):
     """2 (n-1)/n W: an update gathers the weights outside the layers over pipe, and each part of the
     batch scatters their gradients."""
-    of_gradients = 4 if run.model.sum_dtype else run.itemsize
     for leaf, decision in weights:
         used = spec_axes(decision.spec_in_loss)
         if "pipe" in spec_axes(decision.spec) - used:
-            W = leaf.size / math.prod(run.sizes[a] for a in used)
+            W = leaf.size / devices_over(used, run.sizes)
             yield "all-gather", "pipe", 1, W * run.itemsize
-            yield run.scatter("pipe", run.config.accumulate, W * of_gradients)
+            yield run.scatter("pipe", run.config.accumulate, W * run.of_gradients)
 
 
-def of_muon(plan: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:
+def of_muon(plan: Any) -> Iterator[tuple]:
     """2 (n-1)/n P + (q-1) P for each pool: devices send their parts P of matrices, in float32, to
     the matrices' homes and get back their parts of the results, which q devices then share."""
-    for pool, _, home in muon.all_homes(plan):
-        P = 4 * home.each * math.prod(size for size, _ in pool.rows + pool.columns)
-        axes = [axis for axis in sizes if axis in dict(home.splits)]
+    for pool in muon.pools_of(plan):
+        P = 4 * pool.each * math.prod(pool.matrix)
+        axes = [axis for axis in plan.sizes if axis in dict(pool.splits)]
         yield "all-to-all", "+".join(axes), 2, P
         near, n = [], 1             # the axes among which q devices lie
-        for axis in reversed(home.copies):
-            if n < home.shares:
-                near, n = [axis, *near], n * sizes[axis]
+        for axis in reversed(pool.copies):
+            if n < pool.shares:
+                near, n = [axis, *near], n * plan.sizes[axis]
         if n > 1:
-            yield "all-gather", "+".join(near), 1, (home.shares - 1) * P * n / (n - 1)
+            yield "all-gather", "+".join(near), 1, (pool.shares - 1) * P * n / (n - 1)
 
 
 # -------------------------------------------------------------------------------------------
