@@ -12,13 +12,14 @@ reduce-scatter, of its operand).
 
 import collections
 import math
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator
 
 import jax
 import jax.numpy as jnp
 
 from zigzag.core.mesh import (
     WITHOUT_TENSOR,
+    devices_over,
     platform,
     row_groups,
     slices_of,
@@ -47,7 +48,7 @@ def expected_traffic(plan: Any) -> list[Collective]:
             rows.append(("send between slices", "data", 1, count, size))
             names.remove("data")
         if names and count * size:
-            rows.append((kind, "+".join(names), math.prod(sizes[a] for a in names), count, size))
+            rows.append((kind, "+".join(names), devices_over(names, sizes), count, size))
     return add_up(rows)
 
 
@@ -89,7 +90,7 @@ def _rows(plan):
     yield from _data(weights, run)
     yield from _gathered(weights, run, plan.takes_specs)
     if config.optimizer == "muon":
-        yield from of_muon(plan, run.sizes)
+        yield from of_muon(plan)
     if blocks := _blocks(plan):
         yield from _tensor(run, blocks)
         yield from _vocabulary(run, len(plan.params["embed"]))
@@ -117,6 +118,7 @@ class _Run:
         self.sizes = mesh.shape
         # Bytes per number. Between CPU devices, XLA sends 16-bit numbers as 32 bits.
         self.itemsize = 4 if platform(mesh) == "cpu" else jnp.dtype(c.dtype).itemsize
+        self.of_gradients = 4 if c.sum_dtype else self.itemsize
 
         # The pipeline's microbatches, and its ticks for all parts of the batch.
         S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
@@ -163,14 +165,14 @@ class _Run:
 # -------------------------------------------------------------------------------------------
 # Weights of any function
 
-def _data(weights, run):
+def _data(weights, moments, run):
     """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that
     don't split them. With --zero 1, it scatters them over data and gathers the new weights."""
     reduced = collections.Counter()
     for leaf, decision, of_optimizer in weights:
         split = spec_axes(decision.spec)
         axes = [a for a in WITHOUT_TENSOR if a not in split]
-        G = 4 * leaf.size / math.prod(run.sizes[a] for a in split)
+        G = 4 * leaf.size / devices_over(split, run.sizes)
         if "data" in spec_axes(of_optimizer) - split:       # --zero 1
             yield run.scatter("data", 1, G)
             yield "all-gather", "data", 1, G
@@ -186,7 +188,6 @@ def _gathered(weights, run, gathers_by_layer):
     and scatters their gradients. It does so in each part of the batch and each pass through a
     stage's layers. An update gathers weights outside the layers once for all parts, over fsdp and
     pipe, and each part scatters their gradients: 2 (n-1)/n W."""
-    of_gradients = 4 if run.model.sum_dtype else run.itemsize
     for leaf, decision, _ in weights:
         used = spec_axes(decision.spec_in_loss)
         layers, passes, gathers = 1, run.config.accumulate, 1
@@ -195,24 +196,24 @@ def _gathered(weights, run, gathers_by_layer):
             passes = run.passes
             gathers = passes * (2 + run.is_1f1b)
         for axis in spec_axes(decision.spec) - (used - {"fsdp"}):
-            W = leaf.size / math.prod(run.sizes[a] for a in used - {axis})
+            W = leaf.size / devices_over(used - {axis}, run.sizes)
             yield "all-gather", axis, gathers * layers, W * run.itemsize / layers
-            yield run.scatter(axis, passes * layers, W * of_gradients / layers)
+            yield run.scatter(axis, passes * layers, W * run.of_gradients / layers)
 
 
-def of_muon(plan: Any, sizes: Mapping[str, int]) -> Iterator[tuple]:
+def of_muon(plan: Any) -> Iterator[tuple]:
     """2 (n-1)/n P + (q-1) P for each pool: devices send their parts P of matrices, in float32, to
     the matrices' homes and get back their parts of the results, which q devices then share."""
-    for pool, _, home in muon.all_homes(plan):
-        P = 4 * home.each * math.prod(muon.matrix_shape(pool))
-        axes = [axis for axis in sizes if axis in dict(home.splits)]
+    for pool in muon.pools_of(plan):
+        P = 4 * pool.each * math.prod(pool.matrix)
+        axes = [axis for axis in plan.sizes if axis in dict(pool.splits)]
         yield "all-to-all", "+".join(axes), 2, P
         near, n = [], 1             # the axes among which q devices lie
-        for axis in reversed(home.copies):
-            if n < home.shares:
-                near, n = [axis, *near], n * sizes[axis]
+        for axis in reversed(pool.copies):
+            if n < pool.shares:
+                near, n = [axis, *near], n * plan.sizes[axis]
         if n > 1:
-            yield "all-gather", "+".join(near), 1, (home.shares - 1) * P * n / (n - 1)
+            yield "all-gather", "+".join(near), 1, (pool.shares - 1) * P * n / (n - 1)
 
 
 # -------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_a_bare_model_is_read_and_written(tmp_path):
 def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
     """Windows of only a part of the time, a merge of tokens that are not neighbours, a gradient
     that is not summed. (The loss, and torch's gradients.)"""
-    assert program_of(loaded(name)[1], mesh).plan.is_builtin_loss
+    assert program_of(loaded(name)[1], mesh).plan.network
     assert_step(loaded(name), reference(name), mesh)
 
 

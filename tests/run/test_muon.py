@@ -63,12 +63,10 @@ def test_a_device_computes_its_share(mesh, changes):
     same = {name: value for name, value in changes.items() if name not in ("zero", "collectives")}
     _, alone, _ = updates_of("", dtype="float32", d_model=64, **same)
     done = total = 0
-    for pool, count, home in muon.all_homes(plan):
-        dealt = np.prod([plan.mesh.shape[axis] for axis in pool.dealt], initial=1)
-        sides = [np.prod([size for size, _ in side]) for side in (pool.rows, pool.columns)]
-        flops = min(sides) ** 2 * (2 * max(sides) + min(sides))
-        done += flops * -(-count // home.devices)
-        total += flops * count * dealt
+    for pool in muon.pools_of(plan):
+        flops = min(pool.matrix) ** 2 * (2 * max(pool.matrix) + min(pool.matrix))
+        done += flops * -(-pool.count // plan.mesh.size)
+        total += flops * pool.count
     share = compiled.cost_analysis()["flops"] / alone.cost_analysis()["flops"]
     assert share == pytest.approx(done / total, rel=0.05)
     assert 1 - muon.idle(plan) == pytest.approx(total / done / plan.mesh.size)
@@ -80,7 +78,7 @@ def test_an_update_sends_what_is_expected(mesh, changes):
     _, compiled, plan = updates_of(mesh, dtype="float32", **changes)
     sent = {(row.kind, row.axis): row.bytes for row in hlo.collectives(compiled)}
     rows = [(kind, axes, int(np.prod([plan.mesh.shape[a] for a in axes.split("+")])), *sizes)
-            for kind, axes, *sizes in traffic.of_muon(plan, plan.mesh.shape) if axes]
+            for kind, axes, *sizes in traffic.of_muon(plan) if axes]
     want = {(row.kind, row.axis): row.bytes for row in hlo.add_up(rows)}
     assert sent == pytest.approx(want, rel=0.02)
 

@@ -19,7 +19,7 @@ from zigzag.core.parts import Unused, commands, part
 from zigzag.disk.tokenizers import Bytes
 from zigzag.parallel import low_rank
 from zigzag.parallel.network import network_of
-from zigzag.parallel.rule import explain, parse_overrides, state_shapes, zero1_specs
+from zigzag.parallel.rule import explain, moment_specs, parse_overrides, state_shapes
 from zigzag.parallel.storage import split_ends
 from zigzag.run.checks import check_network
 from zigzag.run.plan import Program, compiled, resolve_dtype
@@ -93,8 +93,6 @@ def show_sharding(argv: Argv = None) -> None:
         decisions = low_rank.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: low_rank.as_stored(w, config.network.dtype), shapes)
         params, chosen = (low_rank.split(tree)[0] for tree in (shapes, decisions))
-    specs = jax.tree.map(lambda d: d.spec, chosen)
-    if config.zero:
-        specs = zero1_specs(params, specs, mesh, config.fsdp_min)
+    specs = moment_specs(params, chosen, mesh, config)
     state = state_shapes(train.optimizer(config, chosen), params, specs, mesh)
     print(explain(decisions, shapes, mesh, state))

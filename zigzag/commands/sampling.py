@@ -15,7 +15,7 @@ import sample
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, note, printable
 from zigzag.core.flags import check_shards, parse_flags
-from zigzag.core.mesh import keep_compiled, mesh_of_flags, mesh_sizes, simulate_devices
+from zigzag.core.mesh import keep_compiled, mesh_of_flags, simulate_own_devices
 from zigzag.core.parts import added, has_part, part
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.answers import Answer
@@ -142,10 +142,7 @@ def _join_processes(flags, has_input):
     if not has_input:
         names = ", ".join(f"--{name}" for name in (*INPUTS, *COMMANDS))
         raise ConfigError(f"several processes cannot share one standard input: give one of {names}")
-    count, rest = divmod(math.prod(mesh_sizes(flags.mesh, flags.shards).values()),
-                         max(1, flags.processes))
-    if not flags.distributed and rest == 0:
-        simulate_devices(count)
+    simulate_own_devices(flags)
     hosts.init_distributed(flags)
     jax.devices()       # fixes the devices, so nothing can simulate others later
     hosts.watchdog.arm("")

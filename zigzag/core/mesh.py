@@ -153,6 +153,11 @@ def simulate_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
 
 
+def axes_in_use(sizes: Mapping[str, int], among: Iterable[str] = AXES) -> list[str]:
+    """Return the axes of size > 1 among these, as axis=size."""
+    return [f"{axis}={size}" for axis, size in sizes.items() if size > 1 and axis in among]
+
+
 def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
     """Make the mesh of --mesh and --shards. Without an accelerator, simulate devices on the CPU."""
     sizes = mesh_sizes(text, shards)
@@ -160,6 +165,15 @@ def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
     mesh = make_mesh(**sizes)
     end_at_sigterm()
     return mesh
+
+
+def simulate_own_devices(config: Any) -> None:
+    """Make this process's CPU pretend to be its share of the devices of --mesh and --shards, if the
+    number of processes is known and divides them."""
+    sizes = mesh_sizes(config.mesh, config.shards)
+    count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
+    if not config.distributed and rest == 0:
+        simulate_devices(count)
 
 
 def keep_compiled(least: float = 1.0) -> None:
@@ -171,14 +185,19 @@ def keep_compiled(least: float = 1.0) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
+def axis_sizes(mesh: Any) -> dict[str, int]:
+    """Return the sizes of all axes, which are 1 for a mesh without them."""
+    return dict.fromkeys(AXES, 1) | dict(mesh.shape)
+
+
 def row_groups(mesh: Any) -> int:
-    """Return how many parts the mesh splits a batch's rows into (1 without axes)."""
-    return math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
+    """Return how many parts the mesh splits a batch's rows into."""
+    return devices_over(BATCH_AXES, axis_sizes(mesh))
 
 
-def axes_in_use(sizes: Mapping[str, int]) -> list[str]:
-    """List the axes with several devices, each as axis=size."""
-    return [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+def devices_over(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return how many devices these axes have together."""
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def mesh_of(tree: Any) -> Mesh | None:
@@ -243,7 +262,7 @@ def trimmed(entries: Iterable[Any]) -> P:
 def drop_trivial_axes(spec: P, mesh: Any) -> P:
     """Drop axes of size 1 from the spec. Only this function drops them. If they stayed, the
     compiler would fail or emit collectives of whole gradients within single-device groups."""
-    sizes = {**dict.fromkeys(AXES, 1), **mesh.shape}
+    sizes = axis_sizes(mesh)
     return trimmed(tuple(a for a in entry_axes(entry) if sizes[a] > 1) for entry in spec)
 
 
@@ -262,6 +281,11 @@ def batch_spec(mesh: Any) -> P:
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """Turn a tree of specs into a tree of shardings on this mesh."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+
+
+def with_shardings(shapes: Any, specs: Any, mesh: Mesh) -> Any:
+    """Return a tree of shapes with the shardings of these specs on this mesh."""
+    return jax.tree.map(lambda x, place: x.update(sharding=place), shapes, shardings(specs, mesh))
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:

@@ -16,7 +16,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
-from zigzag.core.mesh import axis_size, batch_spec, cast, mesh_of, shardings, without_axis
+from zigzag.core.mesh import (
+    axis_size,
+    batch_spec,
+    cast,
+    mesh_of,
+    shardings,
+    with_shardings,
+    without_axis,
+)
 from zigzag.generate.cache import layer_specs, new_layer
 from zigzag.generate.decoding import State
 from zigzag.parallel import low_rank
@@ -67,8 +75,7 @@ class Engine:
         """Return the shapes and shardings that for_decoding produces on this mesh."""
         shapes = jax.eval_shape(self.unstacked, self.network.weight_shapes(self.config))
         specs = _specs(self, mesh) or jax.tree.map(lambda _: P(), shapes)
-        return jax.tree.map(lambda shape, sharding: shape.update(sharding=sharding), shapes,
-                            shardings(specs, mesh))
+        return with_shardings(shapes, specs, mesh)
 
     def cache_specs(self, cache: Any = None) -> list[dict[str, P]]:
         """Return the specs of all arrays in the cache, or only of those in `cache`."""

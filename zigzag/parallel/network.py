@@ -27,7 +27,7 @@ from zigzag.core.errors import (
     check_length,
     nearest_divisor,
 )
-from zigzag.core.mesh import is_spec, make_mesh, shardings, spec_axes
+from zigzag.core.mesh import is_spec, make_mesh, spec_axes, with_shardings
 from zigzag.core.options import check_values, flag, options
 from zigzag.core.parts import part
 from zigzag.disk.checkpoint import run_config, run_record
@@ -349,8 +349,7 @@ class Network:
         mesh, shapes = mesh or make_mesh(devices=jax.devices()[:1]), self.weight_shapes(config)
         specs = (self.weight_specs(config, mesh) if mesh.size > 1 else
                  jax.tree.map(lambda _: PartitionSpec(), shapes))
-        return jax.tree.map(lambda shape, place: shape.update(sharding=place), shapes,
-                            shardings(specs, mesh))
+        return with_shardings(shapes, specs, mesh)
 
 
 def network_of(config: Any) -> Network:

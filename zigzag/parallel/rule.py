@@ -60,14 +60,16 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, did_you_mean, human_bytes
 from zigzag.core.mesh import (
     AXES,
+    axis_sizes,
+    devices_over,
     drop_trivial_axes,
     entry_axes,
     flatten,
     full_spec,
     is_spec,
-    shardings,
     spec_axes,
     trimmed,
+    with_shardings,
     within,
 )
 from zigzag.parallel.trace import reached, trace
@@ -127,7 +129,7 @@ def plan_sharding(fn: Callable, params: Any, *args: Any, mesh: Any,
     `params`, holding for each dimension the mesh axis that the leaf's row names, or ''. An axis
     splits that dimension or none at all: none if its size doesn't divide the dimension, or if the
     axis is fsdp and the leaf is small."""
-    sizes = _axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
     _, leaves, tree = flatten(params)
     choice, places = _choice(fn, params, args, sizes["tensor"])
     rows = choice.rows() if mesh_axes is None else (
@@ -183,10 +185,6 @@ def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
         found.append(Group(named, choice.size(group), facts.reductions[group], facts.bytes[group],
                            choice.price(group), verdicts[group]))
     return sorted(found, key=lambda g: (g.verdict != "split", g.price, g.members))
-
-
-def _axis_sizes(mesh):
-    return {a: 1 for a in AXES} | dict(mesh.shape)
 
 
 # -------------------------------------------------------------------------------------------
@@ -391,7 +389,7 @@ class _Choice:
 def _decide(facts, leaf, dims, whole, mesh, fsdp_min):
     """Return the Decision for a leaf. tensor, pipe and expert each split the first available
     dimension in `dims`, and fsdp splits the largest one left. `whole` says why tensor has none."""
-    sizes, shape, roles = _axis_sizes(mesh), facts.shapes[leaf], facts.roles[leaf]
+    sizes, shape, roles = axis_sizes(mesh), facts.shapes[leaf], facts.roles[leaf]
     entries, why = [None] * len(shape), []
     reasons = {"tensor": _why_split(facts, leaf, dims, whole), "pipe": "pipe: it counts layers",
                "expert": "expert: it counts experts"}
@@ -490,7 +488,7 @@ def _why_refused(shape, spec, sizes):
     if len(set(names)) < len(names):
         return "names an axis twice"
     for dim, entry in zip(shape, spec):
-        if dim % (parts := math.prod(sizes[a] for a in entry_axes(entry))):
+        if dim % (parts := devices_over(entry_axes(entry), sizes)):
             return f"splits {dim} into {parts}, which does not divide"
     return ""
 
@@ -520,11 +518,18 @@ def zero1_specs(params: Any, specs: Any, mesh: Any, fsdp_min: int = 4096) -> Any
     def one(leaf, spec):
         entries = full_spec(spec, leaf.ndim)
         if "data" not in entries:
-            _put_on_largest(entries, leaf.shape, "data", mesh.shape["data"], fsdp_min,
+            _put_on_largest(entries, leaf.shape, "data", axis_sizes(mesh)["data"], fsdp_min,
                             range(leaf.ndim))
         return trimmed(entries)
 
     return jax.tree.map(one, params, specs)
+
+
+def moment_specs(params: Any, decisions: Any, mesh: Any, config: Any) -> Any:
+    """Return the specs of an optimizer's moments for trained weights: the weights' own, unless
+    --zero 1 splits moments over data."""
+    specs = jax.tree.map(lambda d: d.spec, decisions)
+    return zero1_specs(params, specs, mesh, config.fsdp_min) if config.zero else specs
 
 
 def state_specs(optimizer: Any, params: Any, specs: Any) -> Any:
@@ -555,8 +560,7 @@ def state_shapes(optimizer: Any, params: Any, specs: Any, mesh: Any) -> Any:
     """Return the shapes of the optimizer's state for weights `params`, each with its sharding on
     the mesh. `specs` are the moments' specs."""
     state = jax.eval_shape(optimizer.init, params)
-    return jax.tree.map(lambda x, place: x.update(sharding=place), state,
-                        shardings(state_specs(optimizer, params, specs), mesh))
+    return with_shardings(state, state_specs(optimizer, params, specs), mesh)
 
 
 # -------------------------------------------------------------------------------------------
@@ -580,7 +584,7 @@ def held_lines(decisions: Any, params: Any, mesh: Any, state: Any = None) -> lis
     """Return lines of text with the bytes per device, and the bytes duplicated on other devices.
     `state` is the optimizer state (shapes with shardings); None counts AdamW's two moments, split
     like their weights."""
-    sizes = _axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
     total = gradients = 0               # bytes; only trained weights have gradients
     copied = {axis: 0 for axis in ("tensor", "fsdp", "pipe") if sizes[axis] > 1}    # bytes
     for _, _, d, here in _held(decisions, params, mesh):
@@ -602,10 +606,10 @@ def held_lines(decisions: Any, params: Any, mesh: Any, state: Any = None) -> lis
 
 def _held(decisions, params, mesh):
     """Yield (path, weight, its decision, its bytes per device) for each weight."""
-    sizes = _axis_sizes(mesh)
+    sizes = axis_sizes(mesh)
     paths, leaves, _ = flatten(params)
     for path, leaf, d in zip(paths, leaves, jax.tree.leaves(decisions)):
         if hasattr(leaf, "shape"):
             d = Decision(d, "") if is_spec(d) else d
-            yield path, leaf, d, math.prod(leaf.shape) * leaf.dtype.itemsize // math.prod(
-                sizes[a] for a in spec_axes(d.spec))
+            size = math.prod(leaf.shape) * leaf.dtype.itemsize
+            yield path, leaf, d, size // devices_over(spec_axes(d.spec), sizes)

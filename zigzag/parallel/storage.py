@@ -12,7 +12,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.mesh import (
     ambient,
     beside_auto_tensor,
+    devices_over,
     entry_axes,
     full_spec,
     spec_axes,
@@ -80,7 +80,7 @@ def split_ends(params: Any, decisions: Any, mesh: Any, config: Any) -> Any:
 
     def one(leaf, decision):
         entries = [entry_axes(entry) for entry in full_spec(decision.spec, leaf.ndim)]
-        own = {d: n // math.prod(mesh.shape[axis] for axis in entries[d])
+        own = {d: n // devices_over(entries[d], mesh.shape)
                for d, n in enumerate(leaf.shape)}
         free = [d for d, n in own.items() if n % stages == 0 and "tensor" not in entries[d]]
         if (decision.stacked or decision.in_loss is not None or "pipe" in spec_axes(decision.spec)

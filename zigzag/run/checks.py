@@ -105,7 +105,7 @@ def check_batch(c: Any, mesh: Any) -> None:
         raise ConfigError(f"--batch {c.batch} does not divide among {groups} groups of devices "
                           f"({axes}) x {c.accumulate} accumulated parts = {parts}; the nearest "
                           f"that does is --batch {nearest_multiple(parts, c.batch)}")
-    idle = axes_in_use({a: sizes[a] for a in ("pipe", "seq")})
+    idle = axes_in_use(sizes, ("pipe", "seq"))
     if c.collectives == "compiler" and idle:
         raise ConfigError(f"mesh axis {' and '.join(idle)}: with --collectives compiler, the "
                           f"compiler splits no work over it, and every device would do all of it; "

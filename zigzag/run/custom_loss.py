@@ -65,10 +65,10 @@ class Value(NamedTuple):
 def must_compare(plan: Plan, say: Callable) -> bool:
     """Return whether to compare the loss with one device's. Do so for a custom loss, and for a
     network's own loss if --check is given or its tests haven't seen an edit. Print the edit."""
-    why = _why_untested(plan) if plan.is_builtin_loss else ""
+    why = _why_untested(plan) if plan.network else ""
     if why and not plan.config.check:
         say(f"check    {why}: comparing the loss and its gradients with one device's")
-    return not plan.is_builtin_loss or plan.config.check or bool(why)
+    return plan.network is None or plan.config.check or bool(why)
 
 
 def _why_untested(plan):
@@ -150,7 +150,7 @@ def check_loss(plan: Plan, make_gradients: Callable, make_evaluate: Callable | N
         return False
     elif differ:
         raise refusal or _differs(plan, differ)
-    elif plan.is_builtin_loss:
+    elif plan.network:
         say(f"check    on this mesh the loss and its gradients match one device's "
             f"({time.perf_counter() - begin:.1f} s)")
     return True

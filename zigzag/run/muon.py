@@ -11,9 +11,10 @@ with the same shape and the same split form a pool, which is dealt out evenly. W
 jax.set_mesh, which a loop of your own may lack, the compiler decides after all.
 """
 
+import functools
 import math
 from collections import defaultdict
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ import optax
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
-from zigzag.core.mesh import entry_axes, full_spec
-from zigzag.parallel.rule import matrices_of_layers, zero1_specs
+from zigzag.core.mesh import devices_over, drop_trivial_axes, entry_axes, full_spec, spec_axes
+from zigzag.parallel.rule import matrices_of_layers, moment_specs
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)    # Keller Jordan's, for 5 iterations
 ITERATIONS = 5
@@ -31,10 +32,17 @@ RMS = 0.2       # of an update's elements, to match AdamW's (arXiv:2502.16982)
 
 
 class Pool(NamedTuple):
-    """Matrices with the same shape and the same split."""
-    rows: tuple         # the (size, axes) of each dimension that forms the matrix's rows
-    columns: tuple
-    dealt: frozenset    # the axes that split the layers or the experts, and so leave matrices whole
+    """Matrices with the same shape and the same split, and how they are dealt to their homes."""
+    members: list       # for each leaf, its index, the dimensions that count matrices, and those of
+                        # a matrix, its rows before its columns
+    matrix: list        # how many rows and columns a matrix has
+    count: int          # how many matrices there are, on all devices together
+    splits: list        # (axis, dimension) pairs that split a matrix, over n devices in all
+    copies: tuple       # the axes over which devices hold copies of the same parts
+    same: int           # how many devices hold copies
+    shares: int         # how many of those share the work
+    n: int
+    each: int           # matrices per home, of which the last may be zeros
 
 
 def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
@@ -59,129 +67,106 @@ def orthogonalize(updates: Any, decisions: Any, config: Any) -> Any:
     """Replace the update of each of the layers' matrices by the nearest orthogonal one, scaled. On
     a mesh, the matrices move to their homes, in a shard_map."""
     mesh = get_abstract_mesh()
-    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    leaves, tree = jax.tree.flatten(updates)
-    specs = jax.tree.map(lambda d: d.spec, decisions)
-    if config.zero and sizes:
-        specs = zero1_specs(updates, specs, mesh, config.fsdp_min)
-    specs = jax.tree.leaves(specs)
-    found = pools(leaves, specs, decisions)
+    specs = moment_specs(updates, decisions, mesh, config)
+    found = pools(updates, specs, decisions, mesh)
 
-    def on_device(leaves):
-        leaves = list(leaves)
-        for pool, members in found.items():
-            # From each leaf, a list of matrices: [matrices, *rows, *columns].
-            lists = [leaves[i].transpose(order) for i, order in members]
-            rank = len(pool.rows) + len(pool.columns)
-            merged = [x.reshape(-1, *x.shape[-rank:]) for x in lists]
-            done = _at_home(jnp.concatenate(merged), pool, sizes)
-            ends = np.cumsum([len(x) for x in merged])[:-1]
-            for (i, order), x, part in zip(members, lists, jnp.split(done, ends)):
-                leaves[i] = part.reshape(x.shape).transpose(_inverse(order))
-        return leaves
+    def on_device(updates):
+        leaves, tree = jax.tree.flatten(updates)
+        for pool in found:
+            # Collecting parts only moves numbers, so its transpose moves the results back.
+            parts, back = jax.vjp(functools.partial(_collect, pool),
+                                  [leaves[i] for i, *_ in pool.members])
+            done, = back(_at_home(pool, parts))
+            for x, (i, *_) in zip(done, pool.members):
+                leaves[i] = x
+        return jax.tree.unflatten(tree, leaves)
 
-    if sizes and not mesh.manual_axes:
+    if mesh.size > 1 and not mesh.manual_axes:
         # (A result that was gathered is the same on all devices, which jax can't know.)
         on_device = jax.shard_map(on_device, in_specs=(specs,), out_specs=specs, check_vma=False)
-    return jax.tree.unflatten(tree, on_device(leaves))
+    return on_device(updates)
 
 
-def pools(leaves: Sequence[Any], specs: Sequence[Any], decisions: Any,
-          ) -> dict[Pool, list[tuple[int, tuple[int, ...]]]]:
-    """Group the layers' matrices into pools. For each pool, return the index of each leaf, and the
-    order of its dimensions: those that count matrices, then rows, then columns. A matrix may be
-    transposed, which only transposes the result."""
-    found = defaultdict(list)
-    each = jax.tree.structure(decisions).flatten_up_to(matrices_of_layers(decisions))
-    for i, (leaf, spec, dims) in enumerate(zip(leaves, specs, each, strict=True)):
+def pools(weights: Any, specs: Any, decisions: Any, mesh: Any) -> list[Pool]:
+    """Group the layers' matrices into pools, and deal each pool to its homes. The momentum is split
+    by `specs`. A matrix may be transposed, which only transposes the result."""
+    leaves, found = jax.tree.leaves(weights), defaultdict(list)
+    each = matrices_of_layers(jax.tree.leaves(decisions))
+    for i, (leaf, spec, dims) in enumerate(zip(leaves, jax.tree.leaves(specs), each, strict=True)):
         if dims:
-            axes = [entry_axes(entry) for entry in full_spec(spec, leaf.ndim)]
-            sides = sorted((tuple((leaf.shape[d], axes[d]) for d in side), side) for side in dims)
+            spec = drop_trivial_axes(spec, mesh)
+            split = list(zip(leaf.shape, map(entry_axes, full_spec(spec, leaf.ndim))))
+            sides = sorted((tuple(split[d] for d in side), side) for side in dims)
             (rows, at_rows), (columns, at_columns) = sides
-            count = [d for d in range(leaf.ndim) if d not in (*at_rows, *at_columns)]
-            dealt = frozenset(axis for d in count for axis in axes[d])
-            found[Pool(rows, columns, dealt)].append((i, (*count, *at_rows, *at_columns)))
-    return dict(found)
+            counts = tuple(d for d in range(leaf.ndim) if d not in at_rows + at_columns)
+            alike = rows, columns, frozenset(spec_axes(spec))
+            found[alike].append((i, counts, at_rows + at_columns))
+    return [_deal(members, sum(leaves[i].size for i, *_ in members), *alike, mesh.shape)
+            for alike, members in found.items()]
 
 
-class Homes(NamedTuple):
-    """How the matrices of a pool are dealt to their homes."""
-    splits: list        # (axis, dimension) pairs that split a matrix, over n devices in all
-    copies: tuple       # the axes over which devices hold copies of the same parts
-    devices: int        # devices with parts of these matrices, or copies of those
-    n: int
-    shares: int         # how many devices with copies share the work
-    each: int           # matrices per home, of which the last may be zeros
+def _deal(members, elements, rows, columns, axes, sizes):
+    """Deal a pool's matrices to as few homes as possible without giving any home more of them. Then
+    devices send the least padding. `rows` and `columns` are the (size, axes) of each dimension;
+    `axes` are all that split the leaves."""
+    matrix = [math.prod(size for size, _ in side) for side in (rows, columns)]
+    splits = [(axis, d) for d, (_, split) in enumerate(rows + columns) for axis in split]
+    copies = tuple(axis for axis in sizes if sizes[axis] > 1 and axis not in axes)
+    n, same, devices = (devices_over(some, sizes) for some in (dict(splits), copies, sizes))
+    count = elements // math.prod(matrix)
+    each = -(-count // devices)
+    here = count * n * same // devices      # the matrices of which a device has parts
+    shares = next(q for q in range(1, same + 1) if same % q == 0 and n * q * each >= here)
+    return Pool(members, matrix, count, splits, copies, same, shares, n, each)
 
 
-def homes(pool: Pool, count: int, sizes: Mapping[str, int]) -> Homes:
-    """Deal `count` matrices, of which each device has parts, to as few homes as possible without
-    giving any home more of them. Then devices send the least padding."""
-    splits = [(axis, d) for d, (_, axes) in enumerate((*pool.rows, *pool.columns))
-              for axis in axes if axis in sizes]
-    taken = {axis for axis, _ in splits} | pool.dealt
-    copies = tuple(axis for axis in sizes if axis not in taken)
-    n, same = (math.prod(sizes[axis] for axis in axes) for axes in (dict(splits), copies))
-    each = -(-count // (n * same))
-    shares = next(q for q in range(1, same + 1) if same % q == 0 and n * q * each >= count)
-    return Homes(splits, copies, n * same, n, shares, each)
-
-
-def matrix_shape(pool: Pool) -> list[int]:
-    """Return how many rows and columns a matrix has."""
-    return [math.prod(size for size, _ in side) for side in (pool.rows, pool.columns)]
-
-
-def all_homes(plan: Any) -> list[tuple[Pool, int, Homes]]:
-    """Return every pool of a Plan's weights, how many of its matrices a device has parts of, and
-    their homes."""
-    sizes = {axis: size for axis, size in plan.mesh.shape.items() if size > 1}
-    leaves = jax.tree.leaves(plan.in_two(plan.params)[0])
-    found = []
-    for pool, members in pools(leaves, jax.tree.leaves(plan.optimizer_specs), plan.trained).items():
-        rank = len(pool.rows) + len(pool.columns)
-        count = sum(math.prod(leaves[i].shape[d] for d in order[:-rank]) for i, order in members)
-        count //= math.prod(sizes[axis] for axis in pool.dealt)
-        found.append((pool, count, homes(pool, count, sizes)))
-    return found
+def pools_of(plan: Any) -> list[Pool]:
+    """Return the pools of a Plan's weights."""
+    return pools(plan.in_two(plan.params)[0], plan.optimizer_specs, plan.trained, plan.mesh)
 
 
 def idle(plan: Any) -> float:
     """Return the share of the orthogonalization's time in which an average device waits."""
     used = taken = 0
-    for pool, count, home in all_homes(plan):
-        short, long = sorted(matrix_shape(pool))
+    for pool in pools_of(plan):
+        short, long = sorted(pool.matrix)
         flops = short**2 * (2 * long + short)       # of one iteration, for each matrix
-        used += flops * count / home.devices
-        taken += flops * home.each
+        used += flops * pool.count / plan.mesh.size
+        taken += flops * pool.each
     return 1 - used / taken if taken else 0.0
 
 
-def _at_home(parts, pool, sizes):
-    """Orthogonalize matrices of which this device has parts: [matrices, *rows, *columns]."""
-    count, *local = parts.shape
-    splits, copies, devices, n, shares, each = homes(pool, count, sizes)
-    parts = jnp.pad(parts, [(0, n * shares * each - count), *[(0, 0)] * len(local)])
-    if shares > 1:
-        share = lax.axis_index(copies) % shares
-        parts = lax.dynamic_index_in_dim(parts.reshape(shares, -1, *local), share, keepdims=False)
+def _collect(pool, leaves):
+    """Return this device's parts of a pool's matrices, by share and home, with zeros where homes
+    have room for more: [shares, n, each, *rows, *columns]."""
+    parts = []
+    for x, (_, counts, dims) in zip(leaves, pool.members):
+        x = x.transpose(counts + dims)
+        parts.append(x.reshape(-1, *x.shape[len(counts):]))
+    parts = jnp.concatenate(parts)
+    homes, (count, *local) = (pool.shares, pool.n, pool.each), parts.shape
+    empty = math.prod(homes) - count
+    return jnp.pad(parts, [(0, empty), *[(0, 0)] * len(local)]).reshape(*homes, *local)
 
-    def exchange(x):
-        x = x.reshape(n, each, *local)
-        return lax.all_to_all(x, tuple(axis for axis, _ in splits), 0, 0) if n > 1 else x
 
-    # Put each leading dimension, one per axis, before the dimension that the axis splits.
-    lengths = [sizes[axis] for axis, _ in splits]
-    order = [len(lengths)]
-    for d in range(len(local)):
-        order += [i for i, (_, split) in enumerate(splits) if split == d] + [order[0] + 1 + d]
-    spread = exchange(parts).reshape(*lengths, each, *local).transpose(order)
-    done = jax.vmap(newton_schulz)(spread.reshape(each, *matrix_shape(pool))).reshape(spread.shape)
-    done = exchange(done.transpose(_inverse(order))).reshape(-1, *local)
-    if shares > 1:
-        near = [list(range(i, i + shares)) for i in range(0, devices // n, shares)]
-        done = lax.all_gather(done, copies, axis_index_groups=near, tiled=True)
-    return done[:count]
+def _at_home(pool, parts):
+    """Orthogonalize matrices of which devices have parts: [shares, n, each, *rows, *columns]."""
+    axes, local = tuple(axis for axis, _ in pool.splits), parts.shape[3:]
+
+    def exchange(x):        # [n, each, *rows, *columns] -> [each, rows, columns]
+        x = lax.all_to_all(x, axes, 0, 0) if axes else x
+        # Put each leading dimension, one per axis, before the dimension that the axis splits.
+        x = x.reshape(*map(lax.axis_size, axes), pool.each, *local)
+        at = [*(d for _, d in pool.splits), -1, *range(len(local))]
+        return x.transpose(np.argsort(at, stable=True)).reshape(pool.each, *pool.matrix)
+
+    share = lax.axis_index(pool.copies) % pool.shares
+    matrices, back = jax.vjp(exchange, parts[share])    # its transpose sends the results back
+    done, = back(jax.vmap(newton_schulz)(matrices))
+    if pool.shares == 1:
+        return done[None]
+    near = [list(range(i, i + pool.shares)) for i in range(0, pool.same, pool.shares)]
+    return lax.all_gather(done, pool.copies, axis_index_groups=near)
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
@@ -194,7 +179,3 @@ def newton_schulz(x: jax.Array) -> jax.Array:
         square = x @ x.T
         x = a * x + (b * square + c * square @ square) @ x
     return RMS * max(x.shape) ** 0.5 * (x.T if is_tall else x)
-
-
-def _inverse(order):
-    return sorted(range(len(order)), key=order.__getitem__)

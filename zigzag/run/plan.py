@@ -44,7 +44,7 @@ from zigzag.parallel import low_rank
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
 from zigzag.parallel.network import check_tensor
 from zigzag.parallel.pipeline import can_skip
-from zigzag.parallel.rule import plan_sharding, state_specs, zero1_specs
+from zigzag.parallel.rule import moment_specs, plan_sharding, state_specs
 from zigzag.parallel.storage import permute_layers, split_ends
 from zigzag.parallel.table import count
 from zigzag.run import averages
@@ -163,7 +163,7 @@ class Plan:
         in_use = {"pipe", "seq"}.union(*(spec_axes(d.spec_in_loss) for d in decisions))
         in_use &= SPLITS.keys()
         needed = {*in_use, *(["tensor"] if self.mode == BY_HAND else [])} & {*self.manual}
-        return axes_in_use({a: n for a, n in self.sizes.items() if a in needed})
+        return axes_in_use(self.sizes, needed)
 
     @property
     def specs_at_rest(self) -> Any:
@@ -193,11 +193,8 @@ class Plan:
     @property
     def optimizer_specs(self) -> Any:
         """Return the optimizer state's specs for trained weights; --zero 1 splits it over data."""
-        trained, _ = self.pair_at_rest
-        if not self.config.zero:
-            return trained
         shapes, _ = self.in_two(self.params)
-        return zero1_specs(shapes, trained, self.mesh, self.config.fsdp_min)
+        return moment_specs(shapes, self.trained, self.mesh, self.config)
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
         """Split a tree shaped like the weights: return its trained part and its frozen part."""
@@ -248,7 +245,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     loss, takes_specs = with_checked_sums(loss)
     overrides = check_overrides(config.override, params, mesh, overrides)
     # The rule looks at a single device's work: one part of its group's rows.
-    rows, builtin = config.batch // row_groups(mesh) // config.accumulate, network is not None
+    rows = config.batch // row_groups(mesh) // config.accumulate
     few = jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), batch)
     weights = jax.eval_shape(lambda p: cast(p, config.network.dtype), params)
     calls = set()       # the distinct calls to shard.attend
@@ -265,11 +262,11 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)
     splits_tensor = mesh.shape["tensor"] > 1
-    if splits_tensor or not builtin and rows < config.batch:
+    if splits_tensor or not network and rows < config.batch:
         decisions = see_matrices(decisions, loss, weights, batch)
 
     names = names_in(jaxpr) if typed else set()
-    why = "" if builtin else why_not_split(jaxpr, weights)
+    why = "" if network else why_not_split(jaxpr, weights)
     mode = mode_of(config.collectives, names, typed and takes_specs, splits_tensor, why)
     if mode == TENSOR_WHOLE and splits_tensor:
         decisions = _whole_over_tensor(decisions, why)
@@ -278,7 +275,7 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
     plan = Plan(config, mesh, init, loss, network, mode,
                 takes_specs and mode in (BY_HAND, TYPED, JIT), params, batch, sums, decisions,
                 config.network.dtype, config.accumulate, names, tuple(sorted(calls, key=str)),
-                schedule, tuple(timed.items()), strips.least(config) if builtin else 0, learned)
+                schedule, tuple(timed.items()), strips.least(config) if network else 0, learned)
     _check_axes(plan, names, why)
     return plan
 

@@ -10,14 +10,13 @@ last.
 import contextlib
 import functools
 import hashlib
-import math
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
 
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
-from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_devices, slices_of
+from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_own_devices, slices_of
 from zigzag.core.options import Values
 from zigzag.core.parts import has_part, part
 from zigzag.core.report import Reporter
@@ -111,7 +110,7 @@ def first_example(task: Task) -> dict[str, str]:
 def has_own_weights(program: Program) -> bool:
     """Return whether the weights belong to a custom task instead of the config's network."""
     plan, config = program.plan, program.config
-    if plan.is_builtin_loss or config.network.lora_rank:
+    if plan.network or config.network.lora_rank:
         return False
     return not config.network.vocab_size or shapes_hash(plan.params) != shapes_hash(
         network_of(config).weight_shapes(config.network))
@@ -151,11 +150,8 @@ def check_start(program: Program, task: Task, say: Reporter) -> bool:
 def machine(config: Any) -> Any:
     """Make a config's mesh on the devices of --topology, on all processes' accelerators, or
     otherwise on as many simulated CPU devices as it needs."""
-    sizes = mesh_sizes(config.mesh, config.shards)
-    count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
-    if not config.distributed and rest == 0:
-        simulate_devices(count)
-    return make_mesh(devices_of(config), **sizes)
+    simulate_own_devices(config)
+    return make_mesh(devices_of(config), **mesh_sizes(config.mesh, config.shards))
 
 
 def devices_of(config: Any) -> Sequence[Any]:
