@@ -25,7 +25,6 @@ run derives it from the evaluations in the existing checkpoints.
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import json
@@ -46,11 +45,8 @@ from jax import Array
 from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.core.files import (
-    anyway,
     appears,
-    check_can_make,
     check_format,
-    check_others,
     lock,
     run_has_begun,
     write_json,
@@ -78,15 +74,9 @@ WAITS_FROM = 2**28
 FORMAT = 1
 
 
-def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
-    """Read the config.json of the run that `flag` names, filling in all fields of the dataclass
-    `config`. Fields newer than the run get their default or derived values."""
-    return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
-
-
 def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
     """Make a `config` (a dataclass) from the values in a run's config.json, overridden by those in
-    `given`."""
+    `given`. Fields newer than the run get their default or derived values."""
     record, path = run_record(folder, flag), place(folder) / "config.json"
     known = {name: record[name] for name in options(config)
              if name in record and name not in given}
@@ -124,118 +114,66 @@ def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
     return tokenizer_of(place(folder), record) if "tokenizer" in record else None
 
 
-# Facts derived from a published folder by the code that reads it. `check_run_folder` compares the
-# folder's name instead.
-FOLLOWS = ("published", "pad_id")
-# {a fact that isn't an option: the word of --change that allows a new value}
-OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
-
-
-def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, str],
-                     needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
-                     ) -> Record | None:
-    """Refuse to resume the run in `out` if its facts differ from `now`, or if it lacks any of the
-    facts in `needs`. Return the existing run's facts, read_old(out), or None if there is no run.
-    Call this before writing anything. `may` maps each fact to the word of --change that allows a
-    new value; `change` lists the words given. If the weights differ (the fact `shapes`), the
-    message lists how the saved shapes differ from `params`."""
-    folder = place(out)
-    check_can_make(str(folder))
-    if not (folder / "config.json").exists():
-        check_others(folder, "--out", "train.py", OF_BEGINNING)
-        return None
-    old, now = (json.loads(json.dumps(facts)) for facts in (read_old(out), now))
-    if lacking := [name for name in needs if name not in old]:
-        raise ConfigError(f"--out {out} holds a run of a different task (it has no {lacking[0]}); "
-                          f"give another --out")
-    differs = {name: f"{name} {_shown(old[name])}, not {_shown(value)}"
-               for name, value in now.items()
-               if name in old and old[name] != value and name not in FOLLOWS
-               and may.get(name) not in change
-               and (value or name not in ("vocab_size", "dtype"))}  # if empty, derived later
-    if "shapes" in differs:
-        differs.pop("base_weights", None)       # a fingerprint of some of the weights
-        found = (_differences(meta.get("leaves", {}), {"params": params})
-                 for meta in _descriptions(folder).values())
-        which = next(filter(None, found), "no checkpoint lists them")
-        differs["shapes"] = f"different weights ({which})"
-    if differs:
-        words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
-        raise ConfigError(f"--out {out} holds a run with {'; '.join(differs.values())}: continue "
-                          f"it with its own values, or give another --out"
-                          + (f"; --change {words} allows the change" if words else ""))
-    return old
-
-
-# {regex for files that a run interrupted at its start may leave: condition on the path}
-OF_BEGINNING = {
-    r"data\d*|held_out": lambda path: (path / "data.json").exists(),
-    r"(data\d*|held_out)\.(part|before)": anyway,
-    "checkpoints": lambda path: not any(path.iterdir()),
-    r"lock|config\.json\.part": anyway}
-
-
-def _shown(value):
-    return " ".join(map(str, value)) if isinstance(value, list) and value else repr(value)
-
-
 # -------------------------------------------------------------------------------------------
 # The folder of a run in progress
+
+class OnDisk:
+    """What stores.uploads.Uploads is for a run in an object store, for a folder on a disk: the lock
+    file says which run writes there, and there is nothing to upload."""
+
+    def __init__(self, folder: Path):
+        self.word, self.holder = secrets.token_hex(8), (folder / "lock").read_text
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    take = start = check = wait = set_aside = finish = nothing
+
 
 class RunFolder(contextlib.AbstractContextManager):
     """Saves and restores a run's state and writes its metrics. As a context manager, it closes the
     folder on exit."""
 
-    def __init__(self, out: str, record: Record, must_match: Sequence[str],
-                 read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
-                 may: dict[str, str], change: Sequence[str] = ()):
-        """`record` becomes config.json. When a run resumes, the facts named in `must_match` must
-        equal those of read_old(out), unless `may` and `change` allow a new value (as in
-        check_run_folder). `state` is a tree of shapes with shardings. The folder keeps the newest
-        `keep` checkpoints. .changed is {fact: [old, new]} for the facts changed by this start."""
-        self.out, self.folder = out, place(out).resolve()
-        self.record, self.state, self.keep, self.verify = record, state, keep, verify
+    def __init__(self, config: Any, record: Record, changed: dict[str, list], state: Any):
+        """`config` is the run's, and `record` becomes config.json. `changed` is {fact: [old, new]}
+        for the facts changed by this start. `state` is a tree of shapes with shardings."""
+        self.out, self.folder = config.out, place(config.out).resolve()
+        self.record, self.changed, self.state = record, changed, state
+        self.keep, self.verify = config.keep, config.verify == "on"
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.has_damaged = False        # whether `restore` set aside damaged, newer checkpoints
         self.skipped = 0        # consecutive updates, up to the restored step, that learned nothing
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
-        old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
-                               change=change, params=state["params"]) or {}
-        now = json.loads(json.dumps(record))
-        self.changed = {name: [old[name], now[name]] for name, of in may.items()
-                        if of in change and name in old and name in now and old[name] != now[name]}
-        if isinstance(old.get("changes"), list):        # from earlier starts
-            record["changes"] = old["changes"]
         # For a run in an object store, stores/ locks the address and uploads what appears here.
         mirror = mirrors.get(self.folder)
-        word = mirror.lease.word if mirror else secrets.token_hex(8)
-        self.uploads = mirror and part("stores.uploads", out).Uploads(
-            mirror, patience, lambda steps: {*steps[-keep:]} | self.best)
+        self.uploads = part("stores.uploads", self.out).Uploads(
+            mirror, config.patience, lambda steps: {*steps[-self.keep:]} | self.best
+        ) if mirror else OnDisk(self.folder)
         if self.is_process_0:
-            self._take(word)
-        word = process_allgather(word)[0]
-        holder = self.uploads.holder if mirror else (self.folder / "lock").read_text
-        sees = process_allgather(appears(lambda: holder() == word, self.folder, min(60, patience)))
+            self._take()
+        word = process_allgather(self.uploads.word)[0]
+        sees = process_allgather(appears(lambda: self.uploads.holder() == word, self.folder,
+                                         min(60, config.patience)))
         if not all(sees):
-            raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
-                              f"0 writes there; give a folder that every process sees")
+            raise ConfigError(f"--out {self.out}: process {sees.index(False)} does not see what "
+                              f"process 0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", self, is_shared=not mirror)
-        if mirror:
-            self.uploads.start(word)
-            self.files.callback(self.uploads.finish)
+        # Whether this process renames a checkpoint here. With a store, each has its own folder.
+        self.renames = self.is_process_0 or mirror
+        self.uploads.start(word)
+        self.files.callback(self.uploads.finish)
 
-    def _take(self, word):
+    def _take(self):
         """Lock the folder until the process ends. In a new run, write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             held = self.files.enter_context(open(self.folder / "lock", "a"))
             lock(held)
-            if self.uploads:
-                self.uploads.take()
+            self.uploads.take()
             held.truncate(0)
-            held.write(word)
+            held.write(self.uploads.word)
             held.flush()
             os.fsync(held.fileno())
             if not (self.folder / "config.json").exists():      # else `restore` writes it
@@ -288,9 +226,8 @@ class RunFolder(contextlib.AbstractContextManager):
     def _set_aside(self, at):
         """Rename a damaged checkpoint once no process is reading it. Return its new name."""
         folder, name = self.folder / "checkpoints", f"damaged-{at}"
-        if self.uploads:
-            self.uploads.set_aside(at, name)
-        if self.is_process_0 or self.uploads:
+        self.uploads.set_aside(at, name)
+        if self.renames:
             shutil.rmtree(folder / name, ignore_errors=True)    # an earlier one of this step
             (folder / str(at)).rename(folder / name)
         process_allgather(name)         # the other processes wait here
@@ -317,10 +254,9 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def write(self, row: dict) -> None:
         """Append a line to metrics.jsonl. JSON has no infinity or NaN, so these become null."""
-        if self.uploads:
-            self.uploads.check()
+        self.uploads.check()
         if self.is_process_0:
-            self.metrics.write(json.dumps(_finite(row)) + "\n")
+            self.metrics.write(json.dumps(as_saved(row)) + "\n")
 
     def compile_checksums(self, state: Any) -> None:
         """Compile the checksums before the first step, so no save waits for the compiler."""
@@ -340,11 +276,10 @@ class RunFolder(contextlib.AbstractContextManager):
         the background. Keep the checkpoints of the best steps so far (`best`)."""
         if self.saved == at:
             return
-        if self.uploads:
-            self.uploads.wait(self.saved)
+        self.uploads.wait(self.saved)
         _trim_memory()
         items, self.best = state_items(state), best
-        meta = {"step": at, "skipped": skipped, "evaluation": _finite(evaluation),
+        meta = {"step": at, "skipped": skipped, "evaluation": as_saved(evaluation),
                 "leaves": _kinds(items), "checksums": checksums(items)}
         ocp = _orbax()
         with _as_run_error(f"the checkpoint of step {at} could not be saved"):
@@ -368,7 +303,7 @@ class RunFolder(contextlib.AbstractContextManager):
         watchdog.arm("a save")
         with _as_run_error("the last checkpoint could not be saved"):
             self.manager.wait_until_finished()
-        if self.uploads and uploads:
+        if uploads:
             self.uploads.wait(self.saved)
         _trim_memory()
 
@@ -426,8 +361,9 @@ def _trim_memory():
         trim(0)
 
 
-def _finite(value):
-    """Replace non-finite numbers with None, even in nested lists and dicts."""
+def as_saved(value: Any) -> Any:
+    """Return a value as JSON keeps it: lists instead of tuples, and None for a non-finite number,
+    even in nested lists and dicts."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -455,6 +391,13 @@ def _differences(saved, item):
              for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
     more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
     return "; ".join(found[:6] + more)
+
+
+def differing_weights(folder: str | Path, params: Any) -> str:
+    """Describe how the weights that a run has saved differ from `params`."""
+    found = (_differences(meta.get("leaves", {}), {"params": params})
+             for meta in _descriptions(folder).values())
+    return next(filter(None, found), "no checkpoint lists them")
 
 
 def checksum(x: Array) -> Array:

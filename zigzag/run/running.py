@@ -121,15 +121,17 @@ def open_folder(program: Program, facts: Values, rates: dict[str, float], say: R
                 tokenizer: Tokenizer | None) -> RunFolder | None:
     """Return the run's folder, ready to save in or to resume, or None without --out. The folder
     records `facts` next to the config; they must stay the same when a run resumes."""
-    config, cls = program.config, type(program.config)
+    config, state = program.config, program.saved(program.state)
     if not config.out:
         return None
     record = continuing.record_of(config) | facts | {
         "rates": rates, "own_weights": has_own_weights(program)}
-    folder = RunFolder(config.out, record, [*continuing.facts_of(config), *facts],
-                       functools.partial(continuing.read_old, cls), program.saved(program.state),
-                       config.keep, config.verify == "on", config.patience,
-                       continuing.may_change(cls), config.change)
+    now = {name: record[name] for name in [*continuing.facts_of(config), *facts]}
+    old = continuing.check_folder(type(config), config.out, now, change=config.change,
+                                  params=state["params"])
+    if "changes" in old:        # from earlier starts
+        record["changes"] = old["changes"]
+    folder = RunFolder(config, record, continuing.changed_facts(config, record, old), state)
     if folder.changed:
         say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
     if tokenizer and jax.process_index() == 0:
