@@ -48,6 +48,7 @@ from zigzag.core.files import (
     appears,
     check_format,
     lock,
+    record_in,
     run_has_begun,
     write_json,
     write_whole,
@@ -149,8 +150,7 @@ class RunFolder(contextlib.AbstractContextManager):
         # For a run in an object store, stores/ locks the address and uploads what appears here.
         mirror = mirrors.get(self.folder)
         self.uploads = part("stores.uploads", self.out).Uploads(
-            mirror, config.patience, lambda steps: {*steps[-self.keep:]} | self.best
-        ) if mirror else OnDisk(self.folder)
+            mirror, config.patience, self.kept) if mirror else OnDisk(self.folder)
         if self.is_process_0:
             self._take()
         word = process_allgather(self.uploads.word)[0]
@@ -201,9 +201,8 @@ class RunFolder(contextlib.AbstractContextManager):
         steps = process_allgather(_saved_steps(self.folder))[0]
         for at in steps:
             try:
-                items, meta = read_checkpoint(self.folder / "checkpoints" / str(at),
-                                              state_items(self.state), f"--out {self.out}",
-                                              self.verify)
+                items, meta = read_checkpoint(_checkpoint(self.folder, at), state_items(self.state),
+                                              f"--out {self.out}", self.verify)
                 state = {"params": items["params"], **items["opt"]}
                 self.saved, self.skipped = at, meta.get("skipped", 0)
                 break
@@ -225,11 +224,12 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def _set_aside(self, at):
         """Rename a damaged checkpoint once no process is reading it. Return its new name."""
-        folder, name = self.folder / "checkpoints", f"damaged-{at}"
+        name = f"damaged-{at}"
         self.uploads.set_aside(at, name)
         if self.renames:
-            shutil.rmtree(folder / name, ignore_errors=True)    # an earlier one of this step
-            (folder / str(at)).rename(folder / name)
+            path = _checkpoint(self.folder, name)
+            shutil.rmtree(path, ignore_errors=True)     # an earlier one of this step
+            _checkpoint(self.folder, at).rename(path)
         process_allgather(name)         # the other processes wait here
         self.manager.reload()
         return name
@@ -292,11 +292,15 @@ class RunFolder(contextlib.AbstractContextManager):
         if platform() == "cpu" and sum(x.nbytes for x in jax.tree.leaves(state)) > WAITS_FROM:
             self.drain(uploads=False)
 
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Return the steps of the checkpoints to keep: the last `keep` of these, and the best."""
+        return {*steps[-self.keep:], *self.best}
+
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """At the start of a save, tell orbax to keep the last `keep` steps and the best ones. orbax
-        deletes the rest only once that save is complete, so a kill never leaves fewer."""
+        """At the start of a save, tell orbax which checkpoints to keep. orbax deletes the rest only
+        once that save is complete, so a kill never leaves fewer."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        return [step in steps[-self.keep:] or step in self.best for step in steps]
+        return [step in self.kept(steps) for step in steps]
 
     def drain(self, uploads: bool = True) -> None:
         """Wait for the save in flight and its upload, which would otherwise be lost."""
@@ -435,8 +439,13 @@ def checksums(tree: Any) -> dict[str, int]:
     return {path: int(x) for path, x in by_path(sums).items()}
 
 
+def _checkpoint(folder, step):
+    """Return the folder of a run's checkpoint."""
+    return place(folder).resolve() / f"checkpoints/{step}"
+
+
 def _saved_steps(folder):
-    names = [p.name for p in (place(folder).resolve() / "checkpoints").glob("*")]
+    names = [path.name for path in _checkpoint(folder, "").glob("*")]
     return sorted(map(int, filter(str.isdecimal, names)), reverse=True)
 
 
@@ -455,12 +464,9 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
 def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
     """Return the shapes of the weights saved at a run's newest (or given) step, as a tree of dicts
     and lists."""
-    at = run_steps(folder)[0] if step is None else step
-    path = place(folder).resolve() / f"checkpoints/{at}"
-    if mirror := mirrors.get(path.parents[1]):
-        part("stores.shards", str(folder)).fetch(mirror, at, {"params": {}})
-    ocp = _orbax()
-    with _reading(path), ocp.StandardCheckpointer() as reader:
+    path = _checkpoint(folder, run_steps(folder)[0] if step is None else step)
+    _fetch(path, {"params": {}})
+    with _reading(path), _orbax().StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.item_metadata.tree)
 
@@ -473,12 +479,8 @@ def evaluations(folder: str | Path) -> dict[int, Record]:
 def _descriptions(folder):
     """Return {step: its description} for a run's checkpoints, newest first. Skip any description
     that can't be read."""
-    found = {}
-    for step in _saved_steps(folder):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            path = place(folder).resolve() / f"checkpoints/{step}/meta/metadata"
-            found[step] = dict(json.loads(path.read_text()))
-    return found
+    return {step: meta for step in _saved_steps(folder)
+            if (meta := record_in(_checkpoint(folder, step) / "meta/metadata"))}
 
 
 def best_of(best: str, numbers: dict[int, Record]) -> int | None:
@@ -507,7 +509,7 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
                 ) -> Any:
     """Read the weights of a run's newest (or given) step, sharded like the shapes `params`. If the
     newest is damaged, say so and read the previous one. `flag` is the flag that named the run."""
-    checkpoints, steps = place(folder).resolve() / "checkpoints", run_steps(folder, flag)
+    steps = run_steps(folder, flag)
     if step is not None and step not in steps:
         raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
                           f"{', '.join(map(str, steps))}")
@@ -516,7 +518,7 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
               file=sys.stderr)
     for at in steps if step is None else [step]:
         try:
-            return read_checkpoint(checkpoints / str(at), {"params": params},
+            return read_checkpoint(_checkpoint(folder, at), {"params": params},
                                    f"{flag} {folder}")[0]["params"]
         except CorruptCheckpoint as e:
             print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
@@ -554,10 +556,15 @@ def _read_items(folder, wanted, whose):
             what = "weights from this model's" if name == "params" else "arrays from this run's"
             raise ConfigError(f"{whose}: checkpoint {step} holds different {what} ({differs}); "
                               f"undo the code edit that changed them, or train a new run")
-    if mirror := mirrors.get(folder.parents[1]):
-        part("stores.shards", whose).fetch(mirror, step, wanted)
+    _fetch(folder, wanted)
     with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=_alone(ocp)) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
+
+
+def _fetch(folder, wanted):
+    """Download what a checkpoint lacks of these items, if its run is in an object store."""
+    if mirror := mirrors.get(folder.parents[1]):
+        part("stores.shards", str(folder)).fetch(mirror, int(folder.name), wanted)
 
 
 @contextlib.contextmanager

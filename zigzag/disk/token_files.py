@@ -10,7 +10,6 @@ a.bin or a.npy, a.weights.npy holds the tokens' weights as targets, float16 or f
 """
 
 import glob
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.files import read_at_random, sha256
+from zigzag.core.files import digest, read_at_random, sha256
 from zigzag.disk.lines import read_npy
 from zigzag.disk.packing import ids_of
 from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
@@ -133,8 +132,8 @@ class TokenFiles:
             raise ConfigError(f"{name}: no tokens in it")
         self.tokenizer = tokenizer or Ids(vocab_size)
         self.record = {**tokenizer_record(self.tokenizer), "vocab_size": vocab_size}
-        self.fingerprint = hashlib.sha256("".join(
-            file.name + sha256(file) for file in [*files, *weighted]).encode()).hexdigest()
+        self.fingerprint = digest("".join(
+            file.name + sha256(file) for file in [*files, *weighted]).encode())
 
     def documents(self, split: str) -> Any:
         """Raise ConfigError, because token files don't say where documents begin."""

@@ -23,7 +23,6 @@ This file needs no jax.
 """
 
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -35,7 +34,7 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.core.files import as_json, read_json, sha256, write_whole
+from zigzag.core.files import as_json, digest, read_json, sha256, write_whole
 from zigzag.disk import tiktoken
 from zigzag.disk.lines import Record
 
@@ -458,8 +457,7 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
 
 def hashed(text: str) -> int:
     """Hash the text to a number below 2**64."""
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big")
+    return int(digest(text.encode(errors="surrogatepass"))[:16], 16)
 
 
 def is_tenth(text: str) -> bool:

@@ -11,7 +11,6 @@ A step takes its weights as two trees: trained weights and frozen weights. The s
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 from typing import Any, Callable, Mapping, NamedTuple
 
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError, any_loss, one_line
+from zigzag.core.files import digest
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
     WITHOUT_TENSOR,
@@ -457,4 +457,4 @@ def compiled(program: Program) -> jax.stages.Compiled:
 def shapes_hash(params: Any) -> str:
     """Hash the weights' paths, shapes and dtypes, so that a run can recognize them."""
     text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(text.encode())[:16]
