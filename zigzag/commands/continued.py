@@ -14,8 +14,8 @@ from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
 from zigzag.core.options import Values, changes, options
 from zigzag.core.parts import commands
-from zigzag.disk.checkpoint import newest_step, run_config, run_record
-from zigzag.parallel.network import config_of_run, network_of
+from zigzag.disk.checkpoint import newest_step, run_record
+from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import is_custom
 from zigzag.run import continuing, source
 
@@ -72,7 +72,7 @@ def of_run(run: str, given: Values) -> Any:
     contradict values that affect the run's results."""
     if is_custom(run_record(run)):
         raise ConfigError(f"--run {run}: a run of a custom task; give a run of train.py first")
-    old = run_config(run, train.Config, network=config_of_run(run))
+    old = continuing.old_config(train.Config, run, "--run")
     facts = continuing.facts_of(old) | {"model": old.model, "init_from": old.init_from}
     for name, value in given.items():
         if facts.get(name, value) != value:

@@ -190,8 +190,8 @@ class RunFolder(contextlib.AbstractContextManager):
         failed, don't wait, because the others would never join."""
         if kind is not None and jax.process_count() > 1:
             return
-        watchdog.arm("a save")
-        with self.files, _as_run_error("the last checkpoint could not be saved"):
+        with self.files:
+            self.drain(uploads=False)
             self.manager.close()
 
     def restore(self, say: Callable[[str], Any]) -> Any:

@@ -376,9 +376,7 @@ def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
     kind = KINDS[record["tokenizer"]]
-    path, inner = folder / kind.file, folder / "data" / kind.file
-    if inner.exists() and not path.exists():    # a run keeps it alone, or in data/ with its tokens
-        path = inner
+    path = folder / kind.file
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that encoded the text: it was edited or "
                           f"damaged")

@@ -116,9 +116,9 @@ def is_run(folder: str) -> bool:
     return bool(folder) and (place(folder) / "config.json").exists()
 
 
-def old_config(cls: type, folder: str) -> Any:
-    """Read the config of the run in a folder, to resume it."""
-    return run_config(folder, cls, "--out", network=config_of_run(folder, "--out"))
+def old_config(cls: type, folder: str, flag: str = "--out") -> Any:
+    """Read the config of the run that `flag` names."""
+    return run_config(folder, cls, flag, network=config_of_run(folder, flag))
 
 
 def read_old(cls: type, folder: str) -> Values:
