@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, did_you_mean, naming
 from zigzag.core.flags import change, flat
 from zigzag.core.mesh import batch_spec, by_path, cast, row_groups, untyped
+from zigzag.core.options import only, without
 from zigzag.parallel.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
 from zigzag.run.custom_loss import check_loss, sums_and_gradient
@@ -167,12 +168,12 @@ class CustomStep:
         dtype = c.network.dtype
 
         def all_losses(params, given):
-            sums = [loss_sums(call.loss({**others, **_some(params, call.trees)}, batch))[0]
+            sums = [loss_sums(call.loss({**others, **only(params, *call.trees)}, batch))[0]
                     for call, (others, batch) in zip(self.calls, given, strict=True)]
             return sum(sums), sum(sums)
 
         def given(parts):
-            return [(cast(_some(call.trees, call.trees.keys() - self.params), dtype),
+            return [(cast(without(call.trees, *self.params), dtype),
                      jax.tree.map(lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])),
                                   call.batch)) for call in self.calls]
 
@@ -187,12 +188,12 @@ class CustomStep:
         if number not in self.plans:
             def init(key):
                 return {**optax.tree.zeros_like(call.trees),
-                        **_some(self.task.init(key), call.trees)}
+                        **only(self.task.init(key), *call.trees)}
 
-            known = _some(self.places, call.trees)
+            known = only(self.places, *call.trees)
             exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
             rows = jax.tree.leaves(call.batch)[0].shape[0]
-            timed = _some(self.task.timed, call.batch)
+            timed = only(self.task.timed, *call.batch)
             with naming(str(call)):
                 plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
                                  call.loss, call.batch, exactly, number not in self.as_one_device,
@@ -299,8 +300,8 @@ class CustomStep:
             found = []
 
             def gradients(loss, trees, name, batch):
-                found.append((_some(trees, trees.keys() - self.params), batch))
-                others = _some(trees, trees.keys() - {name})
+                found.append((without(trees, *self.params), batch))
+                others = without(trees, name)
                 sums, grads = untyped(functools.partial(
                     sums_and_gradient, with_checked_sums(loss)[0]))(
                         {name: trees[name]}, others, batch)
@@ -330,13 +331,8 @@ def _trace():
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
-def _some(trees, names):
-    """Return the trees that have these names."""
-    return {name: tree for name, tree in trees.items() if name in names}
-
-
 def _of_user(state):
-    return _some(state, ("params", "opt", "step"))
+    return only(state, "params", "opt", "step")
 
 
 def _shapes(tree):

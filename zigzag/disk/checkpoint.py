@@ -55,7 +55,7 @@ from zigzag.core.files import (
 )
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
-from zigzag.core.options import options
+from zigzag.core.options import only, options, without
 from zigzag.core.parts import mirrors, part, place
 from zigzag.disk.lines import Record
 from zigzag.disk.tokenizers import Tokenizer, read_record, tokenizer_of
@@ -79,8 +79,7 @@ def run_config(folder: str | Path, config: type, flag: str = "--run", **given: A
     """Make a `config` (a dataclass) from the values in a run's config.json, overridden by those in
     `given`. Fields newer than the run get their default or derived values."""
     record, path = run_record(folder, flag), place(folder) / "config.json"
-    known = {name: record[name] for name in options(config)
-             if name in record and name not in given}
+    known = without(only(record, *options(config)), *given)
     if not known:
         raise ConfigError(f"{path} is damaged or not a run's: it has no configuration")
     try:
@@ -377,8 +376,7 @@ def as_saved(value: Any) -> Any:
 def state_items(state: Any) -> dict[str, Any]:
     """Split a state into a checkpoint's two items: params (the weights) and opt (everything only
     training needs)."""
-    return {"params": state["params"],
-            "opt": {name: x for name, x in state.items() if name != "params"}}
+    return {"params": state["params"], "opt": without(state, "params")}
 
 
 def _kinds(tree):

@@ -35,6 +35,7 @@ import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import as_json, digest, read_json, sha256, write_whole
+from zigzag.core.options import only
 from zigzag.disk import tiktoken
 from zigzag.disk.lines import Record
 
@@ -346,8 +347,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         return {}
     found = {name: (tokenizer.folder / name).read_bytes() for name in BESIDE
              if (tokenizer.folder / name).exists()}
-    known = read_record(tokenizer.folder / "config.json")
-    ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
+    ids = only(read_record(tokenizer.folder / "config.json"), "bos_token_id", "eos_token_id")
     if ids:             # from config.json, which isn't copied
         found.setdefault("generation_config.json", as_json(ids))
     is_ranks = tokenizer.kind == "tiktoken"
