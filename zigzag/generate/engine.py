@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from zigzag.core.mesh import axis_size, batch_spec, cast, mesh_of, shardings, without_axis
+from zigzag.core.options import without
 from zigzag.generate.cache import layer_specs, new_layer
 from zigzag.generate.decoding import State
 from zigzag.parallel import low_rank
@@ -113,7 +114,7 @@ def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any
     """Replace a tree's stacked weights [L, ...] with a list of layers, each a dict. `counts` maps
     the names of the stacks, in order, to the number of layers in each. of_layer(leaf, i) returns
     layer i's leaf, given a stacked leaf (a weight or its spec)."""
-    return {**{name: w for name, w in tree.items() if name not in counts}, "layers": [
+    return {**without(tree, *counts), "layers": [
         low_rank.adapted(jax.tree.map(lambda w: of_layer(w, i), tree[name]))
         for name, count in counts.items() for i in range(count)]}
 

@@ -38,6 +38,7 @@ from zigzag.core.mesh import (
     within,
     without_axis,
 )
+from zigzag.core.options import only, without
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel import low_rank
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -201,8 +202,7 @@ class Plan:
     def in_two(self, tree: Any) -> tuple[Any, Any]:
         """Split a tree shaped like the weights: return its trained part and its frozen part."""
         if self.learned is not None:
-            own = {name: x for name, x in tree.items() if name == self.learned}
-            return own, {name: x for name, x in tree.items() if name not in own}
+            return only(tree, self.learned), without(tree, self.learned)
         return low_rank.split(tree) if self.config.network.lora_rank else (tree, {})
 
     @property
@@ -218,7 +218,7 @@ def in_one(trained: Any, frozen: Any) -> Any:
 
 def held_out(batch: dict[str, Any]) -> dict[str, Any]:
     """Drop the seeds from a batch, as in a held-out batch."""
-    return {name: x for name, x in batch.items() if name != "seeds"}
+    return without(batch, "seeds")
 
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
@@ -417,7 +417,7 @@ class Program:
     def saved(self, state: Any) -> Any:
         """Return the part of a state that a checkpoint holds: all but the frozen weights, which a
         run rereads from their source."""
-        return averages.to_disk({name: x for name, x in state.items() if name != "frozen"})
+        return averages.to_disk(without(state, "frozen"))
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
