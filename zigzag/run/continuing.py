@@ -25,7 +25,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.files import anyway, check_can_make, check_others
 from zigzag.core.flags import flat, recorded
 from zigzag.core.hosts import process_allgather
-from zigzag.core.options import Values, changes, options
+from zigzag.core.options import Values, changes, only, options
 from zigzag.core.parts import place
 from zigzag.disk.checkpoint import (
     FORMAT,
@@ -46,10 +46,8 @@ def record_of(config: Any) -> Values:
 
 def facts_of(config: Any) -> Values:
     """Return the values that must stay the same when a run resumes."""
-    record = record_of(config)
     same = [name for name, option in options(type(config)).items() if option.same]
-    own = facts_of_network(type(config.network))
-    return {name: record[name] for name in ("network", *own, *same)}
+    return only(record_of(config), "network", *facts_of_network(type(config.network)), *same)
 
 
 # Facts derived from a published folder by the code that reads it. `check_folder` compares the

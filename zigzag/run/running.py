@@ -124,9 +124,8 @@ def open_folder(program: Program, facts: Values, rates: dict[str, float], say: R
         return None
     record = continuing.record_of(config) | facts | {
         "rates": rates, "own_weights": has_own_weights(program)}
-    now = {name: record[name] for name in [*continuing.facts_of(config), *facts]}
-    old = continuing.check_folder(type(config), config.out, now, change=config.change,
-                                  params=state["params"])
+    old = continuing.check_folder(type(config), config.out, continuing.facts_of(config) | facts,
+                                  change=config.change, params=state["params"])
     if "changes" in old:        # from earlier starts
         record["changes"] = old["changes"]
     folder = RunFolder(config, record, continuing.changed_facts(config, record, old), state)
