@@ -15,7 +15,7 @@ from typing import IO, Any, Callable, Iterator
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, listed
 
 try:
     import fcntl
@@ -48,9 +48,8 @@ def check_others(folder: Path, flag: str, maker: str,
     except OSError as e:
         raise ConfigError(f"{flag} {folder}: {e.strerror}") from None
     if others:
-        more = f" and {len(others) - 3} more" * (len(others) > 3)
-        raise ConfigError(f"{flag} {folder} holds {', '.join(others[:3])}{more}, which {maker} did "
-                          f"not make; give a new folder")
+        raise ConfigError(f"{flag} {folder} holds {listed(others, 3)}, which {maker} did not make; "
+                          f"give a new folder")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -383,10 +383,10 @@ def _kinds(tree):
     return {path: f"{x.dtype}{list(x.shape)}" for path, x in by_path(tree).items()}
 
 
-def _differences(saved, item):
-    """Describe how the arrays of a single item, {name: a tree}, differ from `saved`, the list in a
-    checkpoint's description. Return '' if they match."""
-    (name,), now = item, _kinds(item)
+def _differences(saved, name, tree):
+    """Describe how the arrays of the item `name` differ from `saved`, the list in a checkpoint's
+    description. Return '' if they match."""
+    now = _kinds({name: tree})
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
     found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
              f"{now.get(path, 'gone')}"
@@ -397,7 +397,7 @@ def _differences(saved, item):
 
 def differing_weights(folder: str | Path, params: Any) -> str:
     """Describe how the weights that a run has saved differ from `params`."""
-    found = (_differences(meta.get("leaves", {}), {"params": params})
+    found = (_differences(meta.get("leaves", {}), "params", params)
              for meta in _descriptions(folder).values())
     return next(filter(None, found), "no checkpoint lists them")
 
@@ -550,7 +550,7 @@ def _read_items(folder, wanted, whose):
         if str(step) != folder.name:
             raise ValueError(f"it is from step {step}")
     for name, tree in wanted.items():
-        if differs := _differences(saved, {name: tree}):
+        if differs := _differences(saved, name, tree):
             what = "weights from this model's" if name == "params" else "arrays from this run's"
             raise ConfigError(f"{whose}: checkpoint {step} holds different {what} ({differs}); "
                               f"undo the code edit that changed them, or train a new run")

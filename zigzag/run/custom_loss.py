@@ -32,7 +32,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core import edited as tested
-from zigzag.core.errors import ConfigError, any_loss, one_line
+from zigzag.core.errors import ConfigError, any_loss, listed, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, cast, shardings, untyped
 from zigzag.parallel.experts import ROUNDS
@@ -209,8 +209,7 @@ def _find_difference(plan, make_batch, compute):
         what = sorted((name for name in found if times[name] > 1), key=_is_gradient)
         apart.append(bool(what))
         if what and (max(times.values()) > 3 or sum(apart) == 2):
-            texts = [f"{name} by {_ratio(*found[name][:2]):.1%}" for name in what[:3]]
-            return ", ".join(texts) + f" and {len(what) - 3} more" * (len(what) > 3)
+            return listed([f"{name} by {_ratio(*found[name][:2]):.1%}" for name in what], 3)
     return "" if apart else None
 
 
