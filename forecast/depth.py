@@ -12,7 +12,7 @@ from typing import Any
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import flat
-from zigzag.core.options import Values, options
+from zigzag.core.options import Values, only, options
 from zigzag.disk.reading import is_prepared
 from zigzag.disk.tokenizers import Bytes, read_record
 
@@ -36,7 +36,7 @@ def chosen(given: Values) -> Values:
     head = 32 if depth < 8 else 64
     width = given.get("d_model") or -(-depth * WIDTH // head) * head
     sizes = {"layers": depth, "d_model": width, "heads": max(1, width // head)}
-    own = {name: value for name, value in given.items() if name in options(network.config)}
+    own = only(given, *options(network.config))
     c = network.config(**{**sizes, "vocab_size": vocabulary(given), **own})
 
     tokens = max(1, given.get("tokens") or TOKENS * network.parameters(c)[1])

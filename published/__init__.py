@@ -35,6 +35,7 @@ from published.presets import PRESETS as FIELDS
 from published.presets import fields_of_preset
 from zigzag.core.hosts import assert_same_everywhere
 from zigzag.core.mesh import best_dtype
+from zigzag.core.options import only
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.engine import Engine
 from zigzag.generate.rows import check_writes
@@ -72,7 +73,7 @@ def config_of(fields: dict[str, Any]) -> Any:
     """Turn the fields of a transformer.Config into a config of the network that has them."""
     network = network_of_fields(fields)
     own = {f.name for f in dataclasses.fields(network.config)}
-    return network.config(**{name: value for name, value in fields.items() if name in own})
+    return network.config(**only(fields, *own))
 
 
 PRESETS = {name: config_of(fields) for name, fields in FIELDS.items()}

@@ -31,8 +31,8 @@ from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
 from published.record import an_id, classed, count, pictures, refuse, wrong
-from published.transformer import only
 from zigzag.core.mesh import cast, vary_like
+from zigzag.core.options import only, without
 from zigzag.parallel.network import CacheLayer, Network, Params
 from zigzag.parallel.products import lookup, matmul
 from zigzag.parallel.table import Table
@@ -236,8 +236,7 @@ def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
 
 def decoder_of(tree: Params) -> Params:
     """Move the language model's entries to the top of a tree of weights or specs."""
-    others = {name: w for name, w in tree.items() if name != "text"}
-    return others | tree.get("text", {})
+    return without(tree, "text") | tree.get("text", {})
 
 
 def source_ids(c: Any) -> tuple[int, ...]:

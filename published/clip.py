@@ -24,8 +24,8 @@ from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
 from published.record import an_id, classed, count, named, pictures
-from published.transformer import only
 from zigzag.core.mesh import cast
+from zigzag.core.options import only
 from zigzag.parallel.network import Network, Params
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table

@@ -19,6 +19,7 @@ from published.record import (
     sizes,
     wrong,
 )
+from zigzag.core.options import without
 
 PAIRS: Families = {}
 
@@ -69,7 +70,7 @@ def _t5_tied(r, fields, folder):
     if np.array_equal(head, table):
         return {"tied": True}
     # If transformers 4 supports such a model, we write version 4's format, which 5 can read too.
-    older = {name: value for name, value in r.items() if name != "scale_decoder_outputs"}
+    older = without(r, "scale_decoder_outputs")
     older = r if fields["head_scale"] else {**older, "tie_word_embeddings": False}
     return {"tied": False, "published": json.dumps(older, sort_keys=True)}
 

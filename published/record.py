@@ -16,7 +16,7 @@ import math
 import re
 from typing import Any, Iterator, Sequence
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, listed
 from zigzag.core.options import fits, options
 
 Fields = dict[str, Any]
@@ -78,12 +78,6 @@ OFF = dict(is_encoder_decoder=False, is_causal=True, add_cross_attention=False,
            sliding_window=None, use_sliding_window=False, layer_types=None, attention_bias=False,
            mlp_bias=False, rope_scaling=None, partial_rotary_factor=1.0,
            quantization_config=None, quantization=None, quantization_bit=None)
-
-
-def listed(items: Sequence[str], most: int) -> str:
-    """List the first `most` items as text, and say how many more there are."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
 
 
 def wrong(name: str, value: Any, what: str) -> ConfigError:

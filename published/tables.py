@@ -15,6 +15,7 @@ from published import stems
 from published.general import Shapes
 from published.positions import relative_rows
 from zigzag.core.flags import change
+from zigzag.core.options import only
 from zigzag.parallel.network import Params
 from zigzag.parallel.table import Table, padded
 
@@ -168,7 +169,7 @@ def batch_shapes(config: Any, rows: int) -> Shapes:
         kind = weights if c.labels == 1 else ids
         batch = {"tokens": ids, "mask": weights, "labels": kind.update(shape=(rows,))}
     if c.own_stem != "tokens":
-        batch = {name: batch[name] for name in batch.keys() & {"labels"}}
+        batch = only(batch, "labels")
     if c.stem != "tokens":
         batch["source"] = weights.update(shape=stems.source_shape(c, rows))
     elif c.encoder_layers:

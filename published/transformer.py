@@ -41,11 +41,11 @@ from published.positions import (
     relative_ids,
     sinusoids,
 )
-from published.record import listed
 from published.tables import batch_shapes, encoder_config, table
-from zigzag.core.errors import ConfigError, check_length
+from zigzag.core.errors import ConfigError, check_length, listed
 from zigzag.core.flags import change, is_derived
 from zigzag.core.mesh import axis_size, cast, check_ids, mark_varying, time_parts
+from zigzag.core.options import only, without
 from zigzag.generate import cache as kv_cache
 from zigzag.parallel import attention, low_rank, remat
 from zigzag.parallel.network import (
@@ -515,7 +515,7 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
                                        softcap=c.logit_softcap)
         return with_hits(total, jnp.sum(batch["weights"]), hits, c)
 
-    others = {k: w for k, w in params.items() if k not in ("layers", "encoder")}
+    others = without(params, "layers", "encoder")
     stacked, specs_of_layers = _layers(params, specs)
     return shard.pipelined_loss(
         lambda params, batch: begin(params, c, batch, specs, embed), layer, head, others, stacked,
@@ -574,11 +574,6 @@ def _source(batch, c):
     if "seeds" in batch:        # so that dropout differs from the decoder's
         known["seeds"] = batch["seeds"] + np.uint32(0x9E3779B9)
     return with_positions(known, c)
-
-
-def only(batch: Batch, *names: str) -> Batch:
-    """Return the batch's arrays with these names."""
-    return {name: batch[name] for name in names if name in batch}
 
 
 def local_time(tree):

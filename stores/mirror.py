@@ -5,7 +5,6 @@ import contextlib
 import fnmatch
 import functools
 import glob
-import hashlib
 import itertools
 import os
 import re
@@ -16,7 +15,7 @@ from typing import IO, Any, Iterable
 from stores.lease import Lease
 from stores.store import Store, no_room, parts_of, time_of
 from zigzag.core.errors import ConfigError
-from zigzag.core.files import fcntl, lock
+from zigzag.core.files import digest, fcntl, lock
 from zigzag.core.parts import mirrors
 
 MARKER = "_CHECKPOINT_METADATA"         # a checkpoint's last object
@@ -33,8 +32,8 @@ def _scratch():
 
 def _own_folder(address):
     """Return a folder for an address. No other process uses it until this one ends."""
-    digest = hashlib.sha256(address.encode()).hexdigest()
-    root = _scratch() / f"{re.sub(r'[^a-zA-Z0-9]+', '-', address)[-80:]}-{digest[:8]}"
+    name = re.sub(r"[^a-zA-Z0-9]+", "-", address)[-80:]
+    root = _scratch() / f"{name}-{digest(address.encode())[:8]}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         for number in itertools.count():

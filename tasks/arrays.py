@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterator
 
 from tasks import examples, metrics
 from zigzag.core.errors import ConfigError
+from zigzag.core.options import without
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.parallel.network import flops_of_update, network_of
 from zigzag.run import schedules
@@ -51,7 +52,7 @@ def scored(config: Any, network: Any) -> dict[str, Callable]:
     def predict(params, batch):
         batch = dict(batch)
         first = batch.pop("source") if "source" in batch else batch.pop("tokens")
-        more = {name: x for name, x in batch.items() if name not in ("labels", "seeds")}
+        more = without(batch, "labels", "seeds")
         return network.forward(params, first, config.network, **more).argmax(-1)
 
     def metric(outputs, rows):

@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from zigzag.core.errors import ConfigError, did_you_mean, naming
 from zigzag.core.flags import change, flat
 from zigzag.core.mesh import batch_spec, by_path, cast, row_groups, untyped
+from zigzag.core.options import only, without
 from zigzag.parallel.rule import plan_sharding
 from zigzag.run.checks import check_batch, check_overrides
 from zigzag.run.custom_loss import check_loss, sums_and_gradient
@@ -94,8 +95,6 @@ class CustomStep:
         make_optimizer.check(by_path(self.params))
         self.plans = {}                 # {call number: Plan}
         self.as_one_device = set()      # numbers of the calls whose loss runs as on one device
-        self.number, self.skipped = 0, []       # in the current trace: how many calls so far, and
-                                                # whether each loss or gradient was not finite
 
     # -- the first trace, with shapes only
 
@@ -169,13 +168,12 @@ class CustomStep:
         dtype = c.network.dtype
 
         def all_losses(params, given):
-            sums = [loss_sums(call.loss({**others, **{n: params[n] for n in call.trees
-                                                      if n in params}}, batch))[0]
+            sums = [loss_sums(call.loss({**others, **only(params, *call.trees)}, batch))[0]
                     for call, (others, batch) in zip(self.calls, given, strict=True)]
             return sum(sums), sum(sums)
 
         def given(parts):
-            return [(cast({n: x for n, x in call.trees.items() if n not in self.params}, dtype),
+            return [(cast(without(call.trees, *self.params), dtype),
                      jax.tree.map(lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])),
                                   call.batch)) for call in self.calls]
 
@@ -189,13 +187,13 @@ class CustomStep:
         """Return the Plan for the call with this number in a trace."""
         if number not in self.plans:
             def init(key):
-                known = {n: x for n, x in self.task.init(key).items() if n in call.trees}
-                return {**optax.tree.zeros_like(call.trees), **known}
+                return {**optax.tree.zeros_like(call.trees),
+                        **only(self.task.init(key), *call.trees)}
 
-            known = {n: d for n, d in self.places.items() if n in call.trees}
+            known = only(self.places, *call.trees)
             exactly = [(f"^{re.escape(path)}$", d.spec) for path, d in by_path(known).items()]
             rows = jax.tree.leaves(call.batch)[0].shape[0]
-            timed = {name: said for name, said in self.task.timed.items() if name in call.batch}
+            timed = only(self.task.timed, *call.batch)
             with naming(str(call)):
                 plan = make_plan(change(self.config, batch=rows, override=()), self.mesh, init,
                                  call.loss, call.batch, exactly, number not in self.as_one_device,
@@ -240,6 +238,7 @@ class CustomStep:
         plan = dataclasses.replace(plan, config=self.config, learned=None)
 
         def step(state, batch):
+            # How many calls this trace has made, and whether each loss or gradient wasn't finite.
             self.number, self.skipped = 0, []
             new, metrics = self.step(_of_user(state), batch, self.gradients, self.update)
             usual = {"lr": self.rate(state["step"]), "grad_norm": jnp.float32(0),
@@ -301,8 +300,8 @@ class CustomStep:
             found = []
 
             def gradients(loss, trees, name, batch):
-                found.append(({n: x for n, x in trees.items() if n not in self.params}, batch))
-                others = {n: x for n, x in trees.items() if n != name}
+                found.append((without(trees, *self.params), batch))
+                others = without(trees, name)
                 sums, grads = untyped(functools.partial(
                     sums_and_gradient, with_checked_sums(loss)[0]))(
                         {name: trees[name]}, others, batch)
@@ -333,7 +332,7 @@ def _trace():
 
 
 def _of_user(state):
-    return {name: state[name] for name in ("params", "opt", "step")}
+    return only(state, "params", "opt", "step")
 
 
 def _shapes(tree):

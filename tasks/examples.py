@@ -21,7 +21,7 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line
-from zigzag.core.files import sha256
+from zigzag.core.files import digest, sha256
 from zigzag.core.parts import here
 from zigzag.disk.lines import existing, lacks, numbers_in, read_npy, texts_of
 from zigzag.disk.mixture import Part
@@ -49,8 +49,8 @@ def opened(config: Any, read: Callable) -> tuple[Any, Part, str, str]:
     if not config.held_out:
         return own, own.held_out, str(own), own.fingerprint
     other = read(here(config.held_out), whole=True)
-    digest = hashlib.sha256(f"{own.fingerprint} {other.fingerprint}".encode()).hexdigest()
-    return own, other.train, f"{own}\n         evaluated on {other}", digest
+    return (own, other.train, f"{own}\n         evaluated on {other}",
+            digest(f"{own.fingerprint} {other.fingerprint}".encode()))
 
 
 # -------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Pairs:
         self.states = list(map(_state, self.files))
         # Three numbers per pair: its file, its line, and the offset of its first byte.
         self.places, is_held_out, arrays = array.array("q"), bytearray(), set()
-        digest = hashlib.sha256(json.dumps(self.fields).encode())
+        found = hashlib.sha256(json.dumps(self.fields).encode())
         for number, file in enumerate(self.files):
             start = 0
             with open(file, "rb") as f:
@@ -85,14 +85,14 @@ class Pairs:
                             arrays.add(array_file(source, file)[0])
                         is_held_out.append(is_tenth(source))
                         self.places.extend((number, line, start))
-                    digest.update(raw)
+                    found.update(raw)
                     start += len(raw)
         if not is_held_out:
             raise ConfigError(f"{self.name}: no lines in it; expected an object with the texts "
                               f"{' and '.join(self.fields)} on each line")
         for path in sorted(arrays):
-            digest.update(sha256(path).encode())
-        self.fingerprint = digest.hexdigest()
+            found.update(sha256(path).encode())
+        self.fingerprint = found.hexdigest()
         self.train, self.held_out = _split(self, is_held_out, self.name, whole)
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -207,8 +207,8 @@ class Arrays:
                                   f"{list(found.shape[1:])}; expected {expected} of {list(row)}")
             if is_whole and limits.get(name):
                 self.below[name] = limits[name]
-        self.fingerprint = hashlib.sha256("".join(
-            p.name * path.is_dir() + sha256(p) for p in files).encode()).hexdigest()
+        self.fingerprint = digest("".join(
+            p.name * path.is_dir() + sha256(p) for p in files).encode())
         marks = np.zeros(next(iter(lengths.values())), bool)    # so _split holds out the last tenth
         self.train, self.held_out = _split(self, marks, path, whole)
 

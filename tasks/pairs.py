@@ -15,6 +15,7 @@ import numpy as np
 import sample
 from tasks import examples, metrics
 from zigzag.core.errors import ConfigError
+from zigzag.core.options import only
 from zigzag.core.parts import part
 from zigzag.disk.tokenizers import Bytes, Tokenizer, tokenizer_record
 from zigzag.generate.decoding import GREEDY
@@ -61,7 +62,7 @@ def task_of(config: Any, tokenizer: Tokenizer, pairs: Sequence, held_out: Sequen
         raise ConfigError(f"--seq_len {length}: {len(begin)} tokens come before a target")
 
     def predict(params, batch):
-        source = {name: batch[name] for name in ("source", "source_mask") if name in batch}
+        source = only(batch, "source", "source_mask")
         tokens = jnp.broadcast_to(jnp.array(begin), (len(batch["source"]), len(begin)))
         new = sample.generate_ids(params, source | {"tokens": tokens}, config.network,
                                   length - len(begin), GREEDY, 0, (end,), config.beams)

@@ -32,7 +32,7 @@ from zigzag.disk import checkpoint
 from zigzag.parallel.network import NETWORKS
 from zigzag.parallel.saved import load_run
 from zigzag.parallel.table import Weight
-from zigzag.run.continuing import read_old
+from zigzag.run.continuing import check_folder
 
 transformer = needed("published.transformer")
 
@@ -226,15 +226,14 @@ def test_a_record_that_cannot_be_read_is_one_line(tmp_path, record, says):
     if record is not None:
         (tmp_path / "config.json").write_bytes(record.replace(b"{", b'{"format": 1, ', 1))
     with pytest.raises(ConfigError, match=says):
-        checkpoint.read_run(tmp_path, transformer.Config)
+        checkpoint.run_config(tmp_path, transformer.Config)
 
 
 def test_a_field_that_is_newer_than_a_run_had_its_default(tmp_path):
     """A run that is continued with another value of a field that was added since."""
     (tmp_path / "config.json").write_text(json.dumps(
         {"format": 1, "network": "decoder", "layers": 2, "d_model": 64, "data": ["a"]}))
-    check = functools.partial(checkpoint.check_run_folder, str(tmp_path), may={},
-                              read_old=functools.partial(read_old, train.Config))
+    check = functools.partial(check_folder, train.Config, str(tmp_path))
     # (head_dim followed from the width.)
     check({"layers": 2, "experts": 0, "head_dim": 8, "data": ("a",)})
     with pytest.raises(ConfigError, match="head_dim 8, not 9; experts 0, not 2"):

@@ -17,7 +17,7 @@ from typing import Any, Sequence
 import train
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import Argv, check_shards, help_text, parse_flags, show_help
-from zigzag.core.options import Groups, Values, comments, options
+from zigzag.core.options import Groups, Values, comments, only, options, without
 from zigzag.core.parts import Unused, commands, has_part, part
 from zigzag.parallel.network import (
     COMPUTED,
@@ -86,7 +86,7 @@ def fields_of_weights(given: Values, network: Network, config: Any) -> Values:
     shape = network.source_shape(config)
     source_len = ["source_len"] if shape and len(shape) == 1 else []
     if given.get("init_from"):
-        base = {k: v for k, v in base.items() if k not in ("dtype", "lora_rank", *COMPUTED)}
+        base = without(base, "dtype", "lora_rank", *COMPUTED)
     else:
         base |= {name: min(base[name], FINE_TUNING_LENGTH) for name in ["seq_len", *source_len]}
     base["remat"] = "full"      # published models tend to fill memory
@@ -138,7 +138,7 @@ def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
 def _show_help(given, is_all, script):
     """Print the help: all flags, with the values that the `given` ones lead to."""
     network, fields, source = chosen(given)
-    own = {name: value for name, value in fields.items() if name in options(network.config)}
+    own = only(fields, *options(network.config))
     values = fields | dataclasses.asdict(network.config(**own)) | source if given else {}
     values |= {name: as_given(value) for name, value in given.items()} | {"published": ""}
     plain, others = train.model.Config, [*NETWORKS.values()] if is_all else [network]
@@ -203,8 +203,7 @@ def make_config(network: Network, values: Values, given: Values) -> Any:
             raise ConfigError(f"--{name} {given[name]}: the network {network.name} has no such "
                               f"option; --model {has[0]} has it, or add it to the Config that you "
                               f"train")
-    return train.Config(network=network.config(**{n: v for n, v in values.items() if n in own}),
-                        **{n: v for n, v in values.items() if n in of_run})
+    return train.Config(network=network.config(**only(values, *own)), **only(values, *of_run))
 
 
 def asked_of_run(given: Values, old: Any) -> Values:

@@ -12,10 +12,10 @@ import train
 from zigzag.commands import command_line
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import flat
-from zigzag.core.options import Values, changes, options
+from zigzag.core.options import Values, changes, only, options, without
 from zigzag.core.parts import commands
-from zigzag.disk.checkpoint import newest_step, run_config, run_record
-from zigzag.parallel.network import config_of_run, network_of
+from zigzag.disk.checkpoint import newest_step, run_record
+from zigzag.parallel.network import network_of
 from zigzag.parallel.saved import is_custom
 from zigzag.run import continuing, source
 
@@ -42,7 +42,7 @@ def continued(given: Values) -> Any:
     try:
         config = command_line.make_config(network, values, given)
     except ConfigError:     # if a value differs from the run's, let `check` report that instead
-        check({name: asked[name] for name in continuing.facts_of(old) if name in asked})
+        check(only(asked, *continuing.facts_of(old)))
         raise
     continuing.check_steps({"steps": config.steps} if "tokens" in given else {}, out)
     check({**continuing.facts_of(config), "network": asked.pop("network", network.name)})
@@ -72,7 +72,7 @@ def of_run(run: str, given: Values) -> Any:
     contradict values that affect the run's results."""
     if is_custom(run_record(run)):
         raise ConfigError(f"--run {run}: a run of a custom task; give a run of train.py first")
-    old = run_config(run, train.Config, network=config_of_run(run))
+    old = continuing.old_config(train.Config, run, "--run")
     facts = continuing.facts_of(old) | {"model": old.model, "init_from": old.init_from}
     for name, value in given.items():
         if facts.get(name, value) != value:
@@ -91,4 +91,4 @@ def left_out(given: Values, old: Values, *configs: type) -> Values:
     if "decay" in given.get("change", ()):      # drop the old decay's end, and perhaps its shape
         is_other = given.get("decay", old["decay"]) != old["decay"]
         dropped |= {"decay_steps", *(("cooldown", "final_share") if is_other else ())}
-    return {name: value for name, value in old.items() if name not in dropped | given.keys()}
+    return without(old, *dropped, *given)

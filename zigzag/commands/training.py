@@ -59,7 +59,7 @@ def opened(config: Any, is_quiet: bool = False) -> Iterator[tuple[Any, Task, Rep
     loggers.check(config)
     check = functools.partial(continuing.check_folder, train.Config, config.out,
                               change=config.change)
-    old = check(continuing.facts_of(config), source.needs(config)) or {}
+    old = check(continuing.facts_of(config), source.needs(config))
     fingerprint = str(old.get("fingerprint", ""))       # of the data, if this resumes a run
     if old and "data" in config.change and source.needs(config):
         tokenizer = tokenizer_of(run, old)

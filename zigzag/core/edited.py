@@ -20,13 +20,12 @@ test_all.py doesn't renew that entry. Once the tests of published/ have passed, 
     python -m zigzag.core.edited        records published/
 """
 
-import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any, Sequence
 
-from zigzag.core.files import write_whole
+from zigzag.core.files import digest, record_in, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = ".tested"
@@ -37,13 +36,12 @@ FILES = ("model.py", "shard.py", "train.py", "data.py", "sample.py", *MACHINERY)
 
 def hash_of(path: Path) -> str:
     """Hash a file's text, or all Python files in a folder; return "" if it can't be read."""
-    digest = hashlib.sha256()
     try:
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.name.encode() + file.read_bytes().replace(b"\r\n", b"\n"))
+        return digest(b"".join(
+            file.name.encode() + file.read_bytes().replace(b"\r\n", b"\n")
+            for file in (sorted(path.glob("*.py")) if path.is_dir() else [path])))[:12]
     except OSError:
         return ""
-    return digest.hexdigest()[:12]
 
 
 # {file or folder: its hash}, computed once at import, for the code that this process runs.
@@ -53,11 +51,7 @@ RUNNING = {name: hash_of(ROOT / name) for name in (*FILES, "published")
 
 def read_record() -> dict[str, str]:
     """Return {file or folder: its hash when its tests passed}, or {} if no record is readable."""
-    try:
-        record = json.loads((ROOT / NAME).read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+    return record_in(ROOT / NAME)
 
 
 def renew_record(names: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ import difflib
 import importlib
 import re
 import sys
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 # Control characters except tab and newline. Text must not move the cursor or rename the window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -108,6 +108,12 @@ def one_line(error: BaseException) -> str:
         if part in text:
             return part.lower().replace("_", " ")
     return text.split(" See full TensorStore")[0][:120]
+
+
+def listed(items: Sequence[str], most: int) -> str:
+    """List the first `most` items as text, and say how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
 
 
 def as_given(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import IO, Any, Callable, Iterator
 
 import numpy as np
 
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, listed
 
 try:
     import fcntl
@@ -48,9 +48,8 @@ def check_others(folder: Path, flag: str, maker: str,
     except OSError as e:
         raise ConfigError(f"{flag} {folder}: {e.strerror}") from None
     if others:
-        more = f" and {len(others) - 3} more" * (len(others) > 3)
-        raise ConfigError(f"{flag} {folder} holds {', '.join(others[:3])}{more}, which {maker} did "
-                          f"not make; give a new folder")
+        raise ConfigError(f"{flag} {folder} holds {listed(others, 3)}, which {maker} did not make; "
+                          f"give a new folder")
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -167,19 +166,32 @@ def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> No
         raise ConfigError(f"{name}: {has}; this code reads and writes only format {wanted}: {how}")
 
 
+def digest(content: bytes) -> str:
+    """Return the hex digest of these bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def record_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in one of our own files, or {} if the file is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def sha256(path: Path) -> str:
     """Return the hex digest of a file of up to 256 MiB. For a larger file, return a digest of its
     size plus 256 evenly spaced 1 MiB chunks."""
-    size, digest = path.stat().st_size, hashlib.sha256()
+    size, found = path.stat().st_size, hashlib.sha256()
     starts = range(0, size, 2**20)
     if size > 2**28:
-        digest.update(str(size).encode())
+        found.update(str(size).encode())
         starts = [i * (size - 2**20) // 255 for i in range(256)]
     with open(path, "rb") as f:
         for start in starts:
             f.seek(start)
-            digest.update(f.read(2**20))
-    return digest.hexdigest()
+            found.update(f.read(2**20))
+    return found.hexdigest()
 
 
 def read_at_random(array: Any) -> None:

@@ -22,7 +22,7 @@ import tokenize
 import types
 import typing
 from pathlib import Path
-from typing import Any, Callable, Collection, NamedTuple, Sequence
+from typing import Any, Callable, Collection, Mapping, NamedTuple, Sequence
 
 from zigzag.core.errors import ConfigError, did_you_mean
 
@@ -40,6 +40,16 @@ PARTS = "published", "forecast", "tools", "tasks"
 def has_part(name: str) -> bool:
     """Return whether this copy has a part: a folder next to zigzag/ that a fork may delete."""
     return (ROOT / name / "__init__.py").exists()
+
+
+def only(values: Mapping[str, Any], *names: str) -> Values:
+    """Return the values that have one of these names."""
+    return {name: value for name, value in values.items() if name in names}
+
+
+def without(values: Mapping[str, Any], *names: str) -> Values:
+    """Return the values that have none of these names."""
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def flag(default: Any, **said: Any) -> Any:

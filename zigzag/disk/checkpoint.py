@@ -25,7 +25,6 @@ run derives it from the evaluations in the existing checkpoints.
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import json
@@ -46,19 +45,17 @@ from jax import Array
 from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
 from zigzag.core.files import (
-    anyway,
     appears,
-    check_can_make,
     check_format,
-    check_others,
     lock,
+    record_in,
     run_has_begun,
     write_json,
     write_whole,
 )
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import by_path, mesh_of, platform
-from zigzag.core.options import options
+from zigzag.core.options import only, options, without
 from zigzag.core.parts import mirrors, part, place
 from zigzag.disk.lines import Record
 from zigzag.disk.tokenizers import Tokenizer, read_record, tokenizer_of
@@ -78,18 +75,11 @@ WAITS_FROM = 2**28
 FORMAT = 1
 
 
-def read_run(folder: str | Path, config: type, flag: str = "--run") -> Record:
-    """Read the config.json of the run that `flag` names, filling in all fields of the dataclass
-    `config`. Fields newer than the run get their default or derived values."""
-    return {**run_record(folder, flag), **dataclasses.asdict(run_config(folder, config, flag))}
-
-
 def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
     """Make a `config` (a dataclass) from the values in a run's config.json, overridden by those in
-    `given`."""
+    `given`. Fields newer than the run get their default or derived values."""
     record, path = run_record(folder, flag), place(folder) / "config.json"
-    known = {name: record[name] for name in options(config)
-             if name in record and name not in given}
+    known = without(only(record, *options(config)), *given)
     if not known:
         raise ConfigError(f"{path} is damaged or not a run's: it has no configuration")
     try:
@@ -124,118 +114,65 @@ def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
     return tokenizer_of(place(folder), record) if "tokenizer" in record else None
 
 
-# Facts derived from a published folder by the code that reads it. `check_run_folder` compares the
-# folder's name instead.
-FOLLOWS = ("published", "pad_id")
-# {a fact that isn't an option: the word of --change that allows a new value}
-OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
-
-
-def check_run_folder(out: str, now: Record, read_old: Callable, may: dict[str, str],
-                     needs: Sequence[str] = (), change: Sequence[str] = (), params: Any = None
-                     ) -> Record | None:
-    """Refuse to resume the run in `out` if its facts differ from `now`, or if it lacks any of the
-    facts in `needs`. Return the existing run's facts, read_old(out), or None if there is no run.
-    Call this before writing anything. `may` maps each fact to the word of --change that allows a
-    new value; `change` lists the words given. If the weights differ (the fact `shapes`), the
-    message lists how the saved shapes differ from `params`."""
-    folder = place(out)
-    check_can_make(str(folder))
-    if not (folder / "config.json").exists():
-        check_others(folder, "--out", "train.py", OF_BEGINNING)
-        return None
-    old, now = (json.loads(json.dumps(facts)) for facts in (read_old(out), now))
-    if lacking := [name for name in needs if name not in old]:
-        raise ConfigError(f"--out {out} holds a run of a different task (it has no {lacking[0]}); "
-                          f"give another --out")
-    differs = {name: f"{name} {_shown(old[name])}, not {_shown(value)}"
-               for name, value in now.items()
-               if name in old and old[name] != value and name not in FOLLOWS
-               and may.get(name) not in change
-               and (value or name not in ("vocab_size", "dtype"))}  # if empty, derived later
-    if "shapes" in differs:
-        differs.pop("base_weights", None)       # a fingerprint of some of the weights
-        found = (_differences(meta.get("leaves", {}), {"params": params})
-                 for meta in _descriptions(folder).values())
-        which = next(filter(None, found), "no checkpoint lists them")
-        differs["shapes"] = f"different weights ({which})"
-    if differs:
-        words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
-        raise ConfigError(f"--out {out} holds a run with {'; '.join(differs.values())}: continue "
-                          f"it with its own values, or give another --out"
-                          + (f"; --change {words} allows the change" if words else ""))
-    return old
-
-
-# {regex for files that a run interrupted at its start may leave: condition on the path}
-OF_BEGINNING = {
-    r"data\d*|held_out": lambda path: (path / "data.json").exists(),
-    r"(data\d*|held_out)\.(part|before)": anyway,
-    "checkpoints": lambda path: not any(path.iterdir()),
-    r"lock|config\.json\.part": anyway}
-
-
-def _shown(value):
-    return " ".join(map(str, value)) if isinstance(value, list) and value else repr(value)
-
-
 # -------------------------------------------------------------------------------------------
 # The folder of a run in progress
+
+class OnDisk:
+    """What stores.uploads.Uploads is for a run in an object store, for a folder on a disk: the lock
+    file says which run writes there, and there is nothing to upload."""
+
+    def __init__(self, folder: Path):
+        self.word, self.holder = secrets.token_hex(8), (folder / "lock").read_text
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    take = start = check = wait = set_aside = finish = nothing
+
 
 class RunFolder(contextlib.AbstractContextManager):
     """Saves and restores a run's state and writes its metrics. As a context manager, it closes the
     folder on exit."""
 
-    def __init__(self, out: str, record: Record, must_match: Sequence[str],
-                 read_old: Callable, state: Any, keep: int, verify: bool, patience: int,
-                 may: dict[str, str], change: Sequence[str] = ()):
-        """`record` becomes config.json. When a run resumes, the facts named in `must_match` must
-        equal those of read_old(out), unless `may` and `change` allow a new value (as in
-        check_run_folder). `state` is a tree of shapes with shardings. The folder keeps the newest
-        `keep` checkpoints. .changed is {fact: [old, new]} for the facts changed by this start."""
-        self.out, self.folder = out, place(out).resolve()
-        self.record, self.state, self.keep, self.verify = record, state, keep, verify
+    def __init__(self, config: Any, record: Record, changed: dict[str, list], state: Any):
+        """`config` is the run's, and `record` becomes config.json. `changed` is {fact: [old, new]}
+        for the facts changed by this start. `state` is a tree of shapes with shardings."""
+        self.out, self.folder = config.out, place(config.out).resolve()
+        self.record, self.changed, self.state = record, changed, state
+        self.keep, self.verify = config.keep, config.verify == "on"
         self.is_process_0 = jax.process_index() == 0
         self.files, self.saved, self.restored = contextlib.ExitStack(), None, None
         self.has_damaged = False        # whether `restore` set aside damaged, newer checkpoints
         self.skipped = 0        # consecutive updates, up to the restored step, that learned nothing
         self.losses = []        # training losses from the last evaluation to the restored step
         self.best = set()       # steps of the best checkpoints
-        old = check_run_folder(out, {name: record[name] for name in must_match}, read_old, may,
-                               change=change, params=state["params"]) or {}
-        now = json.loads(json.dumps(record))
-        self.changed = {name: [old[name], now[name]] for name, of in may.items()
-                        if of in change and name in old and name in now and old[name] != now[name]}
-        if isinstance(old.get("changes"), list):        # from earlier starts
-            record["changes"] = old["changes"]
         # For a run in an object store, stores/ locks the address and uploads what appears here.
         mirror = mirrors.get(self.folder)
-        word = mirror.lease.word if mirror else secrets.token_hex(8)
-        self.uploads = mirror and part("stores.uploads", out).Uploads(
-            mirror, patience, lambda steps: {*steps[-keep:]} | self.best)
+        self.uploads = part("stores.uploads", self.out).Uploads(
+            mirror, config.patience, self.kept) if mirror else OnDisk(self.folder)
         if self.is_process_0:
-            self._take(word)
-        word = process_allgather(word)[0]
-        holder = self.uploads.holder if mirror else (self.folder / "lock").read_text
-        sees = process_allgather(appears(lambda: holder() == word, self.folder, min(60, patience)))
+            self._take()
+        word = process_allgather(self.uploads.word)[0]
+        sees = process_allgather(appears(lambda: self.uploads.holder() == word, self.folder,
+                                         min(60, config.patience)))
         if not all(sees):
-            raise ConfigError(f"--out {out}: process {sees.index(False)} does not see what process "
-                              f"0 writes there; give a folder that every process sees")
+            raise ConfigError(f"--out {self.out}: process {sees.index(False)} does not see what "
+                              f"process 0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", self, is_shared=not mirror)
-        if mirror:
-            self.uploads.start(word)
-            self.files.callback(self.uploads.finish)
+        # Whether this process renames a checkpoint here. With a store, each has its own folder.
+        self.renames = self.is_process_0 or mirror
+        self.uploads.start(word)
+        self.files.callback(self.uploads.finish)
 
-    def _take(self, word):
+    def _take(self):
         """Lock the folder until the process ends. In a new run, write config.json."""
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             held = self.files.enter_context(open(self.folder / "lock", "a"))
             lock(held)
-            if self.uploads:
-                self.uploads.take()
+            self.uploads.take()
             held.truncate(0)
-            held.write(word)
+            held.write(self.uploads.word)
             held.flush()
             os.fsync(held.fileno())
             if not (self.folder / "config.json").exists():      # else `restore` writes it
@@ -252,8 +189,8 @@ class RunFolder(contextlib.AbstractContextManager):
         failed, don't wait, because the others would never join."""
         if kind is not None and jax.process_count() > 1:
             return
-        watchdog.arm("a save")
-        with self.files, _as_run_error("the last checkpoint could not be saved"):
+        with self.files:
+            self.drain(uploads=False)
             self.manager.close()
 
     def restore(self, say: Callable[[str], Any]) -> Any:
@@ -263,9 +200,8 @@ class RunFolder(contextlib.AbstractContextManager):
         steps = process_allgather(_saved_steps(self.folder))[0]
         for at in steps:
             try:
-                items, meta = read_checkpoint(self.folder / "checkpoints" / str(at),
-                                              state_items(self.state), f"--out {self.out}",
-                                              self.verify)
+                items, meta = read_checkpoint(_checkpoint(self.folder, at), state_items(self.state),
+                                              f"--out {self.out}", self.verify)
                 state = {"params": items["params"], **items["opt"]}
                 self.saved, self.skipped = at, meta.get("skipped", 0)
                 break
@@ -287,12 +223,12 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def _set_aside(self, at):
         """Rename a damaged checkpoint once no process is reading it. Return its new name."""
-        folder, name = self.folder / "checkpoints", f"damaged-{at}"
-        if self.uploads:
-            self.uploads.set_aside(at, name)
-        if self.is_process_0 or self.uploads:
-            shutil.rmtree(folder / name, ignore_errors=True)    # an earlier one of this step
-            (folder / str(at)).rename(folder / name)
+        name = f"damaged-{at}"
+        self.uploads.set_aside(at, name)
+        if self.renames:
+            path = _checkpoint(self.folder, name)
+            shutil.rmtree(path, ignore_errors=True)     # an earlier one of this step
+            _checkpoint(self.folder, at).rename(path)
         process_allgather(name)         # the other processes wait here
         self.manager.reload()
         return name
@@ -317,10 +253,9 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def write(self, row: dict) -> None:
         """Append a line to metrics.jsonl. JSON has no infinity or NaN, so these become null."""
-        if self.uploads:
-            self.uploads.check()
+        self.uploads.check()
         if self.is_process_0:
-            self.metrics.write(json.dumps(_finite(row)) + "\n")
+            self.metrics.write(json.dumps(as_saved(row)) + "\n")
 
     def compile_checksums(self, state: Any) -> None:
         """Compile the checksums before the first step, so no save waits for the compiler."""
@@ -340,11 +275,10 @@ class RunFolder(contextlib.AbstractContextManager):
         the background. Keep the checkpoints of the best steps so far (`best`)."""
         if self.saved == at:
             return
-        if self.uploads:
-            self.uploads.wait(self.saved)
+        self.uploads.wait(self.saved)
         _trim_memory()
         items, self.best = state_items(state), best
-        meta = {"step": at, "skipped": skipped, "evaluation": _finite(evaluation),
+        meta = {"step": at, "skipped": skipped, "evaluation": as_saved(evaluation),
                 "leaves": _kinds(items), "checksums": checksums(items)}
         ocp = _orbax()
         with _as_run_error(f"the checkpoint of step {at} could not be saved"):
@@ -357,18 +291,22 @@ class RunFolder(contextlib.AbstractContextManager):
         if platform() == "cpu" and sum(x.nbytes for x in jax.tree.leaves(state)) > WAITS_FROM:
             self.drain(uploads=False)
 
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Return the steps of the checkpoints to keep: the last `keep` of these, and the best."""
+        return {*steps[-self.keep:], *self.best}
+
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """At the start of a save, tell orbax to keep the last `keep` steps and the best ones. orbax
-        deletes the rest only once that save is complete, so a kill never leaves fewer."""
+        """At the start of a save, tell orbax which checkpoints to keep. orbax deletes the rest only
+        once that save is complete, so a kill never leaves fewer."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        return [step in steps[-self.keep:] or step in self.best for step in steps]
+        return [step in self.kept(steps) for step in steps]
 
     def drain(self, uploads: bool = True) -> None:
         """Wait for the save in flight and its upload, which would otherwise be lost."""
         watchdog.arm("a save")
         with _as_run_error("the last checkpoint could not be saved"):
             self.manager.wait_until_finished()
-        if self.uploads and uploads:
+        if uploads:
             self.uploads.wait(self.saved)
         _trim_memory()
 
@@ -426,8 +364,9 @@ def _trim_memory():
         trim(0)
 
 
-def _finite(value):
-    """Replace non-finite numbers with None, even in nested lists and dicts."""
+def as_saved(value: Any) -> Any:
+    """Return a value as JSON keeps it: lists instead of tuples, and None for a non-finite number,
+    even in nested lists and dicts."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -437,24 +376,30 @@ def _finite(value):
 def state_items(state: Any) -> dict[str, Any]:
     """Split a state into a checkpoint's two items: params (the weights) and opt (everything only
     training needs)."""
-    return {"params": state["params"],
-            "opt": {name: x for name, x in state.items() if name != "params"}}
+    return {"params": state["params"], "opt": without(state, "params")}
 
 
 def _kinds(tree):
     return {path: f"{x.dtype}{list(x.shape)}" for path, x in by_path(tree).items()}
 
 
-def _differences(saved, item):
-    """Describe how the arrays of a single item, {name: a tree}, differ from `saved`, the list in a
-    checkpoint's description. Return '' if they match."""
-    (name,), now = item, _kinds(item)
+def _differences(saved, name, tree):
+    """Describe how the arrays of the item `name` differ from `saved`, the list in a checkpoint's
+    description. Return '' if they match."""
+    now = _kinds({name: tree})
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
     found = [f"{path.removeprefix('params.')} was {before.get(path, 'not there')} and is "
              f"{now.get(path, 'gone')}"
              for path in sorted({*before, *now}) if before.get(path) != now.get(path)]
     more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
     return "; ".join(found[:6] + more)
+
+
+def differing_weights(folder: str | Path, params: Any) -> str:
+    """Describe how the weights that a run has saved differ from `params`."""
+    found = (_differences(meta.get("leaves", {}), "params", params)
+             for meta in _descriptions(folder).values())
+    return next(filter(None, found), "no checkpoint lists them")
 
 
 def checksum(x: Array) -> Array:
@@ -492,8 +437,13 @@ def checksums(tree: Any) -> dict[str, int]:
     return {path: int(x) for path, x in by_path(sums).items()}
 
 
+def _checkpoint(folder, step):
+    """Return the folder of a run's checkpoint."""
+    return place(folder).resolve() / f"checkpoints/{step}"
+
+
 def _saved_steps(folder):
-    names = [p.name for p in (place(folder).resolve() / "checkpoints").glob("*")]
+    names = [path.name for path in _checkpoint(folder, "").glob("*")]
     return sorted(map(int, filter(str.isdecimal, names)), reverse=True)
 
 
@@ -512,12 +462,9 @@ def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:
 def saved_shapes(folder: str | Path, step: int | None = None) -> Any:
     """Return the shapes of the weights saved at a run's newest (or given) step, as a tree of dicts
     and lists."""
-    at = run_steps(folder)[0] if step is None else step
-    path = place(folder).resolve() / f"checkpoints/{at}"
-    if mirror := mirrors.get(path.parents[1]):
-        part("stores.shards", str(folder)).fetch(mirror, at, {"params": {}})
-    ocp = _orbax()
-    with _reading(path), ocp.StandardCheckpointer() as reader:
+    path = _checkpoint(folder, run_steps(folder)[0] if step is None else step)
+    _fetch(path, {"params": {}})
+    with _reading(path), _orbax().StandardCheckpointer() as reader:
         found = reader.metadata(path / "params")
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.item_metadata.tree)
 
@@ -530,12 +477,8 @@ def evaluations(folder: str | Path) -> dict[int, Record]:
 def _descriptions(folder):
     """Return {step: its description} for a run's checkpoints, newest first. Skip any description
     that can't be read."""
-    found = {}
-    for step in _saved_steps(folder):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            path = place(folder).resolve() / f"checkpoints/{step}/meta/metadata"
-            found[step] = dict(json.loads(path.read_text()))
-    return found
+    return {step: meta for step in _saved_steps(folder)
+            if (meta := record_in(_checkpoint(folder, step) / "meta/metadata"))}
 
 
 def best_of(best: str, numbers: dict[int, Record]) -> int | None:
@@ -564,7 +507,7 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
                 ) -> Any:
     """Read the weights of a run's newest (or given) step, sharded like the shapes `params`. If the
     newest is damaged, say so and read the previous one. `flag` is the flag that named the run."""
-    checkpoints, steps = place(folder).resolve() / "checkpoints", run_steps(folder, flag)
+    steps = run_steps(folder, flag)
     if step is not None and step not in steps:
         raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
                           f"{', '.join(map(str, steps))}")
@@ -573,7 +516,7 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
               file=sys.stderr)
     for at in steps if step is None else [step]:
         try:
-            return read_checkpoint(checkpoints / str(at), {"params": params},
+            return read_checkpoint(_checkpoint(folder, at), {"params": params},
                                    f"{flag} {folder}")[0]["params"]
         except CorruptCheckpoint as e:
             print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
@@ -607,14 +550,19 @@ def _read_items(folder, wanted, whose):
         if str(step) != folder.name:
             raise ValueError(f"it is from step {step}")
     for name, tree in wanted.items():
-        if differs := _differences(saved, {name: tree}):
+        if differs := _differences(saved, name, tree):
             what = "weights from this model's" if name == "params" else "arrays from this run's"
             raise ConfigError(f"{whose}: checkpoint {step} holds different {what} ({differs}); "
                               f"undo the code edit that changed them, or train a new run")
-    if mirror := mirrors.get(folder.parents[1]):
-        part("stores.shards", whose).fetch(mirror, step, wanted)
+    _fetch(folder, wanted)
     with _reading(folder), ocp.StandardCheckpointer(multiprocessing_options=_alone(ocp)) as reader:
         return {name: reader.restore(folder / name, tree) for name, tree in wanted.items()}, meta
+
+
+def _fetch(folder, wanted):
+    """Download what a checkpoint lacks of these items, if its run is in an object store."""
+    if mirror := mirrors.get(folder.parents[1]):
+        part("stores.shards", str(folder)).fetch(mirror, int(folder.name), wanted)
 
 
 @contextlib.contextmanager

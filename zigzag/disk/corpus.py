@@ -15,7 +15,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -32,6 +31,7 @@ from zigzag.core.files import (
     check_can_make,
     check_format,
     check_others,
+    digest,
     lock,
     sha256,
     taken_back,
@@ -128,10 +128,9 @@ def _settings(files, options, vocab_size, tokenizer):
     names = [[file.name, file.size, sha256(Path(file.path)) if file.name == "stdin" else
               os.stat(file.path).st_mtime_ns] for file in files]
     everything = [FORMAT, names, vocab_size, vars(dataclasses.replace(options, strict=False))]
-    digest = hashlib.sha256(json.dumps(everything).encode())
-    for name, content in tokenizer_files(tokenizer or Bytes()).items():
-        digest.update(name.encode() + content)
-    return digest.hexdigest()
+    return digest(json.dumps(everything).encode() + b"".join(
+        name.encode() + content
+        for name, content in tokenizer_files(tokenizer or Bytes()).items()))
 
 
 @contextlib.contextmanager
@@ -178,8 +177,8 @@ class Corpus:
         """Memory-map a split's file of this kind. Reject a file that doesn't match data.json."""
         file, wanted = self.folder / f"{split}.{kind}", self.record[split]
         found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
-        digest = wanted.get("digest" if kind == "bin" else kind)
-        if len(found) != count or isinstance(digest, str) and sha256(file) != digest:
+        known = wanted.get("digest" if kind == "bin" else kind)
+        if len(found) != count or isinstance(known, str) and sha256(file) != known:
             raise ConfigError(f"{file} does not match data.json ({count:,} numbers expected, "
                               f"{len(found):,} found): it was edited or damaged; make the folder "
                               f"again")
@@ -205,8 +204,7 @@ class Corpus:
 
 def _digest(digests):
     """Combine several digests; return a single digest unchanged."""
-    return digests[0] if len(digests) == 1 else hashlib.sha256(
-        " ".join(digests).encode()).hexdigest()
+    return digests[0] if len(digests) == 1 else digest(" ".join(digests).encode())
 
 
 @contextlib.contextmanager

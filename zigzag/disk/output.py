@@ -9,7 +9,6 @@ The .part files only grow. When encoding resumes, it drops whatever was written 
 progress.json. `finish` writes both splits without changing these files, so it can be interrupted.
 """
 
-import json
 import os
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zigzag.core.files import write_json
+from zigzag.core.files import record_in, write_json
 from zigzag.disk.lines import Record
 from zigzag.disk.reading import Trouble
 from zigzag.disk.tokenizers import Tokenizer
@@ -131,10 +130,7 @@ class Output:
 
 def saved_state(part: Path) -> Record:
     """Return the content of progress.json, or {} if it can't be read."""
-    try:
-        return json.loads((part / "progress.json").read_text())
-    except (OSError, ValueError):
-        return {}
+    return record_in(part / "progress.json")
 
 
 def _split(bounds, is_held_out, form):

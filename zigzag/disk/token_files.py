@@ -10,7 +10,6 @@ a.bin or a.npy, a.weights.npy holds the tokens' weights as targets, float16 or f
 """
 
 import glob
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError
-from zigzag.core.files import read_at_random, sha256
+from zigzag.core.files import digest, read_at_random, sha256
 from zigzag.disk.lines import read_npy
+from zigzag.disk.output import SPLITS
 from zigzag.disk.packing import ids_of
 from zigzag.disk.tokenizers import Ids, Tokenizer, tokenizer_record
 from zigzag.disk.weights import finite_weights
@@ -99,29 +99,28 @@ class TokenFiles:
         if not vocab_size:
             raise ConfigError(f"{name}: its files do not say how many ids there are; give "
                               f"--vocab_size (50257 for GPT-2's tokens)")
-        arrays = list(map(_open, files))
-        is_held_out = [flag == "--data" and bool(HELD_OUT.search(file.stem)) for file in files]
-        if all(is_held_out):
+        held_out = [file for file in files if flag == "--data" and HELD_OUT.search(file.stem)]
+        if held_out == files:
             raise ConfigError(f"{name}: all of its files are held out, by their names; expected "
                               f"one to train on")
 
         # Held-out files go last, and the model learns the first `keep` tokens.
-        order = np.argsort(is_held_out, kind="stable").tolist()
-        keep = sum(len(a) for a, is_held in zip(arrays, is_held_out) if not is_held)
-        if flag == "--data" and not any(is_held_out):
+        ordered = sorted(files, key=lambda file: file in held_out)
+        arrays = list(map(_open, ordered))
+        keep = sum(map(len, arrays[:len(files) - len(held_out)]))
+        if flag == "--data" and not held_out:
             keep -= keep // 10
 
         def splits(arrays):
             """Split the arrays of all files into the training part and the held-out part."""
-            whole = Joined([arrays[i] for i in order], self.folder)
+            whole = Joined(arrays, self.folder)
             return (Joined(whole.between(0, keep), self.folder),
                     Joined(whole.between(keep, len(whole)), self.folder))
 
         self.train, self.held_out = splits(arrays)
-        weights = list(map(_weights, files, arrays))
+        weights = list(map(_weights, ordered, arrays))
         weighted = [path for file in files if (path := file.with_suffix(WEIGHTS)).exists()]
-        self.weights = dict(zip(("train", "held_out"), splits(weights) if weighted else
-                                (None, None)))
+        self.weights = dict(zip(SPLITS, splits(weights) if weighted else (None, None)))
         self.weighted = f"; weights of {len(weighted)} of {len(files)} files" if weighted else ""
         # Reject out-of-range ids and weights at both ends of a file now. The rest is checked when
         # it is read.
@@ -133,8 +132,8 @@ class TokenFiles:
             raise ConfigError(f"{name}: no tokens in it")
         self.tokenizer = tokenizer or Ids(vocab_size)
         self.record = {**tokenizer_record(self.tokenizer), "vocab_size": vocab_size}
-        self.fingerprint = hashlib.sha256("".join(
-            file.name + sha256(file) for file in [*files, *weighted]).encode()).hexdigest()
+        self.fingerprint = digest("".join(
+            file.name + sha256(file) for file in [*files, *weighted]).encode())
 
     def documents(self, split: str) -> Any:
         """Raise ConfigError, because token files don't say where documents begin."""

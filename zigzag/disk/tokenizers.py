@@ -23,7 +23,6 @@ This file needs no jax.
 """
 
 import functools
-import hashlib
 import io
 import itertools
 import json
@@ -35,7 +34,8 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 
 from zigzag.core.errors import ConfigError, one_line, optional_package
-from zigzag.core.files import as_json, read_json, sha256, write_whole
+from zigzag.core.files import as_json, digest, read_json, sha256, write_whole
+from zigzag.core.options import only
 from zigzag.disk import tiktoken
 from zigzag.disk.lines import Record
 
@@ -347,8 +347,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         return {}
     found = {name: (tokenizer.folder / name).read_bytes() for name in BESIDE
              if (tokenizer.folder / name).exists()}
-    known = read_record(tokenizer.folder / "config.json")
-    ids = {name: known[name] for name in ("bos_token_id", "eos_token_id") if name in known}
+    ids = only(read_record(tokenizer.folder / "config.json"), "bos_token_id", "eos_token_id")
     if ids:             # from config.json, which isn't copied
         found.setdefault("generation_config.json", as_json(ids))
     is_ranks = tokenizer.kind == "tiktoken"
@@ -377,9 +376,7 @@ def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
     kind = KINDS[record["tokenizer"]]
-    path, inner = folder / kind.file, folder / "data" / kind.file
-    if inner.exists() and not path.exists():    # a run keeps it alone, or in data/ with its tokens
-        path = inner
+    path = folder / kind.file
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that encoded the text: it was edited or "
                           f"damaged")
@@ -458,8 +455,7 @@ def train_pieces(lines: Iterator[str], out: Path, vocab_size: int) -> Pieces:
 
 def hashed(text: str) -> int:
     """Hash the text to a number below 2**64."""
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big")
+    return int(digest(text.encode(errors="surrogatepass"))[:16], 16)
 
 
 def is_tenth(text: str) -> bool:

@@ -25,6 +25,7 @@ from zigzag.core.mesh import (
     with_shardings,
     without_axis,
 )
+from zigzag.core.options import without
 from zigzag.generate.cache import layer_specs, new_layer
 from zigzag.generate.decoding import State
 from zigzag.parallel import low_rank
@@ -120,7 +121,7 @@ def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any
     """Replace a tree's stacked weights [L, ...] with a list of layers, each a dict. `counts` maps
     the names of the stacks, in order, to the number of layers in each. of_layer(leaf, i) returns
     layer i's leaf, given a stacked leaf (a weight or its spec)."""
-    return {**{name: w for name, w in tree.items() if name not in counts}, "layers": [
+    return {**without(tree, *counts), "layers": [
         low_rank.adapted(jax.tree.map(lambda w: of_layer(w, i), tree[name]))
         for name, count in counts.items() for i in range(count)]}
 

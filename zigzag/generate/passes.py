@@ -28,6 +28,7 @@ import numpy as np
 from jax import Array
 
 from zigzag.core.mesh import mark_varying
+from zigzag.core.options import only
 from zigzag.generate import decoding
 from zigzag.generate.cache import CHUNK
 from zigzag.generate.decoding import Sampling, State
@@ -46,7 +47,7 @@ def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
         encoded = engine.network.encode_source(params, state, engine.config, specs)
         return {"cache": [layer | of_source for layer, of_source in zip(cache, encoded)]}
 
-    source = {name: rows[name] for name in ("source", "source_mask") if name in rows}
+    source = only(rows, "source", "source_mask")
     if source:
         cache = engine.on_mesh(encode, params, source | {"cache": cache}, ["cache"])["cache"]
     return cache

@@ -15,7 +15,6 @@ That is close to the usual alpha = 2 r with an a drawn uniformly from -1 / sqrt(
 """
 
 import dataclasses
-import hashlib
 import math
 from typing import Any
 
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.files import digest
 from zigzag.core.mesh import cast
 from zigzag.disk import checkpoint
 from zigzag.parallel.products import LoraWeight
@@ -142,4 +142,4 @@ def mark_frozen(decisions: Any) -> Any:
 def fingerprint(frozen: Any) -> str:
     """Return 16 hex digits that identify the frozen weights under a run's adapters."""
     sums = sorted(checkpoint.checksums(frozen).items())
-    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+    return digest(str(sums).encode())[:16]

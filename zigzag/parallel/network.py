@@ -28,7 +28,7 @@ from zigzag.core.errors import (
     nearest_divisor,
 )
 from zigzag.core.mesh import is_spec, make_mesh, spec_axes, with_shardings
-from zigzag.core.options import check_values, flag, options
+from zigzag.core.options import check_values, flag, options, without
 from zigzag.core.parts import part
 from zigzag.disk.checkpoint import run_config, run_record
 from zigzag.parallel import low_rank
@@ -58,7 +58,7 @@ def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return a preset's fields, minus those that depend on a width in `given`."""
     dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
     dropped |= {"d_ff"} if "d_model" in given else set()
-    return {name: value for name, value in fields.items() if name not in dropped}
+    return without(fields, *dropped)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from zigzag.core.mesh import (
     vary_like,
     zeros_of,
 )
+from zigzag.core.options import without
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +106,7 @@ def lookup(table: Array, ids: Array, **how: Any) -> Array:
 
     def backward(ids, cotangent):
         wide = jnp.promote_types(table.dtype, jnp.float32)
-        added = {name: value for name, value in how.items() if name != "fill_value"}
+        added = without(how, "fill_value")
         sums = vary_like(jnp.zeros(table.shape, wide), ids, cotangent)
         return sums.at[ids].add(cotangent.astype(wide), **added).astype(table.dtype), None
 

@@ -49,8 +49,8 @@ def read_run_weights(network: Network, folder: str | Path, wanted: Params,
     """Read the weights of the run that `flag` names, sharded like `wanted` (shapes with shardings).
     Merge any adapters into the weights that the run started from. Report and skip damaged
     checkpoints."""
-    record, config = (read(folder, network.config, flag)
-                      for read in (checkpoint.read_run, checkpoint.run_config))
+    record = checkpoint.run_record(folder, flag)
+    config = checkpoint.run_config(folder, network.config, flag)
     if not config.lora_rank:
         return checkpoint.read_newest(folder, wanted, step, flag)
     adapters, _ = low_rank.split(network.places(config, mesh_of(wanted)))

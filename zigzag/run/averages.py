@@ -10,6 +10,8 @@ from typing import Any, Callable
 import jax
 import jax.numpy as jnp
 
+from zigzag.core.options import without
+
 
 def with_average(step: Callable, ema: float) -> Callable:
     """Extend the step to update the average, which moves by the fraction 1 - ema toward the new
@@ -44,5 +46,4 @@ def _exchanged(state, name, other):
     """Rename the state's entry `name`, if any, to params, and its params to `other`."""
     if name not in state:
         return state
-    others = {key: x for key, x in state.items() if key != name}
-    return {**others, "params": state[name], other: state["params"]}
+    return {**without(state, name), "params": state[name], other: state["params"]}

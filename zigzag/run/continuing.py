@@ -10,11 +10,11 @@ config, train.Config.
     rates          compute some of a run's learning rates, for config.json
     check_rates    reject a schedule that was edited since the run began
     first_lines    the first lines to print: which run resumes from which step, and its schedule
-    changes_text   describe the changes made by --change
+    changed_facts  list the changes made by --change
+    changes_text   describe them
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, Callable, Iterator, Sequence
 
@@ -22,14 +22,15 @@ import jax
 import jax.numpy as jnp
 
 from zigzag.core.errors import ConfigError
+from zigzag.core.files import anyway, check_can_make, check_others
 from zigzag.core.flags import flat, recorded
 from zigzag.core.hosts import process_allgather
-from zigzag.core.options import Values, changes, options
+from zigzag.core.options import Values, changes, only, options
 from zigzag.core.parts import place
 from zigzag.disk.checkpoint import (
     FORMAT,
-    OF_DATA,
-    check_run_folder,
+    as_saved,
+    differing_weights,
     newest_step,
     run_config,
     run_record,
@@ -45,17 +46,62 @@ def record_of(config: Any) -> Values:
 
 def facts_of(config: Any) -> Values:
     """Return the values that must stay the same when a run resumes."""
-    record = record_of(config)
     same = [name for name, option in options(type(config)).items() if option.same]
-    own = facts_of_network(type(config.network))
-    return {name: record[name] for name in ("network", *own, *same)}
+    return only(record_of(config), "network", *facts_of_network(type(config.network)), *same)
 
 
-def check_folder(cls: type, out: str, facts: Values, needs: Sequence[str] = (),
-                 change: Sequence[str] = ()) -> Values | None:
-    """Call checkpoint.check_run_folder for a run whose config has this class."""
-    return check_run_folder(out, facts, functools.partial(read_old, cls), may_change(cls), needs,
-                            change)
+# Facts derived from a published folder by the code that reads it. `check_folder` compares the
+# folder's name instead.
+FOLLOWS = ("published", "pad_id")
+# {a fact that isn't an option: the word of --change that allows a new value}
+OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
+# {regex for files that a run interrupted at its start may leave: condition on the path}
+OF_BEGINNING = {
+    r"data\d*|held_out": lambda path: (path / "data.json").exists(),
+    r"(data\d*|held_out)\.(part|before)": anyway,
+    "checkpoints": lambda path: not any(path.iterdir()),
+    r"lock|config\.json\.part": anyway}
+
+
+def check_folder(cls: type, out: str, now: Values, needs: Sequence[str] = (),
+                 change: Sequence[str] = (), params: Any = None) -> Values:
+    """Refuse to resume the run in `out` if its facts differ from `now`, or if it lacks any of the
+    facts in `needs`. Return the run's facts, or {} if there is no run. Call this before writing
+    anything. `change` lists the words given to --change. If the weights differ (the fact `shapes`),
+    the message lists how the saved shapes differ from `params`."""
+    check_can_make(str(place(out)))
+    if not is_run(out):
+        check_others(place(out), "--out", "train.py", OF_BEGINNING)
+        return {}
+    old, now, may = as_saved(read_old(cls, out)), as_saved(now), may_change(cls)
+    if lacking := [name for name in needs if name not in old]:
+        raise ConfigError(f"--out {out} holds a run of a different task (it has no {lacking[0]}); "
+                          f"give another --out")
+    differs = {name: f"{name} {_shown(old[name])}, not {_shown(value)}"
+               for name, value in now.items()
+               if name in old and old[name] != value and name not in FOLLOWS
+               and may.get(name) not in change
+               and (value or name not in ("vocab_size", "dtype"))}  # if empty, derived later
+    if "shapes" in differs:
+        differs.pop("base_weights", None)       # a fingerprint of some of the weights
+        differs["shapes"] = f"different weights ({differing_weights(out, params)})"
+    if differs:
+        words = " ".join(dict.fromkeys(may[name] for name in differs if name in may))
+        raise ConfigError(f"--out {out} holds a run with {'; '.join(differs.values())}: continue "
+                          f"it with its own values, or give another --out"
+                          + (f"; --change {words} allows the change" if words else ""))
+    return old
+
+
+def _shown(value):
+    return " ".join(map(str, value)) if isinstance(value, list) and value else repr(value)
+
+
+def changed_facts(config: Any, record: Values, old: Values) -> dict[str, list[Any]]:
+    """Return {fact: [old, new]} for what --change changes between a run's facts and `record`."""
+    now = as_saved(record)
+    return {name: [old[name], now[name]] for name, word in may_change(type(config)).items()
+            if word in config.change and name in old and name in now and old[name] != now[name]}
 
 
 def may_change(cls: type) -> dict[str, str]:
@@ -68,9 +114,9 @@ def is_run(folder: str) -> bool:
     return bool(folder) and (place(folder) / "config.json").exists()
 
 
-def old_config(cls: type, folder: str) -> Any:
-    """Read the config of the run in a folder, to resume it."""
-    return run_config(folder, cls, "--out", network=config_of_run(folder, "--out"))
+def old_config(cls: type, folder: str, flag: str = "--out") -> Any:
+    """Read the config of the run that `flag` names."""
+    return run_config(folder, cls, flag, network=config_of_run(folder, flag))
 
 
 def read_old(cls: type, folder: str) -> Values:

@@ -32,7 +32,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from zigzag.core import edited as tested
-from zigzag.core.errors import ConfigError, any_loss, one_line
+from zigzag.core.errors import ConfigError, any_loss, listed, one_line
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import axes_in_use, by_path, cast, shardings, untyped
 from zigzag.parallel.experts import ROUNDS
@@ -191,8 +191,7 @@ def _find_difference(plan, make_batch, compute):
     batch, key = given[0]
     new_weights = compiled(functools.partial(_new_weights, plan), out_shardings=shardings(
         plan.specs_at_rest, plan.mesh)).lower(key).compile()
-    on_mesh = compiled(functools.partial(_at_weights, compute)).lower(
-        new_weights.out_info, batch).compile()
+    on_mesh = compiled(compute).lower(new_weights.out_info, batch).compile()
     beside = compiled(functools.partial(_beside_one_device, plan, is_narrow),
                       out_shardings=jax.NamedSharding(plan.mesh, P())).lower(
         on_mesh.out_info, new_weights.out_info, batch, key).compile()
@@ -210,8 +209,7 @@ def _find_difference(plan, make_batch, compute):
         what = sorted((name for name in found if times[name] > 1), key=_is_gradient)
         apart.append(bool(what))
         if what and (max(times.values()) > 3 or sum(apart) == 2):
-            texts = [f"{name} by {_ratio(*found[name][:2]):.1%}" for name in what[:3]]
-            return ", ".join(texts) + f" and {len(what) - 3} more" * (len(what) > 3)
+            return listed([f"{name} by {_ratio(*found[name][:2]):.1%}" for name in what], 3)
     return "" if apart else None
 
 
@@ -252,13 +250,14 @@ def _named(sums, gradient, held):
 
 
 def _on_mesh(plan, gradients, evaluate, params, batch):
+    """Return {name: value} for the values on the mesh."""
     places = shardings(plan.specs_at_rest, plan.mesh)
     chunks = 1 if plan.mode == JIT else plan.config.network.chunks
-    staged = permute_layers(params, places, chunks)
-    trained, frozen = plan.in_two(staged)
-    grad, sums = gradients(trained, batch, frozen)
-    return (sums, permute_layers(grad, plan.in_two(places)[0], chunks, back=True),
-            evaluate(trained, held_out(batch), frozen) if evaluate else ())
+    with jax.default_matmul_precision("highest"):
+        trained, frozen = plan.in_two(permute_layers(params, places, chunks))
+        grad, sums = gradients(trained, batch, frozen)
+        held = evaluate(trained, held_out(batch), frozen) if evaluate else ()
+    return _named(sums, permute_layers(grad, plan.in_two(places)[0], chunks, back=True), held)
 
 
 def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> tuple[Any, Any]:
@@ -275,12 +274,6 @@ def sums_and_gradient(loss: Callable, trained: Any, frozen: Any, batch: Any) -> 
 def _new_weights(plan, key):
     """Return a randomly perturbed copy of the weights."""
     return cast(_moved(plan.init(key), jax.random.fold_in(key, 1), MOVED), plan.dtype)
-
-
-def _at_weights(compute, params, batch):
-    """Return {name: value} from compute(params, batch)."""
-    with jax.default_matmul_precision("highest"):
-        return _named(*compute(params, batch))
 
 
 def _beside_one_device(plan, is_narrow, found, params, batch, key):

@@ -24,7 +24,7 @@ from zigzag.core.errors import RunError, human_bytes
 from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
-from zigzag.core.options import Values
+from zigzag.core.options import Values, without
 from zigzag.core.parts import place
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
@@ -153,7 +153,7 @@ def flush_metrics(loop: Loop) -> None:
     watchdog.arm("a step")
     took, saving = say.lap()
     values = jax.tree.map(plain, jax.device_get(metrics))
-    own = {name: value for name, value in values.items() if name not in LOGGED}
+    own = without(values, *LOGGED)
     if plan.schedule == Factor(None):       # the optimizer has its own rate, which we can't see
         values["lr"] = None
     loop.skipped = loop.skipped + 1 if values["skipped"] else 0

@@ -11,7 +11,6 @@ A step takes its weights as two trees: trained weights and frozen weights. The s
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 from typing import Any, Callable, Mapping, NamedTuple
 
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError, any_loss, one_line
+from zigzag.core.files import digest
 from zigzag.core.flags import change
 from zigzag.core.mesh import (
     WITHOUT_TENSOR,
@@ -39,6 +39,7 @@ from zigzag.core.mesh import (
     within,
     without_axis,
 )
+from zigzag.core.options import only, without
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel import low_rank
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -199,8 +200,7 @@ class Plan:
     def in_two(self, tree: Any) -> tuple[Any, Any]:
         """Split a tree shaped like the weights: return its trained part and its frozen part."""
         if self.learned is not None:
-            own = {name: x for name, x in tree.items() if name == self.learned}
-            return own, {name: x for name, x in tree.items() if name not in own}
+            return only(tree, self.learned), without(tree, self.learned)
         return low_rank.split(tree) if self.config.network.lora_rank else (tree, {})
 
     @property
@@ -216,7 +216,7 @@ def in_one(trained: Any, frozen: Any) -> Any:
 
 def held_out(batch: dict[str, Any]) -> dict[str, Any]:
     """Drop the seeds from a batch, as in a held-out batch."""
-    return {name: x for name, x in batch.items() if name != "seeds"}
+    return without(batch, "seeds")
 
 
 def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any,
@@ -415,7 +415,7 @@ class Program:
     def saved(self, state: Any) -> Any:
         """Return the part of a state that a checkpoint holds: all but the frozen weights, which a
         run rereads from their source."""
-        return averages.to_disk({name: x for name, x in state.items() if name != "frozen"})
+        return averages.to_disk(without(state, "frozen"))
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
@@ -455,4 +455,4 @@ def compiled(program: Program) -> jax.stages.Compiled:
 def shapes_hash(params: Any) -> str:
     """Hash the weights' paths, shapes and dtypes, so that a run can recognize them."""
     text = str([(path, w.shape, str(w.dtype)) for path, w in by_path(params).items()])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(text.encode())[:16]

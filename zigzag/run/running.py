@@ -9,13 +9,13 @@ last.
 
 import contextlib
 import functools
-import hashlib
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
 
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError
+from zigzag.core.files import digest
 from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_own_devices, slices_of
 from zigzag.core.options import Values
 from zigzag.core.parts import has_part, part
@@ -101,10 +101,8 @@ def expected(program: Program) -> tuple[list, bool]:
 
 def first_example(task: Task) -> dict[str, str]:
     """Return a fact that identifies examples without a record: a digest of the first one's row."""
-    digest = hashlib.sha256()
-    for name, rows in sorted(task.first_row.items()):
-        digest.update(name.encode() + rows.tobytes())
-    return {"first_example": hosts.process_allgather(digest.hexdigest())[0]}
+    row = b"".join(name.encode() + rows.tobytes() for name, rows in sorted(task.first_row.items()))
+    return {"first_example": hosts.process_allgather(digest(row))[0]}
 
 
 def has_own_weights(program: Program) -> bool:
@@ -120,15 +118,16 @@ def open_folder(program: Program, facts: Values, rates: dict[str, float], say: R
                 tokenizer: Tokenizer | None) -> RunFolder | None:
     """Return the run's folder, ready to save in or to resume, or None without --out. The folder
     records `facts` next to the config; they must stay the same when a run resumes."""
-    config, cls = program.config, type(program.config)
+    config, state = program.config, program.saved(program.state)
     if not config.out:
         return None
     record = continuing.record_of(config) | facts | {
         "rates": rates, "own_weights": has_own_weights(program)}
-    folder = RunFolder(config.out, record, [*continuing.facts_of(config), *facts],
-                       functools.partial(continuing.read_old, cls), program.saved(program.state),
-                       config.keep, config.verify == "on", config.patience,
-                       continuing.may_change(cls), config.change)
+    old = continuing.check_folder(type(config), config.out, continuing.facts_of(config) | facts,
+                                  change=config.change, params=state["params"])
+    if "changes" in old:        # from earlier starts
+        record["changes"] = old["changes"]
+    folder = RunFolder(config, record, continuing.changed_facts(config, record, old), state)
     if folder.changed:
         say.line(f"changed  {continuing.changes_text(folder.changed)}, noted in config.json")
     if tokenizer and jax.process_index() == 0:

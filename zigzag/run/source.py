@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from zigzag.core.errors import ConfigError
 from zigzag.core.parts import here, part, place
-from zigzag.disk.checkpoint import read_run, run_record, run_steps
+from zigzag.disk.checkpoint import run_record, run_steps
 from zigzag.disk.lines import is_arrays
 from zigzag.disk.tokenizers import Tokenizer, tokenizer_of
 from zigzag.parallel.network import network_of
@@ -50,7 +50,7 @@ def first_weights(config: Any) -> tuple[Callable | None, Tokenizer | None, dict[
         tokenizer = part("published.hub_names", "").tokenizer_of(
             source, config.network.vocab_size) if reads_text else None
         return functools.partial(folders.read_hf, network, source, whole), tokenizer, {}
-    record = read_run(source, network.config, "--init_from")
+    record = run_record(source, "--init_from")
     if "tokenizer" not in record and reads_text:
         raise ConfigError(f"--init_from {source}: a run of a different task, without a tokenizer "
                           f"for text")
