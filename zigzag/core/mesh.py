@@ -168,8 +168,7 @@ def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
 
 
 def simulate_own_devices(config: Any) -> None:
-    """Make this process's CPU pretend to be its share of the devices of --mesh and --shards, if the
-    number of processes is known and divides them."""
+    """Simulate this process's share of the devices of --mesh and --shards, if it is known."""
     sizes = mesh_sizes(config.mesh, config.shards)
     count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
     if not config.distributed and rest == 0:
@@ -284,8 +283,9 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 
 
 def with_shardings(shapes: Any, specs: Any, mesh: Mesh) -> Any:
-    """Return a tree of shapes with the shardings of these specs on this mesh."""
-    return jax.tree.map(lambda x, place: x.update(sharding=place), shapes, shardings(specs, mesh))
+    """Return a tree of shapes with the shardings of these specs on this mesh (None: unsplit)."""
+    places = shardings(specs or jax.tree.map(lambda _: P(), shapes), mesh)
+    return jax.tree.map(lambda x, place: x.update(sharding=place), shapes, places)
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:

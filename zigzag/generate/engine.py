@@ -75,8 +75,7 @@ class Engine:
     def places(self, mesh: Any) -> Any:
         """Return the shapes and shardings that for_decoding produces on this mesh."""
         shapes = jax.eval_shape(self.unstacked, self.network.weight_shapes(self.config))
-        specs = _specs(self, mesh) or jax.tree.map(lambda _: P(), shapes)
-        return with_shardings(shapes, specs, mesh)
+        return with_shardings(shapes, _specs(self, mesh), mesh)
 
     def cache_specs(self, cache: Any = None) -> list[dict[str, P]]:
         """Return the specs of all arrays in the cache, or only of those in `cache`."""

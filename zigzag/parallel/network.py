@@ -20,7 +20,6 @@ from typing import Any, Callable, Mapping, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 
 from zigzag.core.errors import (
     ConfigError,
@@ -346,10 +345,9 @@ class Network:
 
     def places(self, config: Any, mesh: Any = None) -> Params:
         """Return the weights' shapes with their shardings on the mesh (None: on one device)."""
-        mesh, shapes = mesh or make_mesh(devices=jax.devices()[:1]), self.weight_shapes(config)
-        specs = (self.weight_specs(config, mesh) if mesh.size > 1 else
-                 jax.tree.map(lambda _: PartitionSpec(), shapes))
-        return with_shardings(shapes, specs, mesh)
+        mesh = mesh or make_mesh(devices=jax.devices()[:1])
+        specs = self.weight_specs(config, mesh) if mesh.size > 1 else None
+        return with_shardings(self.weight_shapes(config), specs, mesh)
 
 
 def network_of(config: Any) -> Network:
