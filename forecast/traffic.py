@@ -165,7 +165,7 @@ class _Run:
 # -------------------------------------------------------------------------------------------
 # Weights of any function
 
-def _data(weights, moments, run):
+def _data(weights, run):
     """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that
     don't split them. With --zero 1, it scatters them over data and gathers the new weights."""
     reduced = collections.Counter()
