@@ -128,6 +128,7 @@ class Config(ComputeOptions):
     expert_groups: int = flag(1, least=1)  # groups of experts: a token first chooses groups
     groups_per_token: int = flag(1, least=1)  # groups that a token chooses
     balance: float = 0.01         # weight of the loss that keeps each layer's experts equally busy
+    balance_bias: bool = False    # lower the bias of busy experts instead (--router sigmoid)
     router_z: float = 0.001       # weight of the loss that keeps each layer's router logits small
 
     def __post_init__(self) -> None:
@@ -212,6 +213,8 @@ def _of_blocks(c):
          or c.expert_groups > 1 and c.experts < 2 * c.expert_groups,
          f"must divide --experts {c.experts} into groups of two or more (a group is chosen by its "
          f"best two), and be at least --groups_per_token {c.groups_per_token}"),
+        ("balance_bias", c.balance_bias and not (c.experts and c.router == "sigmoid"),
+         "needs --experts and --router sigmoid, which has such biases"),
         ("gated", c.experts and not c.gated, "experts are gated"),
         ("norm_place", c.parallel_block and c.norm_place != "pre",
          "a --parallel_block has its norms before it"),

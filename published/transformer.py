@@ -215,6 +215,7 @@ def _plus_bias(w, y, *names):
     return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
 
 
+LOAD_SCALE = 1e-3       # of the gradient that --balance_bias gives to a router's biases
 ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
                "gelu": functools.partial(jax.nn.gelu, approximate=False),
                "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x)}
@@ -266,10 +267,20 @@ def _experts(w, h, c, i, batch, beside):
         probs = probs / probs.sum(-1, keepdims=True)
     balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
     added, layers = c.balance * balance + c.router_z * z, c.layers - c.dense_layers
+    if c.balance_bias:
+        added += _load_on_bias(w["router_bias"], busy)
     load = jnp.zeros((layers, c.experts)).at[i - c.dense_layers].set(busy)
     logged = {"router_loss": added, "expert_load": load,
               "expert_rounds": rounds / layers * batch["weights"].sum()}
     return out, (added, lax.stop_gradient(logged))
+
+
+def _load_on_bias(bias, busy):
+    """Return 0, with a gradient for the bias [E] that no loss trains: how many more tokens than the
+    average the expert got. The optimizer then lowers the biases of busy experts, on each mesh
+    alike. The gradient is scaled down, because it must not count in the norm of all gradients."""
+    excess = LOAD_SCALE * lax.stop_gradient(busy - busy.mean())
+    return jnp.sum(excess * (bias - lax.stop_gradient(bias)))
 
 
 def _choose(scores, bias, c):
@@ -747,6 +758,6 @@ NETWORK = Network(
     "transformer", Config, table, loss, batch_shapes, forward, FAMILIES, check, extend=extend,
     head_logits=head_logits, cache_layer=cache_layer, encode_source=encode_source, gives=gives,
     max_positions=max_positions, decoding_length=decoding_length, source_shape=source_shape,
-    limits=limits, trained=("seq_len", "source_len", "dropout", "balance", "router_z"),
-    block_traffic=block_traffic, flops=flops,
-    why=why)
+    limits=limits,
+    trained=("seq_len", "source_len", "dropout", "balance", "balance_bias", "router_z"),
+    block_traffic=block_traffic, flops=flops, why=why)

@@ -127,6 +127,42 @@ def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
     assert added == pytest.approx(weights.sum())
 
 
+BIASED = dict(experts=4, experts_per_token=1, router="sigmoid", balance=0.0, router_z=0.0)
+
+
+@pytest.mark.parametrize("mesh", ["", "data=2,tensor=2", full("expert=2,fsdp=2"),
+                                  full("pipe=2,seq=2")])
+def test_a_bias_follows_its_experts_load(mesh):
+    """A busy expert whose bias rises; loads that are averaged per device, so that the update
+    depends on the mesh; a loss that the bias changes."""
+    c = make(**BIASED, balance_bias=True)
+    batch, params = batch_of(c), net.init(c.network, jax.random.key(0))
+    _, count, others = transformer.loss(params, batch, c.network)
+    load = others["expert_load"] / count
+    grads, _ = gradients_of(c, mesh, batch, params)
+    want = 1e-3 * (load - load.mean(-1, keepdims=True))
+    np.testing.assert_allclose(grads["layers"]["router_bias"], want, rtol=1e-4, atol=1e-8)
+    assert load.sum() == pytest.approx(c.network.layers) and float(abs(want).max()) > 1e-5
+    assert float(others["router_loss"]) == 0
+
+
+@pytest.mark.full
+def test_biases_balance_experts_without_a_loss():
+    """Experts that stay idle because no loss moves tokens to them."""
+    def most(**options):
+        c = make(**BIASED, **options, steps=60, lr=0.01)
+
+        def init(key):
+            params = net.init(c.network, key)
+            params["layers"]["router_bias"] += jnp.eye(4)[0] / 3    # so the first expert gets most
+            return params
+
+        rows, _ = learn(c, init=init)
+        return np.mean([np.max(row["expert_load"], -1).mean() for row in rows[-10:]])
+
+    assert most(balance_bias=True) < 0.4 and most() > 0.6       # (four experts: 0.25 is balanced)
+
+
 def test_what_chooses_experts_is_not_rounded():
     """A bias for the choice of experts in bfloat16: DeepSeek's differ little from a large offset,
     to which they would be rounded."""
