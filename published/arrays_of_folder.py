@@ -45,7 +45,6 @@ from zigzag.core.errors import ConfigError, listed, one_line, optional_package
 from zigzag.core.files import check_others, read_json, write_json
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
-from zigzag.core.options import only
 from zigzag.generate.rows import on_host
 from zigzag.parallel.table import layer_counts
 
@@ -340,7 +339,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
             raise ConfigError(f"{folder.path} {what} {_listed(those)}")
     for name in spare.keys() - expected.keys():
         _check_ignored(folder, config, name, spare[name])
-    expected = only(expected, *there)
+    expected = {name: parts for name, parts in expected.items() if name in there}
     for name, parts in expected.items():
         array, shape = folder.arrays[name], parts[0].layout.shape
         if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):

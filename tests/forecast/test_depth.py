@@ -9,7 +9,7 @@ import data
 import train
 from forecast import bench, depth
 from tests.common import refused, refuses
-from tests.helpers import rows_of
+from tests.helpers import ROOT, rows_of
 from zigzag.core.flags import change
 from zigzag.parallel.network import flops_of_update, network_of
 
@@ -35,6 +35,17 @@ def test_sizes_and_steps_follow_from_the_depth(number, vocabulary, seq_len):
     assert c.batch & (c.batch - 1) == 0 and c.warmup == max(1, c.steps // 20)
     assert c.lr * c.weight_decay * c.steps == pytest.approx(5, rel=0.02)
     assert 5e-4 < c.lr < (0.03 if small else 0.005) and 1_000 < tokens < 5_000_000
+
+
+def test_the_table_in_the_docs_is_what_it_chooses():
+    """A rule that docs/running.md describes, and the code no longer has."""
+    rows = re.findall(r"\| (\d+) \| (\d+), (\d+) \| \d+ M \|" + r" ([\d,.]+) \|" * 4,
+                      (ROOT / "docs/running.md").read_text())
+    for number, *want in rows:
+        c = train.parse(["--depth", number, "--vocab_size", "50257", "--seq_len", "1024"])
+        found = (c.network.d_model, c.network.heads, c.batch * 1024, c.steps, c.lr, c.weight_decay)
+        assert [*found] == [float(value.replace(",", "")) for value in want]
+    assert len(rows) == 4
 
 
 def test_larger_models_have_lower_rates_and_larger_batches():

@@ -19,7 +19,6 @@ from stores import lease, shards
 from tests.common import (
     SMALL,
     all_succeed,
-    command,
     ends,
     full,
     hosts,
@@ -271,16 +270,22 @@ def test_processes_need_no_shared_disk(bucket, text, tmp_path):
 
 @pytest.mark.full
 def test_a_full_scratch_disk_is_one_line_and_the_bucket_stays_whole(bucket, text):
-    """Status 0 and no checkpoint in the bucket; a bucket that cannot be continued."""
-    words = ("--data", text, "--out", bucket.run(), *SMALL, "--save_every", 2)
-    succeeds(*words, "--steps", 4)
-    full_disk = command(*words, "--steps", 8, preexec_fn=lambda: resource.setrlimit(
-        resource.RLIMIT_FSIZE, (30_000, 30_000)))
-    last = full_disk.stderr.strip().splitlines()[-1]
-    assert full_disk.returncode == 1 and re.match("error: .*too large", last), full_disk.stderr
-    assert bucket.steps() == [2, 4]
-    assert "continuing" in succeeds(*words, "--steps", 8).stdout
-    assert bucket.steps()[-1] == 8
+    """Status 0 and part of a checkpoint in the bucket; a bucket that cannot be continued. The disk
+    fills while the run trains: it has restored a checkpoint and saved the next one."""
+    words = ("--data", text, "--out", bucket.run(), *SMALL, "--save_every", 20)
+    succeeds(*words, "--steps", 20)
+    run = started(*words, "--steps", 4000)
+    until_step_in_scratch(bucket, 41, [run])
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (30_000, 30_000))
+    error = run.communicate(timeout=300)[1]
+    last = error.strip().splitlines()[-1]
+    assert run.returncode == 1 and re.match("error: .*checkpoint.* could not be saved.*too large",
+                                            last), error
+    at = bucket.steps()[-1]
+    begun = {int(found[1]) for name in bucket.names() if (found := re.match(
+        r"checkpoints/(\d+)/", name))}
+    assert at >= 40 and max(begun) == at
+    assert f" at step {at}" in succeeds(*words, "--steps", at + 20).stdout
 
 
 @pytest.mark.full

@@ -189,8 +189,8 @@ class RunFolder(contextlib.AbstractContextManager):
         failed, don't wait, because the others would never join."""
         if kind is not None and jax.process_count() > 1:
             return
-        with self.files:
-            self.drain(uploads=False)
+        watchdog.arm("a save")
+        with self.files, _as_run_error("the last checkpoint could not be saved"):
             self.manager.close()
 
     def restore(self, say: Callable[[str], Any]) -> Any:

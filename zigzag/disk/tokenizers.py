@@ -376,7 +376,9 @@ def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
     kind = KINDS[record["tokenizer"]]
-    path = folder / kind.file
+    path, inner = folder / kind.file, folder / "data" / kind.file
+    if inner.exists() and not path.exists():    # a run was killed before it copied its tokenizer
+        path = inner
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that encoded the text: it was edited or "
                           f"damaged")

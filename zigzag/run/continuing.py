@@ -41,7 +41,7 @@ from zigzag.run import schedules
 
 def record_of(config: Any) -> Values:
     """Convert a config to config.json's form: its recorded fields, flat, and the network's name."""
-    return {"format": FORMAT, **recorded(flat(config), config), "network": network_of(config).name}
+    return {"format": FORMAT, "network": network_of(config).name, **recorded(flat(config), config)}
 
 
 def facts_of(config: Any) -> Values:
