@@ -31,11 +31,11 @@ from zigzag.disk.weights import finite_weights
 # Examples, and their order
 #
 # Examples are numbered from 0. An endless sequence visits each example once in a shuffled order,
-# then once again in a different order, and so on (zigzag/disk/mixture.py). Update `at` takes places
-# at * B ... at * B + B - 1, so the seed and `at` alone determine its batch. With 5 examples, a
-# batch of 2 and seed 0:
+# then once again in a different order, and so on (zigzag/disk/mixture.py). Update `at` takes
+# indices at * B ... at * B + B - 1, so the seed and `at` alone determine its batch. With 5
+# examples, a batch of 2 and seed 0:
 #
-#     place      0 1 | 2 3 | 4 5 | 6 7 | 8 9
+#     index      0 1 | 2 3 | 4 5 | 6 7 | 8 9
 #     example    1 3 | 0 2 | 4 3 | 2 1 | 0 4
 #     update     0     1     2     3     4
 

@@ -8,7 +8,7 @@ arrays, with all layers stacked along a leading dimension.
 
 Only `weight_table` names mesh axes. Wherever it might need a collective, this file calls shard.py:
 `columns` is the matmul into attention or an MLP, `row` is the matmul out of it, and so on. On a
-single device, these are plain matmuls. Networks that differ from it are in published/.
+single device, these are plain matmuls. Networks that differ from this one are in published/.
 
 B batch, T sequence (time), D model, H heads, K kv heads, N per head, F feed-forward, V vocabulary,
 L layers, E experts.
@@ -54,7 +54,7 @@ class Config(ComputeOptions):
     dropout: float = 0.0          # dropout rate on the outputs of attention and MLP, in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
     # data
-    vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
+    vocab_size: int = 0           # ids in the vocabulary; 0: as many as the data's tokenizer has
     seq_len: int = flag(128, least=1)   # context length: tokens in a training example
     # model (rare)
     head_dim: int = 0             # width of a head; 0: d_model / heads
@@ -76,7 +76,7 @@ class Config(ComputeOptions):
 def weight_table(c: Config) -> Params:
     """Return the weight table: for each weight, its dimensions with their mesh axes and its initial
     standard deviation (None: all ones, 0.0: all zeros). D/fsdp splits D over fsdp, unless the axis
-    doesn't divide D or the weight has under --fsdp_min elements. python shard.py prints it."""
+    doesn't divide D or the weight has fewer than --fsdp_min elements. python shard.py prints it."""
     make = Table(L=c.layers, D=c.d_model, H=c.heads, K=c.kv_heads, N=c.head_dim, F=c.d_ff,
                  E=c.experts, V=padded(c.vocab_size))
     # The stream sums 2 L outputs, so each projection starts smaller by a factor of sqrt(2 L).
@@ -170,7 +170,7 @@ def embed(params, tokens, c):
 
 
 def layer(w, x, i, batch, c):
-    """Run a block in training or `forward`, which see all of a row's tokens and need no cache."""
+    """Run a block in training or `forward`: both see all of a row's tokens and need no cache."""
     w = low_rank.adapted(w)
     w = w | {name: shard.repeat_kv(w[name], c.heads) for name in ("wk", "wv")}
     batch = {"positions": shard.slots_of(batch["tokens"]), **batch}
@@ -255,8 +255,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
            config: Config, length: int = 0, specs: Params | None = None
            ) -> tuple[Array, list[Params]]:
     """Run new tokens [B, T] through all layers. Return the last layer's output [B, T, D] and the
-    cache with their keys and values, starting at `slot`. Slots before start[b] are padding in row
-    b. The layers in params and cache are lists. `length`, the whole text's, may scale positions."""
+    cache with their keys and values added from `slot` on. Slots before start[b] are padding in row
+    b. Layers in params and cache are lists. `length`, for the whole text, may scale positions."""
     batch = {"positions": kv_cache.query_tokens(slot, start, tokens.shape[1]).position}
 
     @jax.jit                # trace once for all layers

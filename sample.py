@@ -92,7 +92,7 @@ def draw(logits: Array, keys: Array, sampling: Sampling) -> Array:
     if sampling.top_p < 1:
         ranked = jnp.sort(logits, descending=True)
         share = jax.nn.softmax(ranked, -1)
-        # Keep an id if the ones before it add up to less than top_p. Always keep the first.
+        # Keep an id if the probabilities before it sum to less than top_p. Always keep the first.
         stay = (jnp.cumsum(share, -1) - share < sampling.top_p).at[:, 0].set(True)
         least = jnp.min(jnp.where(stay, ranked, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -137,14 +137,14 @@ def stream(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: i
         sampling    a Sampling or a temperature (0: greedy). You can also pass its fields by name:
                     temperature, top_k, top_p, min_p, repetition_penalty
         seed        a single number, or one per prompt
-        source      ids, an image or sound per prompt, if the model reads them; prompts for an
+        source      ids, an image or a sound per prompt, if the model reads them; prompts for an
                     encoder-decoder are [[published.start_id(config)]]
-        ended       called with a prompt's index after each piece; if true, its answer ends
-        batch       the maximum number of prompts at once; others wait, and have None in a piece
+        ended       called with a prompt's index after each piece; True ends that prompt's answer
+        batch       the maximum number of prompts at once; others wait, and get None in each piece
 
     An answer depends only on its prompt and its seed. The context is config.seq_len tokens. When a
-    row fills it, the row continues from its last half (or ends, with stop_at_context). If a prompt
-    is longer, the model reads only its last tokens. `say` reports both."""
+    row fills it, the row continues from its second half (or ends, with stop_at_context). If a
+    prompt is longer, the model reads only its last tokens. `say` reports both."""
     engine, sampling = engine_of(config), decoding.sampling_of(sampling, changes)
     ends = decoding.end_ids(stop, config.vocab_size)
     rows = batching.Rows(engine, params, prompts, tokens, sampling, ends, source, seed, batch,
@@ -195,9 +195,9 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
          edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
-    """Load (weights, network config, tokenizer or None) from a run, at this checkpoint or the
-    newest, or from a published model (with `edited`, even if its edited network may compute a
-    different function). The weights are float32, and split over the mesh if you pass one."""
+    """Load (weights, network config, tokenizer or None) from a run (this checkpoint or the newest)
+    or from a published model (with `edited`, even if its edited network may compute a different
+    function). The weights are float32, and split over the mesh if you pass one."""
     if is_published(folder):
         params, config = part("published", f"{folder}").load_hf(folder, mesh, edited)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)

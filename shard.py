@@ -2,7 +2,7 @@
 
 Column, row, column, row: a block's first weight is split by columns, so each device computes its
 own part of the hidden layer and sends nothing. The last weight is split by rows, and a single
-reduction adds up the partial sums (README has the picture). A network's weight table defines which
+reduction adds up the partial sums (README has a diagram). A network's weight table defines which
 dimension each axis splits. For any other function, `infer_specs` works out the alternation
 (zigzag/parallel/rule.py). The functions below contain the collectives for weights split this way.
 Each parallelism is a section that you can read on its own: data, fsdp, tensor (and the vocabulary),
@@ -48,10 +48,10 @@ autodiff applies to gradients:
 *Gradients.* If the loss varies, each device starts its backward pass with 1, so autodiff takes the
 gradient of the sum of all devices' losses. The rest follows from `mark_varying`. In w * x above,
 jax first marks w as varying, because x is. This sends nothing in the forward pass. In the backward
-pass, the mark's transpose is a psum, so the gradient of w is summed over data, as it must be: each
-device saw different rows. That is correct, but it would happen in every part of a batch. So
-train.make_gradients marks the weights before `jax.value_and_grad`. Autodiff doesn't see these
-marks, so it doesn't transpose them: gradients stay local through all parts, and `sum_gradients`
+pass, the transpose of `mark_varying` is a psum, so the gradient of w is summed over data, as it
+must be: each device saw different rows. That is correct, but it would happen in every part of a
+batch. So train.make_gradients marks the weights before `jax.value_and_grad`. Autodiff doesn't see
+that call, so it doesn't transpose it: gradients stay local through all parts, and `sum_gradients`
 sums them once.
 
 The step doesn't mark weights over tensor, because `columns` and `row` use a weight's type to tell
@@ -128,7 +128,7 @@ from zigzag.parallel.rule import plan_sharding as plan_sharding
 #               reduce-scatter: the optimizer state is split along each weight's largest free
 #               dimension (rule.zero1_specs) instead of like the weight, so clipping and the update
 #               run on parts. The compiler then gathers the new weights, because plan.make_program
-#               asks for whole ones (out_shardings)
+#               asks for whole weights (out_shardings)
 #   bytes       2 (n-1)/n of the gradients in float32, no matter how many parts a batch has
 #   correct     a loss is a sum and a count. The sum over all rows is the sum of the devices' sums,
 #               and its gradient is the sum of the devices' gradients. The step divides both once,
@@ -142,7 +142,7 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
     axes `shared` (pipe, seq) have the same rows. If a value doesn't vary over such an axis, all of
     its devices computed the same number: the first one keeps it, and the others use 0. `pools`
     means that the loss calls whole_time, for example to average over a row's tokens, so each device
-    of seq may already have the whole row's sum."""
+    along seq may already have the whole row's sum."""
     total, count, others = sums
     if pools and "seq" not in varying(count):       # each device pooled the whole sequence
         total, others = pmean_over((total, others), "seq")
@@ -153,10 +153,10 @@ def local_sums(sums: tuple, shared: set[str], pools: bool = False) -> tuple:
 
 def sum_gradients(tree: Any, axes: set[str], specs: Any = None, moments: Any = None) -> Any:
     """Sum each gradient over `axes`: all axes except tensor. Skip the axes in a weight's spec,
-    because each of their devices holds a different part of the weight. Over pipe and expert, the
-    gradient of such a part is already complete; over fsdp, the transpose of `gather` already summed
-    it. `moments` are the optimizer state's specs. If they name data (--zero 1), each device gets
-    its part of the sum."""
+    because each device along them holds a different part of the weight. Over pipe and expert, a
+    part's gradient is already complete; over fsdp, the transpose of `gather` already summed it.
+    `moments` are the optimizer state's specs. If they name data (--zero 1), each device gets its
+    part of the sum."""
     def summed(x, spec, moment):
         over = axes - spec_axes(spec)
         if "data" in over & spec_axes(moment):      # do this first, to leave less for the psum
@@ -242,9 +242,9 @@ def layers(block: Callable, weights: Any, x: Any, xs: Any = None, specs: Any = N
 #   collective  an all-gather along T into a block, a reduce-scatter along T out of it; each is the
 #               other's transpose. If n doesn't divide T, the stream stays whole: no collective
 #               into a block, an all-reduce out of it. On a TPU, each strip of rows has its own.
-#               --overlap sends parts instead, while it multiplies other parts
+#               --overlap sends parts instead, while multiplying other parts
 #   bytes       8 (n-1)/n X per layer (forward and backward, attention and MLP); here and below, X
-#               is the stream's bytes for one part of a batch
+#               is the stream's size in bytes for one part of a batch
 #   correct     the devices' partial products add up to the full product. Whole weights don't vary
 #               over tensor, so autodiff sums their gradients over the parts of the sequence
 #   more        the weight table defines which weights are split; zigzag/parallel/products.py
@@ -292,7 +292,7 @@ def row(*pairs: tuple[Array, Array]) -> Array:
 
 def into_stream(partial: Sequence[Array], whole: Sequence[Array] = ()) -> Array:
     """Turn products [B, T, D] into the stream. Add up the `partial` sums over tensor. The `whole`
-    products are equal on all of its devices, so count them once."""
+    products are equal on all devices along tensor, so count them once."""
     if not partial:
         return residual_stream(sum(whole))
     y = sum(partial)
@@ -395,8 +395,8 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 #
 # A row's sequence may be cut three times: over seq (in zigzag order), then over tensor (only in the
 # residual stream, and only if tensor divides T), and over pipe for the loss head. With 8 tokens on
-# seq=2,tensor=2, the devices of seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices of
-# tensor that share 0 1 6 7 have 0 1 and 6 7. These functions convert:
+# seq=2,tensor=2, the devices along seq have 0 1 6 7 and 2 3 4 5; between blocks, the two devices
+# along tensor that share 0 1 6 7 have 0 1 and 6 7. These functions convert:
 #
 #     shard_time        a batch [B, T], whole          -> this device's part over seq, zigzag order
 #     residual_stream   [B, T, D], whole over tensor   -> the stream: this device's part over tensor
@@ -404,13 +404,13 @@ def token_loss(x: Array, head: Array | tuple[Array, Array], targets: Array, weig
 #     time_of_block     a part over tensor             -> whole over tensor, as inside a block
 #     whole_time        the stream                     -> the whole sequence, in order, everywhere
 #     sum_over_time     a sum over this device's part  -> the sum over the whole sequence
-#     slots_of          this device's tokens           -> the place of each in its row
+#     slots_of          this device's tokens           -> each one's index in its row
 #
 # `columns` goes from the stream into a block and `row` back, so inside a block the sequence is
 # whole over tensor. With pipe, `pipelined_loss` cuts the sequence for the head.
 
 def residual_stream(x: Array) -> Array:
-    """Turn an array [B, T, D] that is whole on every device of tensor into the residual stream."""
+    """Turn an array [B, T, D] that every device along tensor has whole into the residual stream."""
     n = axis_size("tensor")
     if n == 1:
         return x
@@ -456,7 +456,7 @@ def sum_over_time(x: Array) -> Array:
 
 
 def slots_of(tokens: Array) -> Array:
-    """Return the slots [1, T] of this device's tokens [B, T, ...]: their places in the row."""
+    """Return the slots [1, T] of this device's tokens [B, T, ...]: their indices in the row."""
     needs_all_time("slots_of")
     T, n = tokens.shape[1], axis_size("seq")
     if n == 1:
@@ -471,8 +471,8 @@ def slots_of(tokens: Array) -> Array:
 #   split       the sequence everywhere, in zigzag order: of 2 n parts, device i has the i-th and
 #               the i-th from the end, so with a causal mask all devices see equally many keys
 #   collective  keys and values (and each token's slot, position and document) go around a ring in
-#               n - 1 collective-permutes. The transpose, a step back, returns their gradients
-#   bytes       4 (n-1) times a device's keys per layer
+#               n - 1 collective-permutes. The transpose, a step backward, returns their gradients
+#   bytes       4 (n-1) times the bytes of a device's keys, per layer
 #   correct     attention to some of the keys yields a softmax average and the logarithm of its sum
 #               of exponentials. From these, `join` combines the parts into exact attention over all
 #               keys. The rest of a layer treats each token independently
@@ -583,7 +583,7 @@ def self_attend(q: Array, k: Array, v: Array, mask: Callable | None = None,
     its own slot, or all of them with causal=False. To change that:
 
         window=100                     a sliding window: see only the last 100 keys, including the
-                                       query's; with local=i % 2 == 0, only in every second layer
+                                       query's; with local=i % 2 == 0, only in every other layer
         softcap=50.0                   scores s become 50 * tanh(s / 50)
         mask(query, key)               False if the query may not see the key
         scores(s, query, key, heads)   new scores, given the (capped) scores s [B, H, T, S] of this
@@ -615,7 +615,7 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
             ) -> Array:
     """Drop a fraction `rate` of the numbers in the stream [B, T, D]. Only training batches have
     seeds [B]; without them, drop nothing. The random bits depend on the row's seed, `site` (a
-    number for this place in the network) and the slot. They don't depend on the mesh or on how the
+    number for this point in the network) and the slot. They don't depend on the mesh or on how the
     batch is cut."""
     if not rate or seeds is None:
         return x
@@ -633,28 +633,28 @@ def dropout(x: Array, rate: float, seeds: Array | None, site: Any, slots: Array 
 #   collective  an all-to-all sends tokens to their experts' devices, and another sends the results
 #               back; its transpose is an all-to-all. A bucket holds the tokens from one device to
 #               another: --expert_room (1.25) times as many as if all experts were equally likely.
-#               The devices first add up how many tokens there are. If some don't fit, they travel
-#               in further rounds, so no token is ever dropped
-#   bytes       4 (n-1) r X per layer in one round. r is the share of a device's tokens for which a
-#               bucket has room: 1.25 / n if each token has one expert, and at most 1
+#               The devices first count the tokens. If some don't fit, these travel in further
+#               rounds, so no token is ever dropped
+#   bytes       4 (n-1) r X per layer in one round. r is the fraction of a device's tokens that a
+#               bucket has room for: 1.25 / n if each token has one expert, and at most 1
 #   correct     an expert treats each token independently, and the sum over a token's experts is the
-#               same wherever the experts are. Each token is in one round
+#               same wherever the experts are. Each token travels in only one round
 #   more        zigzag/parallel/experts.py (sorting, grouped products, rounds); docs/parallelism.md
 
 def experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
             down: Array, *beside: tuple[Array, Array]) -> Array:
     """Run a mixture of experts, and return the stream. Each token of x [B, T, D] goes through the
-    experts `chosen` [B, T, best]. The result is the sum of their outputs, each times its share in
-    `shares` [B, T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies
-    activation(...), and multiplies by its rows `down` [E, F, D]. `beside` are (h, w) pairs, like
-    `row`'s, from an MLP that every token visits; they share the reduction over tensor."""
+    experts `chosen` [B, T, best]. The result is the sum of their outputs, weighted by `shares` [B,
+    T, best]. An expert multiplies by its columns `up` (each [E, D, F]), applies activation(...),
+    and multiplies by its rows `down` [E, F, D]. `beside` are (h, w) pairs, like `row`'s, from an
+    MLP that every token visits; they share the reduction over tensor."""
     return run_experts(x, chosen, shares, up, activation, down, *beside)[0]
 
 
 def run_experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], activation: Callable,
                 down: Array, *beside: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return what `experts` returns, and in how many rounds the tokens traveled (1 if no axis
-    splits the experts)."""
+    """Return what `experts` returns, and the number of rounds in which tokens traveled (1 if no
+    axis splits the experts)."""
     shares = shares.astype(x.dtype)
     if is_tensor_split(x):
         x, chosen, shares = lax.all_gather((x, chosen, shares), "tensor", axis=1, tiled=True)
@@ -673,13 +673,13 @@ def run_experts(x: Array, chosen: Array, shares: Array, up: Sequence[Array], act
 
 def exchange(mixture: Callable, tokens: Array, chosen: Array, shares: Array, up: Any, down: Array
              ) -> tuple[Array, Array]:
-    """Send tokens [R, D] to the devices of their experts. Return the sum of the experts' outputs
+    """Send tokens [R, D] to their experts' devices. Return the sum of the experts' outputs
     for each token, and the number of rounds. mixture(tokens, chosen, shares, up, down) computes
     this device's experts, whose numbers in `chosen` begin at 0."""
     n, (own, *_), (R, best) = axis_size("expert"), down.shape, chosen.shape
     room = dispatch.room_of(R, best, own, n, trace_settings().expert_room)
-    # Count first. All devices must take part in equally many rounds, so they agree on the largest
-    # numbers: of tokens from one device to another, and of choices that one device computes.
+    # Count first. All devices must take part in equally many rounds, so they agree on two maximums:
+    # the tokens that one device sends another, and the choices that one device computes.
     visits = (chosen // own == jnp.arange(n)[:, None, None]).sum(-1)            # [n, R]
     counts = (visits > 0).sum(-1)                                               # [n]
     largest = jnp.stack([counts.max(), psum(visits.sum(-1), "expert").max()])
@@ -717,8 +717,8 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 
     visits(e) is how many of the row's tokens chose e, divided by `best`, and probability(e) is the
     router's mean probability for e. If all experts are equally busy, balance is the number of
-    tokens. Tokens count by their weights [B, T]. Both are sums over rows and tokens, so neither the
-    mesh nor --accumulate changes them."""
+    tokens. Tokens are weighted by `weights` [B, T]. Both terms are sums over rows and tokens, so
+    neither the mesh nor --accumulate changes them."""
     (*_, E), weights = logits.shape, my_time_slice(weights, logits)             # [B, T]
     busy = jnp.einsum("btke,bt->be", jax.nn.one_hot(chosen, E), weights) / chosen.shape[-1]
     mass = jnp.einsum("bte,bt->be", probs, weights)                             # [B, E] twice
@@ -737,14 +737,14 @@ def router_terms(logits: Array, probs: Array, chosen: Array, weights: Array
 #               the whole sequence, and for an encoder's output). Every stage stores a part of the
 #               embedding and of the head, and gathers them once per update, as over fsdp
 #   bytes       2 X ticks / microbatches from stage to stage, 2 (n-1)/n X for the head's
-#               reduce-scatter (both forward and backward), 2 (n-1)/n W of embedding and head
+#               reduce-scatter (both forward and backward), 2 (n-1)/n W for embedding and head
 #   correct     every microbatch goes through all layers, in order. A loss is a sum over
 #               microbatches and tokens, so each stage adds its part
 #   more        zigzag/parallel/pipeline.py (interleaved, 1f1b, the timetables)
 
 def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> tuple[Array, Any]:
-    """Return x [B, T, D] after all layers, on the last stage (zeros on the others), and the aux of
-    this stage's layers per tick. stack(weights, x, numbers, batch) runs this stage's layers.
+    """Return x [B, T, D] after all layers, on the last stage (zeros on the others), and this
+    stage's aux for each tick. stack(weights, x, numbers, batch) runs this stage's layers.
 
         stage 0 |0 1 2 .          stage 0 starts microbatch 1 while stage 1 works on microbatch 0
         stage 1 |. 0 1 2
@@ -754,10 +754,10 @@ def gpipe(stack: Callable, weights: Any, x: Array, batch: Any, options: Any) -> 
     pass: the same ticks in reverse, where each stage sends to the one before it."""
     microbatches, stages, me = options.microbatches, axis_size("pipe"), lax.axis_index("pipe")
     own = len(jax.tree.leaves(weights)[0])
-    numbers = me * own + jnp.arange(own)            # of this stage's layers
-    # Keep marks and cast outside the ticks. A mark's transpose is a sum over stages (for an encoder
-    # output in the batch), which a stage would skip in an idle tick. And autodiff adds up the
-    # ticks' gradients in the dtype that the ticks read: float32.
+    numbers = me * own + jnp.arange(own)            # this stage's layers
+    # Keep both calls outside the ticks. The transpose of mark_varying is a sum over stages (for an
+    # encoder output in the batch), which a stage would skip in an idle tick. And autodiff adds up
+    # the ticks' gradients in the dtype that the ticks read: float32.
     xs, batch = split_rows(x, microbatches), mark_varying(split_rows(batch, microbatches), me)
     wide = cast(weights, "float32")
 

@@ -4,7 +4,7 @@
 
     step -> gradients -> shard_map: on_device -> gather_weights   once (a layer gathers its own)
                                               -> add_part         its loss, gradient, scatter
-                                              -> sum_gradients    once, over the axes left
+                                              -> sum_gradients    once, over the remaining axes
          -> optimizer: clip, AdamW                                  (the compiler's collectives)
 
 `fit` trains any `Task` (zigzag/run/task.py): collate turns examples into a batch, and loss turns a
@@ -71,7 +71,7 @@ class Config(MoreOptions):
     lr: float | None = flag(None, same=True, change="lr")
                                     # peak learning rate; default: 0.5 / d_model, or a tenth of
                                     # that to fine-tune all weights
-    warmup: float | None = None     # updates until the peak, or a share of steps; default: a
+    warmup: float | None = None     # updates until the peak, or a fraction of steps; default: a
                                     # twentieth of the steps
     decay: str = flag("cosine", one_of=schedules.DECAYS, same=True, change="decay")
                                     # rate after warmup: cosine, linear, exponential, constant, wsd
@@ -148,8 +148,8 @@ def make_gradients(plan: Plan) -> Callable:
         sums = marked = {"data", "fsdp"}        same_rows = {}, pools = False, untimed = ()
         (with pipe=2 as well: three axes)       ({"pipe"}: its stages have the same rows)
 
-    modes.as_one_device changes nothing in that case. A custom loss that calls nothing from shard.py
-    has no marks. With --collectives compiler, on_device runs once, on whole arrays, and the
+    modes.as_one_device changes nothing in that case. If a custom loss calls nothing from shard.py,
+    `marked` is empty. With --collectives compiler, on_device runs once, on whole arrays, and the
     compiler inserts every sum."""
     axes = plan.axes
 
@@ -203,7 +203,7 @@ def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
     def step(state, batch):
         params, opt = state["params"], state["opt"]
         grads, (loss_sum, count, others) = gradients(params, batch, state["frozen"])
-        # Dividing by each device's own count would give more weight to tokens on devices with few.
+        # Dividing by each device's own count would overweight tokens on devices with few of them.
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)
 

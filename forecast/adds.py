@@ -25,7 +25,7 @@ class OfTraining:
                                     # --mesh auto chooses the fastest mesh, there or here
     # mesh (rare)
     slices: int = flag(1, least=1, beside="topology", recorded=False)
-                                    # how many TPU slices of --topology; data splits over them
+                                    # how many TPU slices --topology has; data splits over them
 
 
 COMMANDS = {

@@ -38,8 +38,8 @@ def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     """Return the FLOPs per device of a compiled program's matmuls and convolutions: 2 for each
     multiply-add, with loops multiplied out (the compiler's own count includes a loop's body only
     once). If a line branches, only the branch with the most FLOPs counts. Ragged matmuls, whether
-    in a TPU's kernel or our loop over blocks, skip rows outside all groups; `ragged` is the share
-    of rows inside groups."""
+    in a TPU's kernel or our loop over blocks, skip rows outside all groups; `ragged` is the
+    fraction of rows inside groups."""
     def work(lines):
         return sum(times * _operations(line, computation, ragged)
                    for line, times, computation in lines)
@@ -110,8 +110,8 @@ def _splash_operations(kernel, line):
 
 
 def _convolution_products(result, image, kernel, options):
-    """Return the number of scalar multiplications in a convolution, excluding those with padding or
-    with the zeros that dilation inserts. TPU programs write batched matmuls as convolutions."""
+    """Return the number of scalar multiplications in a convolution, excluding products with padding
+    or with the zeros that dilation inserts. TPU programs write batched matmuls as convolutions."""
     image, kernel, result = (dict(zip(labels, shape)) for labels, shape in zip(
         _DIM_LABELS.search(options).groups(), (image, kernel, result)))
     window = {name: values.split("x") for name, values in _SETTING.findall(

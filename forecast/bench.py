@@ -90,8 +90,8 @@ def timed(given: Values, config: Any) -> Any:
 
 
 def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[Program, Callable]:
-    """Train for say.steps updates and keep nothing. Every second update uses the first batch again.
-    Return the program, and the function that makes the batch of an update."""
+    """Train for say.steps updates and keep nothing. Every other update uses the first batch again.
+    Return the program, and the function that makes an update's batch."""
     config = dataclasses.replace(config, out="", profile=0, log=(), steps=say.steps + 1)
     shapes = batch_shapes(config.batch, task.first_row)
     program = train.build(config, mesh, task, shapes)
@@ -112,7 +112,7 @@ def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[
 
 def bench(config: Any, mesh: Any, task: Task) -> None:
     """Time updates of a run on --data, keeping nothing. Print the results, with the last line as
-    JSON. Every second update reuses the first batch, which shows what the loader costs."""
+    JSON. Every other update reuses the first batch, which shows what the loader costs."""
     say = BenchReporter(WARM + TIMED)
     program, next_batch = train_some(config, mesh, task, say)
     begin = time.perf_counter()

@@ -19,7 +19,7 @@ from zigzag.disk.tokenizers import Bytes, read_record
 WIDTH = 32          # of the stream, per layer
 TOKENS = 20         # to train on, per parameter
 RATE = 2 * 0.3118   # DeepSeek's constant is half of the best one in our runs: docs/running.md
-MEMORY = 0.2        # the share of a run after which weight decay has shrunk old updates by 1/e
+MEMORY = 0.2        # the fraction of a run after which weight decay has shrunk old updates by 1/e
 
 
 def chosen(given: Values) -> Values:
@@ -53,7 +53,7 @@ def chosen(given: Values) -> Values:
 
 
 def vocabulary(given: Values) -> int:
-    """Return the number of ids in the data, without opening them."""
+    """Return the size of the data's vocabulary, without opening the data."""
     made = [Path(path) for path in given.get("data", ()) if is_prepared(Path(path))]
     record = read_record(made[0] / "data.json") if made else {}
     return record.get("vocab_size", Bytes.vocab_size)

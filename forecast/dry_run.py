@@ -26,7 +26,7 @@ from zigzag.run.loop import report_header
 from zigzag.run.plan import Program, compiled
 from zigzag.run.running import devices_of, expected
 
-# The share of memory that the formulas may fill; the compiler needs more than they predict.
+# The fraction of memory that the formulas may fill; the compiler needs more than they predict.
 ROOM = 0.95
 # How many of the best meshes to print, and how many of those to compile until one fits.
 SHOWN, COMPILED = 5, 3
@@ -181,8 +181,8 @@ device_description_str: "NVIDIA H100 80GB HBM3" """
 
 
 def topology_devices(name: str, slices: int = 1) -> list[Any]:
-    """Return the devices of absent hardware, for example v5e:4x4 or h100:1x2x8, and of how many
-    TPU slices of it. jax can compile programs for them, but can't run any."""
+    """Return the devices of absent hardware, for example v5e:4x4 or h100:1x2x8, with this many TPU
+    slices. jax can compile programs for them, but can't run any."""
     kind, _, size = name.partition(":")
     jax.config.update("jax_platforms", "cpu")       # don't look for or occupy an accelerator
     _check_compiler(name, kind)

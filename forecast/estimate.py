@@ -56,13 +56,13 @@ class Cost(NamedTuple):
 
 def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flops: float
                ) -> Cost:
-    """Roughly estimate the Cost of a transformer's update of `flops`, using the formulas in
+    """Roughly estimate the Cost of a transformer's update of `flops`, using the formulas in the
     README's table."""
     c = config.network
     d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
     # Per device: parameters before the split over fsdp, and how many of those are trained; layers,
-    # tokens, and README's X and K.
+    # tokens, and the README's X and K.
     own, trained = (
         sum(w.size / (p if path.startswith("layers") or c.chunks == 1 else 1)
             / (e if ".e_" in path else 1) for path, w in by_path(tree).items()) / t

@@ -62,8 +62,8 @@ def _sends_more(plan):
     """Return whether an update sends anything that these formulas don't cover. They don't cover a
     loss that compares rows, adapters, weights stored differently from how they're used, --remat of
     part of a layer or of some layers, 1F1B with one layer per stage, more than two TPU slices or
-    what else crosses between two, or a float32 step on a TPU (its matmuls round to bfloat16, and it
-    may round before it gathers)."""
+    anything else that crosses between two, or a float32 step on a TPU (its matmuls round to
+    bfloat16, and it may round before it gathers)."""
     config, c = plan.config, plan.config.network
     # With more than two slices, data is larger than 2, because it's a multiple of the slices.
     return (slices_of(plan.mesh.devices.flat) > 1 and (
@@ -101,8 +101,8 @@ def _rows(plan):
 
 
 def rows_in_use(config: Any, mesh: Any) -> float:
-    """Return which share of the rows that a device's experts compute are tokens, if all experts are
-    equally busy. The others are room."""
+    """Return the fraction of the rows computed by a device's experts that are tokens, if all
+    experts are equally busy. The other rows are spare room."""
     run = _Run(config, mesh)
     if run.sizes["expert"] == 1 or config.collectives == "compiler" or not run.room:
         return 1.0
@@ -208,7 +208,7 @@ def of_muon(plan: Any) -> Iterator[tuple]:
         P = 4 * pool.each * math.prod(pool.matrix)
         axes = [axis for axis in plan.sizes if axis in dict(pool.splits)]
         yield "all-to-all", "+".join(axes), 2, P
-        near, n = [], 1             # the axes among which q devices lie
+        near, n = [], 1             # the axes along which the q devices lie
         for axis in reversed(pool.copies):
             if n < pool.shares:
                 near, n = [axis, *near], n * plan.sizes[axis]
@@ -279,7 +279,7 @@ def _vocabulary(run, rows):
 
 
 def _experts(run):
-    """4 (n-1) r X per layer: buckets with room for a share r of the tokens, on the way to the
+    """4 (n-1) r X per layer: buckets with room for a fraction r of the tokens, on the way to the
     experts and back, forward and backward. The indices of each token's experts and its routing
     weights go along. We expect a single round. Over tensor, each device routes its own tokens and
     gathers all choices."""

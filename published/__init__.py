@@ -70,7 +70,7 @@ def network_of_folder(folder: str | Path) -> Network:
 
 
 def config_of(fields: dict[str, Any]) -> Any:
-    """Turn the fields of a transformer.Config into a config of the network that has them."""
+    """Convert a transformer.Config's fields into the config of the network that defines them."""
     network = network_of_fields(fields)
     own = {f.name for f in dataclasses.fields(network.config)}
     return network.config(**only(fields, *own))

@@ -173,7 +173,7 @@ class Folder:
         return files
 
 
-# {dtype in a file: numpy's dtype}. Integers occur only in constants, which we just compare.
+# {dtype in a file: numpy's dtype}. Integers occur only in constants, which we only compare.
 KINDS = {kind: jnp.dtype(name) for kind, name in dict(
     F32="float32", F16="float16", BF16="bfloat16", I64="int64", U8="uint8", BOOL="bool").items()}
 
@@ -199,7 +199,7 @@ def _mapped(path):
 
 
 # -------------------------------------------------------------------------------------------
-# The arrays of a family, and reading weights
+# A family's arrays, and reading weights
 
 # An array to read, a copy that must match, a fallback to read if there's no other array.
 SIGNS = ("->", "==", "~")

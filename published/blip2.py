@@ -1,6 +1,6 @@
-"""BLIP-2: a language model that reads a picture.
+"""BLIP-2: a language model that reads an image.
 
-    picture [B, C, height, width] -> patches -> [ block ] x L -> norm -> encoded [B, S, X]
+    image   [B, C, height, width] -> patches -> [ block ] x L -> norm -> encoded [B, S, X]
                                                                             |
     queries [Q, D] -> norm -> [ attention -> attention to encoded -> MLP, attention -> MLP ] x L/2
                                                                             |
@@ -10,7 +10,7 @@
                                                                                     -> logits
 
 transformer.py computes both the vision tower and the language model (OPT). The Q-Former between
-them uses transformer.py's blocks, and every other layer also attends to the picture. A text
+them uses transformer.py's blocks, and every other layer also attends to the image. A text
 contains Q tokens with the id image_token_index, and the Q-Former's vectors replace their
 embeddings.
 
@@ -64,7 +64,7 @@ def _fields(r):
     if text["embed_dim"] != text["d_model"]:
         raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
                     f" is not supported, only hidden_size {text['d_model']}")
-    count(r, "num_query_tokens")    # a text with a picture has this many image tokens
+    count(r, "num_query_tokens")    # a text with an image has this many image tokens
     an_id("image_token_index", r["image_token_index"], text["vocab_size"])
     general.tower(None, "vision_config", _vision(r))
     general.tower(None, "qformer_config", _qformer(r))
@@ -167,7 +167,7 @@ FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
 
 def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                   ) -> Array:
-    """Compute the Q-Former's vectors [B, Q, D] for the pictures in the batch's source [B, C,
+    """Compute the Q-Former's vectors [B, Q, D] for the images in the batch's source [B, C,
     height, width]. Devices with the same rows get the same vectors."""
     v, w, known = transformer.prepare_batch(
         params["vision"], only(batch, "source", "seeds"), vision_config(config))
@@ -232,7 +232,7 @@ def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
 
 
 # -------------------------------------------------------------------------------------------
-# Decoding works as in the language model; the first layer's cache holds the picture's vectors
+# Decoding works as in the language model; the first layer's cache holds the image's vectors
 
 def decoder_of(tree: Params) -> Params:
     """Move the language model's entries to the top of a tree of weights or specs."""
@@ -246,7 +246,7 @@ def source_ids(c: Any) -> tuple[int, ...]:
 
 def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
-    """Make each layer's cache entries for these pictures."""
+    """Make each layer's cache entries for these images."""
     return [{"cross_vectors": image_vectors(params, source, config, specs)},
             *({} for _ in range(1, config.layers))]
 

@@ -1,12 +1,12 @@
-"""CLIP: scores how well each text fits each picture.
+"""CLIP: scores how well each text fits each image.
 
-    picture [B, C, height, width] -> patches -> [ block ] x L -> first token  -> projection [B, I]
+    image   [B, C, height, width] -> patches -> [ block ] x L -> first token  -> projection [B, I]
                                                                                      | cosines,
                                                                                      | scaled [B, B]
     text    [B, T] ----------------> embed ---> [ block ] x L -> its last token -> projection [B, I]
 
 transformer.py computes both towers, and this file connects them. The loss compares each
-picture in a batch with all texts, and each text with all pictures.
+image in a batch with all texts, and each text with all images.
 
 The letters are transformer.py's, plus I, the width of the vectors that we compare.
 """
@@ -118,7 +118,7 @@ def text_vectors(params: Params, batch: Batch, config: Any, specs: Any = None) -
 
 def picture_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
                     ) -> Array:
-    """Compute normalized vectors [B, I] for the pictures in the source [B, C, height, width]."""
+    """Compute normalized vectors [B, I] for the images in the source [B, C, height, width]."""
     return _vectors(params, "vision", vision_config(config), batch, specs,
                     lambda x: shard.whole_time(x, in_parts=True)[:, 0])
 
@@ -134,7 +134,7 @@ def _vectors(params, name, c, batch, specs, chosen):
 
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
             ) -> Array:
-    """Return logits [pictures, texts], which say how well each text fits each picture."""
+    """Return logits [images, texts], which say how well each text fits each image."""
     batch = {"tokens": tokens} if mask is None else {"tokens": tokens, "mask": mask}
     pictures = picture_vectors(params, {"source": source}, config)
     return jnp.exp(params["logit_scale"]) * pictures @ text_vectors(params, batch, config).T
@@ -143,8 +143,8 @@ def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Arr
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None
          ) -> tuple[Array, Array]:
     """Return (sum, count), where count is the number of rows. A row's loss averages two
-    cross-entropies: its text among all texts in the batch, given the picture, and its picture among
-    all pictures, given the text. So a row's loss depends on the whole batch. On a mesh, each device
+    cross-entropies: its text among all texts in the batch, given the image, and its image among
+    all images, given the text. So a row's loss depends on the whole batch. On a mesh, each device
     computes its own rows' loss."""
     check(config, jax.sharding.get_abstract_mesh())     # train.fit doesn't check
     texts = text_vectors(params, only(batch, "tokens", "mask", "seeds"), config, specs)

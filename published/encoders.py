@@ -168,7 +168,7 @@ ENCODERS["albert"] = Family(
 
 
 # -------------------------------------------------------------------------------------------
-# Pictures
+# Images
 
 PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_size=16,
                 num_channels=3)
@@ -235,7 +235,7 @@ def _beit_arrays(c):
 
 def _is_index(c, array):
     """Return whether the array is the index table, which gives the learned bias's row for each pair
-    of patches, and for pairs with the class token."""
+    of patches or pair with the class token."""
     slots = np.arange(c.seq_len)
     return np.array_equal(array, patch_ids(c, slots[:, None], slots))
 

@@ -34,10 +34,10 @@ class Family(NamedTuple):
     adjust: Callable[[Any], Changes] = lambda c: {}     # how our weights differ from the arrays
     aliases: Names = {}                         # {alias: usual name}
     stacks: Callable[[Any], Fields] = lambda c: {}      # a Config -> more words for names, besides
-                                                # those from arrays_of_folder.stacks_of
+                                                # the ones from arrays_of_folder.stacks_of
     older: Names = {}                           # {part of a name: the same part in older or newer
                                                 # versions}
-    fused: Names = {}                           # arrays that hold all experts, replacing those with
+    fused: Names = {}                           # arrays that hold all experts, replacing arrays of
                                                 # a single expert
     seen: Callable[[Fields, Any], Fields] | None = None     # (config.json, fields, folder) -> more
                                                 # fields, which depend on the folder's arrays

@@ -97,7 +97,7 @@ def save_hf(network: Network, folder: str | Path, params: Params, config: Any,
     write_folder(folder, family, config, network.table(config), weights(params), dtype)
 
 
-# Options of a published model that depend on its folder's arrays or its class.
+# A published model's options that depend on its folder's arrays or its class.
 SEEN = {"tied", "pool_dense", "pad_id", "published"}
 
 
@@ -120,7 +120,7 @@ def _check_described(network, config, seen):
 @dataclasses.dataclass(frozen=True)
 class Export:
     """python model.py --run RUN --export DIR: export a trained model as a Hugging Face folder"""
-    run: str = "out"            # the --out of a run of train.py
+    run: str = "out"            # the --out of a train.py run
     export: str = ""            # the folder to write
     dtype: str = flag("float32", one_of=DTYPES)     # dtype of the written arrays: float32,
                                                     # bfloat16 or float16

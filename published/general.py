@@ -32,16 +32,16 @@ Shapes = dict[str, jax.ShapeDtypeStruct]    # of a batch
 
 @dataclasses.dataclass(frozen=True)
 class Config(ComputeOptions):
-    """A model's options. Each field is also a flag; 0 often means that others determine it."""
+    """A model's options. Each field is also a flag; 0 often means that other fields set it."""
     layers: int = flag(4, least=1)  # number of layers
     d_model: int = flag(128, least=1)  # width of the residual stream
     heads: int = flag(8, least=1)  # query heads
     kv_heads: int = 0             # key/value heads; 0: same as heads
     head_dim: int = 0             # width of a head; 0: d_model / heads
     d_ff: int = 0                 # width of the MLP; 0: 8/3 of d_model, up to a multiple of 64
-    vocab_size: int = 0           # ids in the vocabulary; 0: those of the data's tokenizer
+    vocab_size: int = 0           # ids in the vocabulary; 0: as many as the data's tokenizer has
     seq_len: int = flag(128, least=1)  # tokens in a training example: the context length
-    tied: bool = False            # one table for both the embedding of tokens and the head
+    tied: bool = False            # one table for both the token embedding and the head
     parallel_block: bool = False  # attention and MLP read the same norm and are added together
     parallel_norms: int = flag(1, one_of=(1, 2))
                                   # norms of a parallel block; 2: the MLP has its own
@@ -51,8 +51,8 @@ class Config(ComputeOptions):
     encoder_d_ff: int = 0         # width of the encoder's MLP; 0: --d_ff
     source_len: int = 0           # tokens that the encoder reads per example; 0: --seq_len
     stem: str = flag("tokens", one_of=("tokens", "patches", "frames"))
-                                  # input: tokens, patches (of pictures) or frames (of sound)
-    image_size: int = flag(224, least=1)  # side of a picture, in pixels
+                                  # input: tokens, patches (of images) or frames (of sound)
+    image_size: int = flag(224, least=1)  # side of an image, in pixels
     patch_size: int = flag(16, least=1)  # side of a patch, in pixels
     channels: int = flag(3, least=1)  # numbers per pixel, or per frame of sound
     token_types: int = 0          # number of token types, each with its own embedding; 0: none
@@ -113,7 +113,7 @@ class Config(ComputeOptions):
     attn_softcap: float = 0.0     # soft cap on the scores (by tanh); 0: none
     logit_softcap: float = 0.0    # soft cap on the logits (by tanh); 0: none
     q_rank: int = 0               # latent attention: width of the queries' latent; 0: d_model
-    kv_rank: int = 0              # width of the latent of keys and values; 0: no latent attention
+    kv_rank: int = 0              # width of the keys' and values' latent; 0: no latent attention
     v_head_dim: int = 0           # width of a head's values; 0: head_dim
     dropout: float = 0.0          # dropout rate on the outputs of attention and MLP, in training
     experts: int = 0              # experts in each MLP; 0: a dense MLP
@@ -123,7 +123,7 @@ class Config(ComputeOptions):
     dense_layers: int = 0         # number of initial layers with a dense MLP instead of experts
     router: str = flag("softmax", one_of=("softmax", "sigmoid"))
                                   # softmax, or sigmoid with a bias for choosing experts
-    router_norm: bool = True      # normalize a token's routing weights to a sum of 1
+    router_norm: bool = True      # normalize a token's routing weights to sum to 1
     router_scale: float = flag(1.0, least=-math.inf)  # factor on the routing weights
     expert_groups: int = flag(1, least=1)  # groups of experts: a token first chooses groups
     groups_per_token: int = flag(1, least=1)  # groups that a token chooses
@@ -136,7 +136,7 @@ class Config(ComputeOptions):
 
     @property
     def side(self) -> int:
-        """The number of patches along a picture's side."""
+        """The number of patches along an image's side."""
         return self.image_size // self.patch_size
 
     @property
@@ -161,7 +161,7 @@ def check(c: Any) -> None:
             d_ff=-(-c.d_model * 8 // (3 * 64)) * 64)
     if c.encoder_layers:
         fill_in(c, encoder_heads=c.heads, encoder_d_ff=c.d_ff, source_len=c.seq_len)
-    if c.own_stem != "tokens":      # the picture or the sound determines the length
+    if c.own_stem != "tokens":      # the image or the sound determines the length
         object.__setattr__(c, "seq_len", stems.length(c))
     if c.positions in ("learned", "fixed"):
         fill_in(c, position_rows=_longest(c) + c.position_offset)
@@ -176,7 +176,7 @@ def _longest(c):
 
 
 def _of_values(c):
-    """Return the checks of single options, as rows for refuse_rows."""
+    """Return the checks for single options, as rows for refuse_rows."""
     longest, turned = _longest(c), c.rotary_dim or c.head_dim
     rows = c.position_rows - c.position_offset
     return [
@@ -200,7 +200,7 @@ NEEDS = {"shared_experts": "experts", "qk_norm_wide": "qk_norm", "local_theta": 
 
 
 def _of_blocks(c):
-    """Return the checks of block options that can't be combined, as rows for refuse_rows."""
+    """Return the checks for block options that can't be combined, as rows for refuse_rows."""
     return [
         *((name, getattr(c, name) and not getattr(c, other), 
            f"give --{other}{' true' * (getattr(c, other) is False)} too")
@@ -230,7 +230,7 @@ def _of_blocks(c):
 
 
 def _of_encoders(c):
-    """Return the checks of encoders, encoder-decoders and classifiers, as rows for refuse_rows."""
+    """Return the checks for encoders, encoder-decoders and classifiers, as rows for refuse_rows."""
     classes, half = c.head == "classes", c.relative_buckets // 2
     others = c.experts or c.parallel_block or c.kv_rank or c.layer_groups or not c.causal
     return [

@@ -31,7 +31,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Silent(ConfigError):
-    """The hub gives no answer, or none that helps."""
+    """The hub gives no answer, or no useful one."""
 
 
 class Repository(NamedTuple):
@@ -46,7 +46,7 @@ class Repository(NamedTuple):
         return optional_package("huggingface_hub", self.given)
 
     def ask(self, function: Callable, *words: Any, **options: Any) -> Any:
-        """Call a function of huggingface_hub about this repository. Return None if it says that the
+        """Call a huggingface_hub function on this repository. Return None if it says that the
         repository lacks the file."""
         errors = self.hub.errors
         try:
@@ -59,7 +59,7 @@ class Repository(NamedTuple):
             raise self.refusal(e) from None
 
     def refusal(self, error: Exception) -> ConfigError:
-        """Return the ConfigError for an exception of huggingface_hub."""
+        """Return the ConfigError for an exception from huggingface_hub."""
         errors = self.hub.errors
         login = "set HF_TOKEN or run `hf auth login`"
         if isinstance(error, errors.GatedRepoError):
@@ -79,15 +79,15 @@ class Repository(NamedTuple):
         return ConfigError(f"{self.given}: {why}")
 
     def nearest(self) -> str:
-        """Return the end of a message: the nearest names in the cache, if it lacks this one."""
+        """Return the end of a message: the nearest names in the cache, if it lacks this name."""
         known = [path.name.partition("--")[2].replace("--", "/") for path in Path(
             self.hub.constants.HF_HUB_CACHE).glob(f"{self.kind}s--*--*")]
         near = [] if self.name in known else difflib.get_close_matches(self.name, known, 3)
         return f"; the nearest names in the cache: {', '.join(near)}" if near else ""
 
     def fetched(self, *names: str, is_first: bool = False) -> list[Path]:
-        """Return the paths of the named files that the repository has; with is_first, only of the
-        first one. If the hub is silent, use only the cache; raise Silent if it has none of them."""
+        """Return the paths of the named files that the repository has; with is_first, only the
+        first. If the hub is silent, use only the cache; raise Silent if it has none of them."""
         found, silence, unknown = [], None, []
         for file in names:
             # This is a path, None if the cache doesn't know, or an object if there's no such file.
@@ -136,8 +136,8 @@ def with_commit(name: str | Path) -> str | Path:
 
 
 def at_commit(name: str | Path) -> Repository | None:
-    """Return the repository of a name with a commit, or None. A name without a commit is a path: if
-    somebody moved the folder that a run began with, no model on the hub may replace it."""
+    """Return the repository in a name that includes a commit, or None. A name without a commit is a
+    path: if somebody moved the folder that a run began with, no model on the hub may replace it."""
     repo = repository(name)
     return repo if repo and COMMIT.fullmatch(repo.revision) else None
 
@@ -149,7 +149,7 @@ def config_of(name: str | Path) -> Path:
 
 
 def weights_of(name: str | Path) -> Path:
-    """Return a model's folder, with its weights too, if these are safetensors."""
+    """Return a model's folder, with its weights too if they are safetensors."""
     repo = at_commit(name)
     for file in repo.fetched(WEIGHTS, INDEX, is_first=True) if repo else ():
         if file.name == INDEX:      # the folder's reader checks that its parts are there
@@ -170,7 +170,7 @@ def tokenizer_of(name: str | Path, rows: int) -> Tokenizer:
 # Data
 
 def files(address: str) -> str:
-    """Return the path in the cache of a file, a folder or a pattern in a dataset. A single file
+    """Return the cache path for a file, a folder or a pattern in a dataset. A single file
     comes from the cache if it's there; for a folder or a pattern, the hub lists the files."""
     match = ADDRESS.fullmatch(address)
     if not match or ".." in address.split("/"):

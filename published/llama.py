@@ -80,7 +80,7 @@ def fields_of(record: Fields, families: Families = FAMILIES, at: str = "") -> Fi
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as e:
         raise ConfigError(f"config.json of model_type {kind}: a value has the wrong type "
                           f"({one_line(e)})") from None
-    # Only new models need the router losses; fine-tuned ones don't.
+    # Only new models need the router losses; fine-tuned models don't.
     return {"embed_scale": 1.0, "balance": 0.0, "router_z": 0.0,
             "published": json.dumps(r.given, sort_keys=True), **fields}
 
@@ -130,7 +130,7 @@ def whole_context(c: Any) -> Any:
     return dataclasses.replace(c, seq_len=max(c.seq_len, context))
 
 
-# Options for training and execution, and those that the plain decoder shares with the general
+# Options for training and execution, and options that the plain decoder shares with the general
 # network.
 OF_TRAINING = {"dropout", "balance", "router_z",
                *(f.name for f in dataclasses.fields(ComputeOptions))}
@@ -192,7 +192,7 @@ WITH_WINDOW = (*HEAD_DIM, "use_sliding_window")
 
 
 def _relative(fields, defaults, arrays=LLAMA, shared=HEAD_DIM, ignored=INV_FREQ, **more):
-    """Return a relative of LLaMA. `defaults` lists only those that differ from MODERN."""
+    """Return a relative of LLaMA. `defaults` lists only values that differ from MODERN."""
     return Family(fields, arrays, {**MODERN, **defaults}, "model.", ignored, shared=shared, **more)
 
 
@@ -209,7 +209,7 @@ NO_WINDOW = keys("sliding_window use_sliding_window layer_types max_window_layer
 def _qwen_window(r):
     refuse(r, use_mrope=False)
     if not r["use_sliding_window"]:
-        return {}       # whatever else the file says about windows
+        return {}       # no matter what else the file says about windows
     return _window_unless(r, lambda i: i < r["max_window_layers"])
 
 

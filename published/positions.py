@@ -115,8 +115,8 @@ def relative_ids(c: Any, query: Token, key: Token) -> Array:
 
 
 def _bucket_ids(c, query, key):
-    """Return each pair's bucket, as in T5: there is one for each small distance, and larger
-    distances have logarithmic ones. If tokens see both ways, half are for later keys."""
+    """Return each pair's bucket, as in T5: there is one for each small distance, and logarithmic
+    buckets for larger ones. If tokens see in both directions, half are for later keys."""
     far, half = key - query, c.relative_buckets // (1 if c.causal else 2)
     exact, steps = half // 2, np.arange(c.relative_distance)
     ratio = np.log(np.maximum(steps, 1).astype(np.float32) / np.float32(exact))
@@ -159,7 +159,7 @@ def counted(flags: Array, slots: Array) -> Array:
 
 
 def sinusoids(rows: int, width: int) -> np.ndarray:
-    """Return a table [rows, width] of positions' sines (even columns) and cosines (odd ones)."""
+    """Return a table [rows, width] of positions' sines (even columns) and cosines (odd columns)."""
     angle = np.arange(rows)[:, None] * plain_rates(width, 10000.0)
     table = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(rows, -1)
     return table[:, :width].astype(np.float32)

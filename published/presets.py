@@ -24,7 +24,7 @@ QWEN3 = dict(vocab_size=151936, seq_len=40960, embed_scale=1.0, rope_theta=1e6, 
              kv_heads=8, head_dim=128)
 
 # Encoders, with the head that their published parameter count includes: the masked language model's
-# for BERT and its relatives, and 1,000 classes for picture encoders.
+# for BERT and its relatives, and 1,000 classes for image encoders.
 BERT = dict(vocab_size=30522, seq_len=512, causal=False, norm="layer", norm_eps=1e-12,
             norm_place="post", embed_norm=True, positions="learned", token_types=2,
             activation="gelu", gated=False, biases="qkv,out,mlp,head", tied=True, embed_scale=1.0,
@@ -126,7 +126,7 @@ PRESETS: dict[str, Fields] = {
 
 
 def fields_of_preset(name: str, given: Fields) -> Fields:
-    """Return a preset's fields, without those that depend on a width in the `given` flags."""
+    """Return a preset's fields, minus the fields that depend on a width in the `given` flags."""
     if name not in PRESETS:
         nearest = difflib.get_close_matches(name, PRESETS, 5, 0)
         raise ConfigError(f"--model {name}: no folder with a published model and no preset has "

@@ -224,8 +224,8 @@ LANGUAGE_MODELS = {"": {}, r".*For(CausalLM|ConditionalGeneration)": {},
 
 
 def decoder_head(r: Record) -> Fields:
-    """Return the fields of a decoder's head: {} for a language model, or those of a classifier on
-    the last token. Reject other heads."""
+    """Return the fields of a decoder's head: {} for a language model, or a last-token classifier's
+    fields. Reject other heads."""
     return classed(r, {**LANGUAGE_MODELS,
                        ".*ForSequenceClassification": {"head": "classes", "pool": "last"}})
 
@@ -294,7 +294,7 @@ TEXT_SIZES = dict(SIZES, vocab_size="vocab_size", seq_len="max_position_embeddin
 
 
 def sizes(r: Record, **names: str) -> Fields:
-    """Read a text model's sizes, which config.json has under the usual names or these."""
+    """Read a text model's sizes, which config.json has under the usual names or under these."""
     return named(r, **{**TEXT_SIZES, **names})
 
 
@@ -305,7 +305,7 @@ def tower(r: Record, **names: str) -> Fields:
 
 
 def pictures(r: Record) -> Fields:
-    """Read the fields of a picture encoder."""
+    """Read the fields of an image encoder."""
     return {"stem": "patches", "causal": False, "channels": r.get("num_channels", 3),
             **named(r, image_size="image_size"), "patch_size": count(r, "patch_size",
                                                                      r["image_size"])}

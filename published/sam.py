@@ -1,9 +1,9 @@
-"""SAM's image encoder: turns a picture into a small grid of vectors.
+"""SAM's image encoder: turns an image into a small grid of vectors.
 
-    picture -> patches, + their positions -> [ norm -> attention -> + -> norm -> MLP -> + ] x L
-            -> neck: 1 x 1 convolution -> norm -> 3 x 3 convolution -> norm -> [B, O, h, w]
+    image -> patches, + their positions -> [ norm -> attention -> + -> norm -> MLP -> + ] x L
+          -> neck: 1 x 1 convolution -> norm -> 3 x 3 convolution -> norm -> [B, O, h, w]
 
-Most layers attend within windows of 14 x 14 tokens, and a few attend to the whole picture.
+Most layers attend within windows of 14 x 14 tokens, and a few attend to the whole image.
 Consecutive layers of the same kind form a run, with stacked weights; the two kinds have distance
 tables of different sizes. Each score gets a bias that depends on the query and its distance to the
 key in rows and columns: q . down[rows] + q . right[columns].
@@ -53,7 +53,7 @@ class Run(NamedTuple):
     """Consecutive layers with the same window size."""
     name: str       # the name of its weights
     numbers: list[int]
-    window: int     # tokens on a side of a window; the picture's side without windows
+    window: int     # tokens on a side of a window; the image's side without windows
 
 
 def runs(c: Config) -> list[Run]:
@@ -134,7 +134,7 @@ def _neck(params, x, c):
 
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
-    """Pictures [B, C, height, width] -> [B, O, h, w]. Both sides must be config.image_size."""
+    """Images [B, C, height, width] -> [B, O, h, w]. Both sides must be config.image_size."""
     c, size = config, (config.side,) * 2
     stems.check_source(pictures, c)
     params, kept = cast(params, c.dtype), c.side * c.patch_size
@@ -153,7 +153,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
-    """Return (sum, count): the squared error of the output for pictures `source` against `targets`
+    """Return (sum, count): the squared error of the output for images `source` against `targets`
     [B, O, h, w], and the element count. An encoder has no labels, so the targets can be another
     encoder's output, for example."""
     got = forward(params, batch["source"], config, specs)

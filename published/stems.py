@@ -1,10 +1,10 @@
-"""Stems turn pictures or sound into the vectors [B, T, D] that an encoder's first layer reads. They
+"""Stems turn images or sound into the vectors [B, T, D] that an encoder's first layer reads. They
 are small, so every device computes the whole stem.
 
-    patches   cut a picture [B, C, height, width] into squares and multiply each by the same matrix;
+    patches   cut an image [B, C, height, width] into squares and multiply each by the same matrix;
               the class token, a learned vector, comes first
     frames    run two convolutions over sound [B, C, time], which has C numbers per frame; each
-              covers three frames, and the second has stride 2
+              convolution covers three frames, and the second has stride 2
 """
 
 from typing import Any
@@ -52,13 +52,13 @@ def check_source(source: Array, c: Any) -> None:
 
 
 def stream(params: Params, source: Array, c: Any) -> Array:
-    """Turn pictures or sound into vectors [B, T, D]."""
+    """Turn images or sound into vectors [B, T, D]."""
     check_source(source, c)
     return (_patches if c.stem == "patches" else _frames)(params, source, c)
 
 
 def _patches(params, pictures, c):
-    """Pictures [B, C, height, width] -> [B, 1 + patches, D]."""
+    """Images [B, C, height, width] -> [B, 1 + patches, D]."""
     B, size, side = len(pictures), c.patch_size, c.side
     w = params["patch"]
     x = pictures[:, :, :side * size, :side * size].astype(w.dtype)

@@ -1,15 +1,15 @@
-"""Swin: classifies pictures with windowed attention, in stages with fewer and wider tokens.
+"""Swin: classifies images with windowed attention, in stages with fewer and wider tokens.
 
-    picture -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
-                                                                            -> mean -> classes
+    image -> patches -> norm -> [ stage -> merge ] -> [ stage -> merge ] -> ... stage -> norm
+                                                                          -> mean -> classes
     a stage:  [ norm -> attention in windows -> + -> norm -> MLP -> + ] x its layers
     a merge:  four neighbors become one token of twice the width
 
-     layers 0, 2, ...       layers 1, 3, ...: we roll the picture by half a window, so windows
+     layers 0, 2, ...       layers 1, 3, ...: we roll the image by half a window, so windows
       +---+---+---+         straddle the borders of the previous layer's windows
       |   |   |   |           +-+---+---+-+
       +---+---+---+           +-+---+---+-+     A window at the edge has tokens from both sides of
-      |   |   |   |           | |   |   | |     the picture. Tokens from different sides can't see
+      |   |   |   |           | |   |   | |     the image. Tokens from different sides can't see
       +---+---+---+           +-+---+---+-+     each other (they differ in `region`).
 
 Each score gets a learned bias for the distance between the two tokens (`relative`). Between blocks
@@ -55,7 +55,7 @@ from zigzag.parallel.network import Network, Params, refuse_rows
 from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
-# The epsilon of LayerNorms outside the layers, whatever config.json says for those inside.
+# The epsilon of LayerNorms outside the layers, whatever config.json says for the ones inside.
 EPS = 1e-5
 
 
@@ -102,8 +102,8 @@ def _layer_weights(c, stage):
 # The network
 
 def _attend(w, q, k, v, size, shift, window, c):
-    """Attend within windows of pictures rolled by `shift`. Tokens from different sides of the
-    picture can't see each other, just like tokens of different documents."""
+    """Attend within windows of images rolled by `shift`. Tokens from different sides of the
+    image can't see each other, just like tokens of different documents."""
     end, right = (jnp.arange(n) >= n - shift for n in size)     # rolled from the other side
     region = windows.cut((2 * end[:, None] + right)[None], window)
     table = heads_of(q, w["relative"], 1)
@@ -136,7 +136,7 @@ def _trunk(params, pictures, c, specs=None):
             raise ConfigError(f"pictures of {pictures.shape[2]} x {pictures.shape[3]} pixels are "
                               f"{size[0]} x {size[1]} tokens in {stage.name}: fewer than its "
                               f"windows, {window} x {window}")
-        # If a single window holds the whole picture, we don't roll.
+        # If a single window holds the whole image, we don't roll.
         shift = window // 2 if min(size) > window else 0
 
         def layer(w, x, shift, size=size):
@@ -152,8 +152,8 @@ def _trunk(params, pictures, c, specs=None):
 
 
 def forward(params: Params, pictures: Array, config: Config, specs: Params | None = None) -> Array:
-    """Return float32 logits [B, labels] for pictures [B, C, height, width]; without a head, vectors
-    [B, T, D]. The pictures' size may differ from config.image_size."""
+    """Return float32 logits [B, labels] for images [B, C, height, width]; without a head, vectors
+    [B, T, D]. The images' size may differ from config.image_size."""
     params = cast(params, config.dtype)
     x = _trunk(params, pictures, config, specs)
     if config.head == "none":
@@ -163,7 +163,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
          ) -> tuple:
-    """Return (sum, count): cross-entropy of `labels` [B] for pictures `source`, and row count."""
+    """Return (sum, count): cross-entropy of `labels` [B] for images `source`, and row count."""
     return class_loss(forward(params, batch["source"], config, specs), batch, config)
 
 

@@ -2,7 +2,7 @@
 axis that splits each dimension, and the initial standard deviation (None: all ones). The letters
 are transformer.py's, plus these:
 
-J rows of learned distance biases, Z token types, A classes, C channels (of a picture or a sound
+J rows of learned distance biases, Z token types, A classes, C channels (of an image or a sound
 frame), y and x the sides of a patch, k frames that a convolution covers, d a second D.
 """
 

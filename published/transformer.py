@@ -77,12 +77,12 @@ def norm(w, name, x, c, kind="", eps=0.0):
 
 
 def heads_of(q, a, dim):
-    """Take this device's query heads from an array of all heads."""
+    """Take this device's query heads from an array with all heads."""
     return shard.local_part(a, dim) if q.shape[2] < a.shape[dim] else a
 
 
 def _known(c, i):
-    """Return shard.self_attend's arguments for a score bound and a window. With a window, a query
+    """Return shard.self_attend's arguments for a score cap and a window. With a window, a query
     sees the last c.window keys, including its own."""
     return {"softcap": c.attn_softcap, "window": c.window,
             "local": layer_is_local(c, i) if "g" in c.local_layers else None}
@@ -125,7 +125,7 @@ def _into_keys(w, c, *names):
 def _latent(w, h, c):
     """For latent attention, return queries [B, T, H, N], the latent [B, T, R] of keys and values,
     and the keys' rotary part [B, T, 1, U], which all heads share. In these norms the published
-    models use an epsilon of 1e-6, whatever their other norms use."""
+    models use an epsilon of 1e-6, whatever the other norms use."""
     q = norm(w, "q_down_norm", matmul(h, w["q_down"]), c, "rms", 1e-6) if c.q_rank else h
     q, = shard.columns(q, w["wq"])
     latent = norm(w, "kv_norm", matmul(h, w["kv_down"]), c, "rms", 1e-6)
@@ -197,7 +197,7 @@ def norm_all_heads(q: Array, k: Array, scales: tuple[Array, Array], heads: int, 
 
 
 def _scaled(q, c):
-    """Scale the queries if the factor on the scores (attn_scale) isn't the default."""
+    """Scale the queries if the scores' factor (attn_scale) isn't the default."""
     return q * (c.attn_scale * c.head_dim**0.5) if c.attn_scale else q
 
 
@@ -589,7 +589,7 @@ def _source(batch, c):
 
 def local_time(tree):
     """Cut arrays [B, T, ...] to this device's part of the sequence, in plain order. They come from
-    a source or a picture, which shard_time leaves whole on every device along seq."""
+    a source or an image, which shard_time leaves whole on every device along seq."""
     def part(a):
         parts = a.reshape(a.shape[0], axis_size("seq"), -1, *a.shape[2:])
         return lax.dynamic_index_in_dim(parts, lax.axis_index("seq"), 1, keepdims=False)
@@ -635,7 +635,7 @@ def _cross_keys(w, encoded, c):
 
 def _class_logits(params, x, c, batch):
     """Compute each row's float32 class logits [B, A] from its first token, the last token that the
-    mask keeps, or the mean of a picture's patches. The last norm follows this choice."""
+    mask keeps, or the mean of an image's patches. The last norm follows this choice."""
     x = shard.whole_time(x, in_parts=c.own_stem != "tokens")
     if c.pool == "last":
         there = shard.whole_time(batch.get("mask", jnp.ones(batch["tokens"].shape))) > 0

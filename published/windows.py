@@ -2,8 +2,8 @@
 within each window as if it were a separate short row.
 
     [B, 4, 6, D], windows of 2     +--+--+--+
-                                   |0 |1 |2 |      -> [6 B, 4, D]: the first picture's windows,
-                                   +--+--+--+         row by row, then the next picture's
+                                   |0 |1 |2 |      -> [6 B, 4, D]: the first image's windows,
+                                   +--+--+--+         row by row, then the next image's
                                    |3 |4 |5 |
                                    +--+--+--+
 """
@@ -19,7 +19,7 @@ from zigzag.parallel import low_rank
 
 
 def patches(params: Any, pictures: Array, c: Any) -> Array:
-    """Turn pictures [B, C, height, width] into grids of tokens [B, h, w, D]. Zero-pad the pictures
+    """Turn images [B, C, height, width] into grids of tokens [B, h, w, D]. Zero-pad the images
     to whole patches."""
     w, p = params["patch"], c.patch_size
     x = lax.conv_general_dilated(
@@ -30,8 +30,8 @@ def patches(params: Any, pictures: Array, c: Any) -> Array:
 
 def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: Callable,
           shift: Any = None) -> Array:
-    """Run a block with windowed attention on the stream x [B, T, D] of pictures with `size` = (h,
-    w) tokens. Roll each picture by `shift` before cutting it. attend(w, q, k, v, size) computes
+    """Run a block with windowed attention on the stream x [B, T, D] of images with `size` = (h,
+    w) tokens. Roll each image by `shift` before cutting it. attend(w, q, k, v, size) computes
     attention for each window's tokens [B W, t, H, N], where `size` includes the padding."""
     w = low_rank.adapted(w)
     h = norm(w, "attn_norm", x, c)
@@ -49,7 +49,7 @@ def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: 
 
 
 def padded(x: Array, size: int) -> Array:
-    """Zero-pad pictures [B, height, width, D] at the bottom and right to a multiple of the window
+    """Zero-pad images [B, height, width, D] at the bottom and right to a multiple of the window
     size."""
     return jnp.pad(x, ((0, 0), *((0, -n % size) for n in x.shape[1:3]), (0, 0)))
 

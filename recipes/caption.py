@@ -1,8 +1,8 @@
-"""Captions: a picture encoder and a text decoder learn to describe a picture.
+"""Captions: an image encoder and a text decoder learn to describe an image.
 
-    example     (a picture [3, 16, 16] of a shape, ids of a text such as: a red ring, top left)
+    example     (an image [3, 16, 16] of a shape, ids of a text such as: a red ring, top left)
     loss        the network's usual loss, the caption's cross-entropy
-    metric      exact, the share of held-out pictures whose caption matches letter for letter
+    metric      exact, the fraction of held-out images whose caption matches letter for letter
 
     python -m recipes.caption [flags of train.py]
 """
@@ -25,8 +25,8 @@ Y, X = np.mgrid[:16, :16]
 
 
 def drawn(rng):
-    """Draw a picture with some noise, and return it with its caption. Without the noise, there are
-    only 512 different pictures, all of which are in the training set."""
+    """Draw an image with some noise, and return it with its caption. Without the noise, there are
+    only 512 different images, all of which are in the training set."""
     color, shape = list(COLORS)[rng.integers(4)], SHAPES[rng.integers(4)]
     row, column, size = *rng.choice([4, 5, 10, 11], 2), rng.integers(3, 5)
     y, x = abs(Y - row), abs(X - column)

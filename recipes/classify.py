@@ -1,8 +1,8 @@
 """Classification: a small vision transformer learns scikit-learn's handwritten digits.
 
-    example     a picture of 8 x 8 pixels from 0 to 1, and its class
+    example     an image of 8 x 8 pixels with values from 0 to 1, and its class
     loss        the network's usual loss, the cross-entropy of the class
-    metric      the share of held-out pictures that the model classifies correctly
+    metric      the fraction of held-out images that the model classifies correctly
 
     python -m recipes.classify [flags of train.py]
 """
@@ -21,7 +21,7 @@ VIT = ["--model", "transformer", "--stem", "patches", "--image_size", "8", "--pa
 
 
 def pictures():
-    """Return 1,437 training and 360 held-out examples: (a picture [1, 8, 8], its class)."""
+    """Return 1,437 training and 360 held-out examples: (an image [1, 8, 8], its class)."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     found = [(digits.images[i][None].astype(np.float32) / 16, digits.target[i]) for i in order]

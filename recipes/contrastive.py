@@ -1,10 +1,10 @@
-"""Contrastive learning: match the left and right halves of pictures, the way CLIP matches pictures
+"""Contrastive learning: match the left and right halves of images, the way CLIP matches images
 and texts (Radford et al., 2021).
 
     example     the left half and the right half of a handwritten digit of 8 x 8 pixels
     loss        the cross-entropy of the correct partner among all rows of the batch, from left to
                 right and from right to left. `shard.all_rows` collects the rows from all devices
-    metric      the share of held-out left halves whose own right half is the nearest of all 360
+    metric      the fraction of held-out left halves whose own right half is the nearest of all 360
 
     python -m recipes.contrastive [flags of train.py]
 """

@@ -1,9 +1,9 @@
-"""Diffusion: a network turns noise into a picture of the digit that you name (Ho et al., 2020).
+"""Diffusion: a network turns noise into an image of the digit that you name (Ho et al., 2020).
 
     example     a handwritten digit of 8 x 8 pixels and its class, "zero" to "nine"; the loss hides
                 the class in a tenth of the cases
-    loss        the squared error of the predicted noise in the picture, at a random timestep
-    metric      right, the share of generated pictures that scikit-learn's nearest neighbors among
+    loss        the squared error of the predicted noise in the image, at a random timestep
+    metric      right, the fraction of generated images that scikit-learn's nearest neighbors among
                 the real digits assign to the requested class (copies count as right)
 
     python -m recipes.diffusion [flags of train.py]
@@ -21,7 +21,7 @@ import train
 
 TIMES, WIDTH, GUIDANCE = 100, 256, 2.0
 NAMES = "zero one two three four five six seven eight nine".split()
-# The squared share of the picture that remains at each timestep.
+# The squared fraction of the image that remains at each timestep.
 LEFT = jnp.cos((jnp.arange(TIMES) + 1) / (TIMES + 1) * jnp.pi / 2) ** 2
 
 
@@ -41,7 +41,7 @@ def init(key):
 
 
 def noise_in(w, x, time, text):
-    """Predict the noise [B, 64] in pictures x at these timesteps [B], given the texts [B, 5]."""
+    """Predict the noise [B, 64] in images x at these timesteps [B], given the texts [B, 5]."""
     of_text = w["letters"][jnp.arange(5), text].sum(1)
     h = jnp.concatenate([x @ w["into"], w["times"][time], of_text], -1)
     h = jax.nn.silu(h @ w["up"]) @ w["down"]
@@ -66,7 +66,7 @@ def loss(params, batch):
 
 
 def predict(params, batch):
-    """Generate a picture per text from noise in TIMES steps, without adding new noise (DDIM)."""
+    """Generate an image per text from noise in TIMES steps, without adding new noise (DDIM)."""
     def step(x, time):
         times = jnp.full(len(x), time)
         without = noise_in(params, x, times, jnp.zeros_like(batch["text"]))

@@ -4,7 +4,7 @@
                 under the reference, which is the initial weights
     loss        -log sigmoid(BETA x margin). With d = log p - log p under the reference, the margin
                 is d of the chosen answer minus d of the rejected answer
-    logged      accuracy, the share of pairs with a positive margin
+    logged      accuracy, the fraction of pairs with a positive margin
 
     python -m recipes.dpo [--model FOLDER] [--data PAIRS.jsonl] [flags of train.py]
 
@@ -38,7 +38,7 @@ def made_pairs(count=3000):
 
 
 def encoded(paths, tokenizer, length):
-    """Yield the training examples, then the held-out ones. An example is a pair of documents that
+    """Yield the training, then the held-out examples. An example is a pair of documents that
     data.py encodes from the paths (default: made_pairs). Skip pairs with a text over `length`."""
     with tempfile.TemporaryDirectory() as folder:
         if not paths:

@@ -1,11 +1,11 @@
 """DP-SGD: a classifier that learns little about any single example (Abadi et al., 2016).
 
-    example     a point of one of three interleaved spirals
+    example     a point on one of three interleaved spirals
     loss        the cross-entropy. It clips each row's gradient to a norm of CLIP before the sum
     optimizer   adds noise of NOISE times CLIP to that sum, then applies Adam
-    metric      the share of held-out points classified correctly. `main` prints the privacy spent,
-                an estimate for randomly sampled batches. It's no guarantee, because batches here
-                are parts of a shuffle. Also, anyone who knows --seed can subtract the noise
+    metric      the fraction of held-out points classified correctly. `main` prints the privacy
+                spent, an estimate for randomly sampled batches. It's no guarantee, because batches
+                here are parts of a shuffle. Also, anyone who knows --seed can subtract the noise
 
     python -m recipes.dpsgd [flags of train.py]
 """
@@ -62,7 +62,7 @@ def loss(params, batch):
 
 
 def epsilon(steps, share):
-    """Return epsilon, the privacy spent at DELTA by this many steps, each on this share of the
+    """Return epsilon, the privacy spent at DELTA by this many steps, each on this fraction of the
     examples. Use the sampled Gaussian's moments of orders 2 to 127 (Mironov et al., 2019)."""
     def moment(order):
         terms = [math.lgamma(order + 1) - math.lgamma(k + 1) - math.lgamma(order - k + 1)

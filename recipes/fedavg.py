@@ -1,11 +1,11 @@
-"""Federated averaging: each client trains on its own private pictures, and then every client gets
+"""Federated averaging: each client trains on its own private images, and then every client gets
 the mean of all clients' weights (McMahan et al., 2017).
 
     example     a client: its 28 handwritten digits, from one to three classes
     loss        the loss at the current weights. A client's "gradient" is how far LOCAL steps of
-                gradient descent on its pictures move the weights
+                gradient descent on its images move the weights
     optimizer   subtracts the mean over a batch of clients, which yields their mean weights
-    metric      the share of held-out digits classified correctly
+    metric      the fraction of held-out digits classified correctly
 
     python -m recipes.fedavg [flags of train.py]
 """
@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import train
 
-LOCAL, RATE, SIZE = 5, 0.3, 28      # steps per client, their learning rate, pictures per client
+LOCAL, RATE, SIZE = 5, 0.3, 28      # steps per client, their learning rate, images per client
 
 
 def clients():
@@ -51,13 +51,13 @@ def logits(params, x):
 
 
 def of_client(params, client):
-    """Return the mean cross-entropy on a client's pictures."""
+    """Return the mean cross-entropy on a client's images."""
     logs = jax.nn.log_softmax(logits(params, client["x"]))
     return -jnp.take_along_axis(logs, client["labels"][:, None], 1).mean()
 
 
 def learned(params, client):
-    """Return the weights after LOCAL steps of gradient descent on a client's pictures."""
+    """Return the weights after LOCAL steps of gradient descent on a client's images."""
     def step(params, _):
         grads = jax.grad(of_client)(params, client)
         return jax.tree.map(lambda w, g: w - RATE * g, params, grads), None

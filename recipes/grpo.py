@@ -6,8 +6,8 @@
                 over all answers to the same sum
     loss        minus the advantage times the ratio of a digit's current probability to its
                 probability when sampled, minus a little entropy (otherwise, all answers soon agree)
-    logged      reward, the share of correct digits
-    metric      exact, the share of correct greedy answers to held-out sums, which training never
+    logged      reward, the fraction of correct digits
+    metric      exact, the fraction of correct greedy answers to held-out sums, which training never
                 asks for in either order
 
 The paper rewards whole answers and, instead of the entropy, uses a KL penalty to keep the model

@@ -11,7 +11,7 @@
     --edited true       load a published model into an edited model.py
 
 These flags are sample.py's. All other flags go to lm_eval's own command. A row must fit into
-seq_len, including the ids to score, so the context is a token shorter than in lm_eval's model hf.
+seq_len, including the ids to score, so the context is a token shorter than in lm_eval's hf model.
 """
 
 import sys
@@ -48,7 +48,7 @@ import sample
 from zigzag.commands.sampling import load_model
 from zigzag.generate.prompts import Flags
 
-# The flags of sample.py that choose the model, and those that lm_eval's tasks may set.
+# The flags of sample.py that choose the model, and the ones that lm_eval's tasks may set.
 FLAGS = {"model": str, "run": str, "checkpoint": str, "shards": int, "mesh": str,
          "edited": lambda text: text.lower() in ("true", "1", "yes")}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -56,7 +56,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @register_model("zigzag")
 class Zigzag(TemplateLM):
-    """A decoder with the methods that lm_eval calls. `flags` are among sample.py's."""
+    """A decoder with the methods that lm_eval calls. `flags` are some of sample.py's flags."""
 
     def __init__(self, batch_size: str | int = 8, max_batch_size: int | None = None,
                  device: str | None = None, **flags):

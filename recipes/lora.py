@@ -3,7 +3,7 @@
     example     the ids of a sum, such as 37+45=, and of its answer (280: units first); with
                 adapters, a difference (37-45= is 80-)
     loss        the network's usual loss, the cross-entropy of the answer
-    metric      exact, the share of correct greedy answers to held-out questions
+    metric      exact, the fraction of correct greedy answers to held-out questions
 
     python -m recipes.lora --out sums
     python -m recipes.lora --init_from sums --lora_rank 16 --lr 0.01 --out both     # differences

@@ -2,7 +2,7 @@
 
     example     a patient's ten measurements, and how far the disease has progressed a year later
     loss        the squared error
-    metric      the share of variance explained (R2), next to that of numpy's solution
+    metric      the fraction of variance explained (R2), next to R2 for numpy's solution
 
     python -m recipes.regress [flags of train.py]
 """

@@ -2,7 +2,7 @@
 
     example     (ids of a text, ids of the reversed text)
     loss        the network's usual loss, the cross-entropy of the target
-    metric      exact, the share of held-out texts that greedy decoding reverses without errors
+    metric      exact, the fraction of held-out texts that greedy decoding reverses without errors
 
     python -m recipes.seq2seq [flags of train.py]
 """

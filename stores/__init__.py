@@ -7,9 +7,9 @@ It then works in the scratch folder as in any other. While a run trains, a threa
 appears there.
 
     store.py        an object store, which may be slow or unreachable for a while
-    mirror.py       the scratch folder of an address, and files of --data
+    mirror.py       the scratch folder for an address, and the files in --data
     lease.py        the lock that keeps two runs from sharing an address
-    shards.py       the files of a checkpoint that this process needs
+    shards.py       the checkpoint files that this process needs
     uploads.py      the thread that uploads a run
 
 Processes need no shared disk. Each has its own scratch folder and uploads its devices' arrays. A

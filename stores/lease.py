@@ -1,8 +1,8 @@
-"""The lock of an address: an object that its holder writes again every few seconds.
+"""The lock on an address: an object that its holder rewrites every few seconds.
 
 Each write is conditional on the object that the holder wrote before, so a run that lost its lock
-notices. A lock that nobody writes for LEASE seconds is stale, and the next run takes it. That run
-does not wait if the holder was a process on this machine that has ended.
+notices. A lock that nobody has written for LEASE seconds is stale, and the next run takes it. That
+run does not wait if the holder was a process on this machine that has ended.
 """
 
 import json
@@ -21,7 +21,7 @@ BEATS = 5.0             # seconds between two writes
 
 
 def _process():
-    """Return what identifies this process, or None on a system that can't tell if it has ended."""
+    """Return what identifies this process, or None on a system that can't tell if it ended."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             return [f.read().strip(), os.readlink("/proc/self/ns/pid"), os.getpid()]

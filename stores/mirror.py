@@ -1,4 +1,4 @@
-"""A machine's copy of what is at an address: the files of --data, or a run. It doesn't import
+"""A machine's copy of what is at an address: the files in --data, or a run. It doesn't import
 jax, so that --plot can use it."""
 
 import contextlib
@@ -125,7 +125,7 @@ class Mirror:
 
 @functools.cache
 def run_folder(address: str) -> Path:
-    """Return the scratch folder of a run's address."""
+    """Return the scratch folder for a run's address."""
     mirror = Mirror(address)
     mirrors[mirror.folder] = mirror
     return mirror.folder
@@ -133,8 +133,8 @@ def run_folder(address: str) -> Path:
 
 @functools.cache
 def files(address: str) -> str:
-    """Download what an address names: an object, all objects in a folder, or those that a pattern
-    such as s3://BUCKET/texts/*.jsonl matches. Return their path or pattern on this machine."""
+    """Download what an address names: an object, all objects in a folder, or all that match a
+    pattern such as s3://BUCKET/texts/*.jsonl. Return their path or pattern on this machine."""
     scheme, bucket, key = parts_of(address)
     store, root = Store(f"{scheme}://{bucket}"), _scratch() / "data" / f"{scheme}-{bucket}"
     folder = re.match(r"[^*?[]*", key)[0]

@@ -1,8 +1,8 @@
-"""Downloads the files of a checkpoint that this process needs.
+"""Downloads the checkpoint files that this process needs.
 
-A run in a bucket saves an array as chunks, one per device, named by their place in the array:
-params/layers.w_up/0.0.3 (orbax with use_ocdbt=False). A process needs those that overlap its
-devices' parts. In a copied run folder a file holds many arrays, so it needs all of a checkpoint.
+A run in a bucket saves an array as chunks, one per device, named by their position in the array:
+params/layers.w_up/0.0.3 (orbax with use_ocdbt=False). A process needs chunks that overlap its
+devices' parts. In a copied run folder a file holds many arrays, so it needs a whole checkpoint.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from zigzag.core.mesh import by_path
 
 
 def fetch(mirror: Mirror, step: int, wanted: dict[str, Any]) -> None:
-    """Download what this process needs of `wanted`, {item: a tree of shapes with shardings}."""
+    """Download this process's part of `wanted`, {item: a tree of shapes with shardings}."""
     try:
         for item, tree in wanted.items():
             folder = f"checkpoints/{step}/{item}/"

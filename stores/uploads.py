@@ -25,7 +25,7 @@ LOOKS = 0.1             # seconds between two looks at the scratch folder
 
 
 class Uploads:
-    """The uploads of a run. `kept` is a function: steps of checkpoints -> those to keep."""
+    """The uploads of a run. `kept` is a function: steps of checkpoints -> steps to keep."""
 
     def __init__(self, mirror: Mirror, patience: int, kept: Callable):
         self.mirror, self.store, self.kept = mirror, mirror.store, kept

@@ -1,8 +1,8 @@
 """Tasks other than running text, which zigzag/ itself trains on: a file per kind of --data, and
 custom steps.
 
-    pairs     sources (texts, pictures, sound) and target texts                  encoder-decoders
-    arrays    arrays with a row per example: pictures, sound, classes            other networks
+    pairs     sources (texts, images, sound) and target texts                    encoder-decoders
+    arrays    arrays with a row per example: images, sound, classes              other networks
     examples  reads both from files
     metrics   numbers that compare predictions with references (--metric)
     custom_step  fit(step=...): several networks and losses, state besides the weights

@@ -1,4 +1,4 @@
-"""Arrays with a row per example: pictures, sound, classes. A batch is just these rows, which
+"""Arrays with a row per example: images, sound, classes. A batch is just these rows, which
 tasks/examples.py reads."""
 
 import contextlib

@@ -13,7 +13,7 @@ Only the losses run in shards, inside train.make_step's shard_map. Everything el
 ordinary jax on whole arrays, which the compiler splits. CustomStep prepares a step in four stages:
 
     calls       traces the step once with shapes, to see which gradients it requests
-    places      gives the rule all losses at once, so each weight gets a single place for them all
+    places      gives the rule all losses at once, so each weight is split one way for them all
     plans       makes a Plan per call: a loss, and the tree to differentiate with respect to
     check       checks each call against a single device, on batches that the step makes
 """
@@ -56,7 +56,7 @@ NUMBERS = {"loss", "grad_norm", "tokens", "skipped"}
 
 
 class Call(NamedTuple):
-    """A call of `gradients`. With the name "", it is the evaluation of fit's loss."""
+    """A call to `gradients`. With the name "", it is the evaluation of fit's loss."""
     loss: Callable
     trees: Any              # shapes
     name: str               # of the tree to differentiate with respect to
@@ -353,7 +353,7 @@ def _means(gradient, sums):
 
 
 def _check_like(what, found, wanted, kind):
-    """Reject a tree whose leaves differ from those of `wanted` in path or kind."""
+    """Reject a tree whose leaves differ from the leaves of `wanted` in path or kind."""
     found, wanted = ({path: kind(x) for path, x in by_path(_shapes(tree)).items()}
                      for tree in (found, wanted))
     for path in [*wanted, *found]:

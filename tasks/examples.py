@@ -29,7 +29,7 @@ from zigzag.disk.tokenizers import Tokenizer, is_tenth
 
 
 def _split(examples, is_held_out, what, whole):
-    """Split the examples by their marks into two `Part`s, (train, held_out). If the marks hold out
+    """Split the examples into two `Part`s, (train, held_out), by `is_held_out`. If that holds out
     too few or too many, hold out the last tenth instead. If `whole`, hold out nothing."""
     marks = np.array(is_held_out, bool)
     if whole:
@@ -59,7 +59,7 @@ def opened(config: Any, read: Callable) -> tuple[Any, Part, str, str]:
 class Pairs:
     """Pairs of texts from *.jsonl files, or folders of them; each line is an object with two texts.
     A hash of the source decides whether a pair is held out. So adding a line never moves another,
-    and training never sees a held-out pair's source. For a model that reads pictures or sound,
+    and training never sees a held-out pair's source. For a model that reads images or sound,
     `shape` is the shape of a source, and the first text names its file (named_array)."""
 
     def __init__(self, paths: str | Path | Sequence[str | Path], tokenizer: Tokenizer,

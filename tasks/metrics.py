@@ -16,13 +16,13 @@ from zigzag.core.errors import ConfigError, optional_package
 
 
 def exact(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """Return the share of predictions equal to their references."""
+    """Return the fraction of predictions equal to their references."""
     return {"exact": _mean(_items(p) == _items(r) for p, r in _pairs(predictions, references))}
 
 
 def accuracy(predictions: Sequence, references: Sequence) -> dict[str, float]:
-    """Return the share of reference tokens that the prediction has at the same index. A reference
-    may be a single id, such as a class."""
+    """Return the fraction of reference tokens that the prediction has at the same index. A
+    reference may be a single id, such as a class."""
     right = []
     for pair in _pairs(predictions, references):
         p, r = (x if isinstance(x, (str, list)) else [x] for x in map(_items, pair))
@@ -81,7 +81,7 @@ def f1_of_classes(predictions: Sequence, references: Sequence, labels: int) -> d
     return {"f1": _mean(map(score, classes))}
 
 
-# The choices of --metric, for text pairs and for classes. The latter also take the class count.
+# The choices for --metric, for text pairs and for classes. The latter also take the class count.
 TEXT_METRICS: dict[str, Callable] = {"exact": exact, "rouge": rouge,
                                       "rouge_stemmed": rouge_stemmed, "f1": f1}
 CLASS_METRICS: dict[str, Callable] = {"accuracy": lambda p, r, labels: accuracy(p, r),

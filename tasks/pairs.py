@@ -1,4 +1,4 @@
-"""Pairs: an encoder-decoder learns a target text given its source, which is a text, a picture or
+"""Pairs: an encoder-decoder learns a target text given its source, which is a text, an image or
 sound.
 
     *.jsonl --tasks/examples.py: Pairs--> (source, target ids) --collate--> batch

@@ -25,7 +25,7 @@ class OfTraining:
 
     # measuring (rare)
     save: str = flag("", recorded=False, check=_check_save)
-                                    # with --plot: write a picture instead (.png, .pdf, .svg)
+                                    # with --plot: write an image instead (.png, .pdf, .svg)
 
 
 COMMANDS = {"plot": Command("tools.plots", beside=("save",))}

@@ -1,4 +1,4 @@
-"""Beam search: each prompt keeps K running beams and the K best finished ones.
+"""Beam search: each prompt keeps K running beams and the K best finished beams.
 
     best_beams      the best beams for each prompt
     ids_of_rows     the best beam for each row; a compiled function may call it

@@ -1,7 +1,7 @@
 """Conversations: a published model's chat template turns messages into text, and the tokenizer
 turns the text into ids. Only the answers' ids count in the loss.
 
-    chat_template.jinja, or chat_template in tokenizer_config.json (a single one, or several named)
+    chat_template.jinja, or chat_template in tokenizer_config.json (one, or several by name)
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}
     {"prompt": "2 + 2 =", "completion": " 4"}

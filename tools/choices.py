@@ -5,7 +5,7 @@
     The sky is | blue       what the model reads: the question, a space and the choice
                  ^^^^       its log-probability: the sum over the choice's tokens
 
-    acc         share of questions whose answer has the highest log-probability
+    acc         fraction of questions whose answer has the highest log-probability
     acc_norm    the same, with log-probabilities divided by the choice's length in characters
 """
 
@@ -19,7 +19,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.disk.tokenizers import Tokenizer
 from zigzag.generate.prompts import Input
 
-# A line's fields: our names first, then those in published files.
+# A line's fields: our names first, then the names in published files.
 QUESTION = ("question", "query", "ctx")
 CHOICES = ("choices", "endings")
 ANSWER = ("answer", "answerKey", "gold", "label")
@@ -32,7 +32,7 @@ class Item(NamedTuple):
 
 
 def read_items(lines: Iterable[tuple[str, str]]) -> list[Item]:
-    """Parse a file's questions from pairs (the line's place, the line)."""
+    """Parse a file's questions from pairs (the line's location, the line)."""
     items = []
     for where, line in lines:
         try:
@@ -80,7 +80,7 @@ def logprobs(model: Model, items: Sequence[Item]) -> list[list[float]]:
 
 
 def run(model: Model, file: Input) -> None:
-    """Run sample.py --choices: print the share of the file's questions that the model answers
+    """Run sample.py --choices: print the fraction of the file's questions that the model answers
     correctly. With --json, first print an object for each question."""
     items, flags, right, right_norm = read_items(file.lines), model.flags, [], []
     for at in range(0, len(items), 16 * flags.batch):
@@ -106,6 +106,6 @@ def run(model: Model, file: Input) -> None:
 
 
 def _mean_and_error(right):
-    """Return the share of True, and its standard error."""
+    """Return the fraction of True values, and its standard error."""
     mean = sum(right) / len(right)
     return mean, math.sqrt(mean * (1 - mean) / max(1, len(right) - 1))

@@ -62,7 +62,7 @@ def _names(runs):
 
 
 def text_chart(runs: dict[str, Curves], width: int = WIDTH) -> str:
-    """Draw a panel per metric, stacked vertically, with a different mark for each run."""
+    """Draw a panel per metric, stacked vertically, with a different marker for each run."""
     marks = {run: MARKS[i % len(MARKS)] for i, run in enumerate(runs)}
     last = max(curve[-1, 0] for curves in runs.values() for curve in curves.values())
     lines = [f"{marks[run]} {run}: step {max(curve[-1, 0] for curve in curves.values()):,.0f}"
@@ -83,7 +83,7 @@ def _columns(curve, last, width):
 
 
 def _panel(curves, width):
-    """Return a panel's lines. `curves` is {mark: its column means}."""
+    """Return a panel's lines. `curves` is {marker: its column means}."""
     low, high = (which(list(curves.values())) for which in (np.nanmin, np.nanmax))
     grid = [[" "] * width for _ in range(ROWS)]
     for mark, columns in curves.items():

@@ -136,7 +136,7 @@ def classes_for(words: Sequence[str], is_all: bool) -> list[type]:
 
 
 def _show_help(given, is_all, script):
-    """Print the help: all flags, with the values that the `given` ones lead to."""
+    """Print the help: all flags, with the values that follow from the `given` flags."""
     network, fields, source = chosen(given)
     own = only(fields, *options(network.config))
     values = fields | dataclasses.asdict(network.config(**own)) | source if given else {}

@@ -88,7 +88,7 @@ def show_sharding(argv: Argv = None) -> None:
                                      overrides=parse_overrides(config.override))
     shapes = network.weight_shapes(config.network)
     decisions = split_ends(shapes, decisions, mesh, config)
-    params, chosen = shapes, decisions      # of the trained weights
+    params, chosen = shapes, decisions      # for the trained weights
     if config.network.lora_rank:
         decisions = low_rank.mark_frozen(decisions)
         shapes = jax.eval_shape(lambda w: low_rank.as_stored(w, config.network.dtype), shapes)

@@ -51,24 +51,24 @@ def memory_in_use(what: str = "bytes_in_use") -> int:
     return stats.get(what) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# Options for training, and for other programs that use its weights, by platform or device kind.
+# Options for training and other programs with the same weights, by platform or device kind.
 TRAINING = {
     # Compiles in three quarters of the time; steps are just as fast.
     "cpu": {"xla_backend_optimization_level": 1},
     # Estimated for v5e; we have no numbers for other kinds of TPUs.
     "TPU v5 lite": {
-        # Sends gradients over fsdp, and tokens to experts, during the matmuls. For 1.2B on 16 chips
-        # (fsdp=16), a 379 ms step waits 5.1 ms for these sends instead of 15.7. libtpu 0.0.51 fails
-        # on more chips, so compiler_options leaves the option out there.
+        # Sends gradients over fsdp, and tokens to experts, during the matmuls. With 1.2B weights on
+        # 16 chips (fsdp=16), a 379 ms step waits 5.1 ms for these sends, not 15.7. libtpu 0.0.51
+        # fails on more chips, so compiler_options leaves the option out there.
         "xla_tpu_enable_async_all_to_all": True,
         # All-gathers a weight during the matmuls even if a chip holds less than about 300 kB of it.
-        # An all-reduce would send twice the bytes. On 64 chips: 223.6 -> 197.6 ms.
+        # An all-reduce would send twice the bytes. A step on 64 chips: 223.6 -> 197.6 ms.
         "xla_tpu_prefer_async_allgather_to_allreduce": True}}
 
 
 def compiler_options(mesh: Mesh, auto_tensor: bool = False, any_loss: bool = False
                      ) -> dict[str, Any]:
-    """Return a training program's options: TRAINING, minus those that the user sets.
+    """Return a training program's options: TRAINING, minus options that the user sets.
     `auto_tensor`: the compiler handles tensor inside a shard_map. `any_loss`: the loss is custom,
     not one of our networks'."""
     given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")

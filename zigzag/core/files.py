@@ -31,13 +31,13 @@ HARMLESS = (r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)
 
 
 def anyway(path: Path) -> bool:
-    """A condition that applies to every path: only the name matters."""
+    """A condition that holds for every path: only the name matters."""
     return True
 
 
 def check_others(folder: Path, flag: str, maker: str,
                  own: dict[str, Callable[[Path], Any]] = {}) -> None:
-    """Refuse to fill the folder in `flag` if it holds anything besides harmless files and those
+    """Refuse to fill the folder in `flag` if it holds anything besides harmless files and files
     left by the command `maker`. `own` is {regex for names it may leave: condition on the path}."""
     known = {HARMLESS: anyway, **own}
     try:
@@ -159,7 +159,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_format(record: dict[str, Any], wanted: int, name: str, how: str) -> None:
-    """Reject a folder (`name` in messages) whose record doesn't have the wanted format number.
+    """Reject a folder (`name` in messages) whose record doesn't have the expected format number.
     `how` tells the user what to do."""
     if record.get("format") != wanted:
         has = f"format {record['format']!r:.20}" if "format" in record else "no format number"
@@ -195,8 +195,8 @@ def sha256(path: Path) -> str:
 
 
 def read_at_random(array: Any) -> None:
-    """Tell the operating system that we read a memory-mapped array at random. Otherwise it reads
-    far ahead every time, and reading 64 windows of a 20 GB file takes 100 times as long."""
+    """Tell the operating system that we read a memory-mapped array in random order. Otherwise it
+    reads far ahead every time, and reading 64 windows of a 20 GB file takes 100 times as long."""
     mapping = getattr(array, "_mmap", None)
     if mapping is not None and hasattr(mmap, "MADV_RANDOM"):
         mapping.madvise(mmap.MADV_RANDOM)

@@ -56,7 +56,7 @@ def is_derived(config: Any, name: str) -> bool:
 
 
 def recorded(values: Values, config: Any) -> Values:
-    """Return a config's values, except those that apply only to a single command or process."""
+    """Return a config's values, except values that apply only to a single command or process."""
     known = options(type(config))
     return {name: x for name, x in values.items() if name not in known or known[name].recorded}
 

@@ -100,7 +100,7 @@ def init_distributed(config: Any) -> None:
 
 
 def _check_port(coordinator):
-    """Reject a port in use: jax would crash on it with exit status 139 and no message."""
+    """Reject a port already in use: jax would crash on it with exit status 139 and no message."""
     port = coordinator.rsplit(":", 1)[1]
     try:
         socket.create_server(("", int(port))).close()
@@ -127,13 +127,13 @@ def process_allgather(value: Any) -> list[Any]:
 
 
 def tell(name: str, text: str = "") -> None:
-    """Tell the other processes, if any, a text under a name that no other text has."""
+    """Send a text to the other processes, if any, under a name that no other text has."""
     if jax.process_count() > 1:
         distributed.global_state.client.key_value_set(f"zigzag/{name}", text)
 
 
 def hear(name: str) -> str:
-    """Wait for the text that some process tells under this name."""
+    """Wait for the text that some process sends under this name."""
     if jax.process_count() == 1:
         return ""
     return distributed.global_state.client.blocking_key_value_get(

@@ -1,6 +1,6 @@
 """The mesh, PartitionSpecs, and the types that track which axes a value varies over.
 
-Every mesh has all six axes, most of them of size 1, so "no mesh" needs no second code path. The
+Every mesh has all six axes, most of them with size 1, so "no mesh" needs no second code path. The
 last axis has the closest neighbors, because tensor communicates the most.
 
     data=2, tensor=4 on 8 devices:   (data 2, fsdp 1, pipe 1, seq 1, expert 1, tensor 4)
@@ -67,8 +67,8 @@ def within(**changes: Any) -> Any:
 # Meshes
 
 def mesh_sizes(text: str = "", shards: int = 0) -> dict[str, int]:
-    """Return {axis: size} for the axes in --mesh ('data=2,tensor=4') and in --shards, which sizes
-    the tensor axis."""
+    """Return {axis: size} for the axes in --mesh ('data=2,tensor=4') and in --shards, which sets
+    the size of the tensor axis."""
     sizes = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, number = part.partition("=")
@@ -109,7 +109,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         raise ConfigError(f"mesh data={data}: the devices are in {slices} slices, and only data "
                           f"crosses the slow network between them; make data a multiple of "
                           f"{slices}")
-    # jax.make_mesh won't do: on most chips it rejects an axis that is part of a side of the torus.
+    # jax.make_mesh won't do: on most chips it rejects an axis that is part of one side of a torus.
     placed = mesh_utils.create_hybrid_device_mesh(
         (data // slices, *others), (slices, *[1] * len(others)), devices,
         allow_split_physical_axes=True) if slices > 1 else mesh_utils.create_device_mesh(
@@ -118,7 +118,7 @@ def make_mesh(devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
 
 
 def slices_of(devices: Iterable[Any]) -> int:
-    """Return how many TPU slices these devices are in. A slow network joins slices."""
+    """Return how many TPU slices these devices are in. A slow network connects slices."""
     return len({getattr(d, "slice_index", 0) for d in devices if d.platform == "tpu"}) or 1
 
 
@@ -159,7 +159,7 @@ def axes_in_use(sizes: Mapping[str, int], among: Iterable[str] = AXES) -> list[s
 
 
 def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
-    """Make the mesh of --mesh and --shards. Without an accelerator, simulate devices on the CPU."""
+    """Make the mesh that the flags ask for. Without an accelerator, simulate devices on the CPU."""
     sizes = mesh_sizes(text, shards)
     simulate_devices(math.prod(sizes.values()))
     mesh = make_mesh(**sizes)
@@ -168,7 +168,7 @@ def mesh_of_flags(text: str = "", shards: int = 0) -> Mesh:
 
 
 def simulate_own_devices(config: Any) -> None:
-    """Simulate this process's share of the devices of --mesh and --shards, if it is known."""
+    """Simulate this process's share of the devices that the flags ask for, if it is known."""
     sizes = mesh_sizes(config.mesh, config.shards)
     count, rest = divmod(math.prod(sizes.values()), max(1, config.processes))
     if not config.distributed and rest == 0:
@@ -185,7 +185,7 @@ def keep_compiled(least: float = 1.0) -> None:
 
 
 def axis_sizes(mesh: Any) -> dict[str, int]:
-    """Return the sizes of all axes, which are 1 for a mesh without them."""
+    """Return the sizes of all axes: 1 for an axis that the mesh lacks."""
     return dict.fromkeys(AXES, 1) | dict(mesh.shape)
 
 
@@ -195,7 +195,7 @@ def row_groups(mesh: Any) -> int:
 
 
 def devices_over(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Return how many devices these axes have together."""
+    """Return how many devices these axes span together."""
     return math.prod(sizes[axis] for axis in axes)
 
 
@@ -273,7 +273,7 @@ def without_axis(specs: Any, axis: str) -> Any:
 
 
 def batch_spec(mesh: Any) -> P:
-    """Return the spec of a batch [B, ...], which splits its rows over BATCH_AXES."""
+    """Return the spec for a batch [B, ...], which splits its rows over BATCH_AXES."""
     return drop_trivial_axes(P(BATCH_AXES), mesh)
 
 
@@ -370,18 +370,18 @@ def axis_size(axis: str) -> int:
 
 
 def is_tensor_split(x: Any) -> bool:
-    """Return whether the tensor axis's devices hold different parts of x. Types don't say which
+    """Return whether the devices along tensor hold different parts of x. Types don't say which
     dimension is split; the caller must know."""
     return "tensor" in varying(x)
 
 
 def sum_if_tensor_split(x: jax.Array) -> jax.Array:
-    """Sum x over tensor if the tensor axis's devices hold different parts of the sum."""
+    """Sum x over tensor if the devices along tensor hold different parts of the sum."""
     return lax.psum(x, "tensor") if is_tensor_split(x) else x
 
 
 def local_part(x: jax.Array, dim: int) -> jax.Array:
-    """Given an array that every device along the tensor axis holds whole, return this device's part
+    """Given an array that every device along tensor holds whole, return this device's part
     along one dimension."""
     size = x.shape[dim] // axis_size("tensor")
     return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, dim)
@@ -389,7 +389,7 @@ def local_part(x: jax.Array, dim: int) -> jax.Array:
 
 def mark_varying(tree: Any, *like: Any, also: set[str] = frozenset()) -> Any:
     """Mark the tree as varying over every axis that `like` varies over, and over `also`. The
-    transpose of a mark is a sum over its axes. If you mark weights before you differentiate, their
+    transpose is a sum over these axes. If you mark weights before you differentiate, their
     gradients stay local until you sum them. If you mark an activation inside the function, jax sums
     the gradient at that point."""
     axes = varying(*like) | set(also)
@@ -418,8 +418,8 @@ def float32_zeros(tree: Any) -> Any:
 
 
 def keep_on_first(tree: Any, axes: set[str]) -> Any:
-    """For each leaf that doesn't vary over an axis, keep it on the axis's first device and zero it
-    on the others. Every device computed it, so a sum over the axis now counts it only once."""
+    """If a leaf doesn't vary over an axis, keep it on the axis's first device and zero it on the
+    others. Every device computed it, so a sum over the axis now counts it only once."""
     def first(x):
         for axis in sorted(axes - varying(x)):
             x = jnp.where(lax.axis_index(axis) == 0, x, 0)
@@ -461,7 +461,7 @@ def untyped(fn: Callable, outside: bool = True) -> Callable:
 
 def beside_auto_tensor(collective: Callable, spec: P) -> Callable:
     """Wrap a collective for an array that `tensor` may split as well. A custom loss leaves tensor
-    to the compiler, which would gather the array over tensor first: correct, but at four times the
+    to the compiler, which would gather the array over tensor first: correct, but four times the
     bytes. So this makes tensor manual around this single collective."""
     sizes, manual = ambient()
     if sizes["tensor"] == 1 or "tensor" in manual:

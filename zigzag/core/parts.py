@@ -3,7 +3,7 @@
     part("published", "--model gpt2")      load the module, or fail with a one-line message
     has_part("forecast")                   return whether this copy has the part
     added("OfTraining")                    list what this copy's parts declare under this name
-    here(["hf://datasets/org/name"])       return where these data are on this machine
+    here(["hf://datasets/org/name"])       return where this data is on this machine
     place("gs://bucket/run")               return where this run is on this machine (ask stores/)
 
 Neither zigzag/ nor any of the five files imports a part. They load its modules here, by name. A
@@ -79,7 +79,7 @@ ADDRESSES = {"hf": "published.hub_names"}
 
 
 def here(paths: Sequence[str]) -> list[str]:
-    """Return where these paths of --data are on this machine. If a path is an address, the part
+    """Return where the paths in --data are on this machine. If a path is an address, the part
     that reads such addresses downloads what isn't here yet."""
     found = []
     for path in paths:

@@ -184,7 +184,7 @@ def _if_known(text, value):
 
 def options_text(config: Any) -> str:
     """List the options that differ from their defaults, in lines of up to 100 columns; '' if none.
-    Leave out options derived from others, and those that apply only to a single command."""
+    Leave out options derived from others, and options that apply only to a single command."""
     words = [f"{name}={as_given(value) or '-'}"
              for name, value in recorded(flat(config), config).items()
              if name != "published" and not is_derived(config, name)]

@@ -33,8 +33,8 @@ GOOGLE = "0x1ae0"       # the PCI vendor id of a TPU
 
 
 def begin() -> None:
-    """Prepare a command: make Ctrl-C end it with status 130 and a single line instead of a
-    traceback through the imports, and give it large pages."""
+    """Prepare a command: make Ctrl-C end it with status 130 and a single line, not a traceback
+    through the imports, and give it large pages."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)

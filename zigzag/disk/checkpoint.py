@@ -76,8 +76,8 @@ FORMAT = 1
 
 
 def run_config(folder: str | Path, config: type, flag: str = "--run", **given: Any) -> Any:
-    """Make a `config` (a dataclass) from the values in a run's config.json, overridden by those in
-    `given`. Fields newer than the run get their default or derived values."""
+    """Make a `config` (a dataclass) from the values in a run's config.json, overridden by the
+    values in `given`. Fields newer than the run get their default or derived values."""
     record, path = run_record(folder, flag), place(folder) / "config.json"
     known = without(only(record, *options(config)), *given)
     if not known:
@@ -118,8 +118,8 @@ def tokenizer_of_run(folder: str | Path) -> Tokenizer | None:
 # The folder of a run in progress
 
 class OnDisk:
-    """What stores.uploads.Uploads is for a run in an object store, for a folder on a disk: the lock
-    file says which run writes there, and there is nothing to upload."""
+    """The counterpart of stores.uploads.Uploads for a run in a folder on disk: the lock file says
+    which run writes there, and there is nothing to upload."""
 
     def __init__(self, folder: Path):
         self.word, self.holder = secrets.token_hex(8), (folder / "lock").read_text
@@ -135,8 +135,8 @@ class RunFolder(contextlib.AbstractContextManager):
     folder on exit."""
 
     def __init__(self, config: Any, record: Record, changed: dict[str, list], state: Any):
-        """`config` is the run's, and `record` becomes config.json. `changed` is {fact: [old, new]}
-        for the facts changed by this start. `state` is a tree of shapes with shardings."""
+        """`config` is the run's config, and `record` becomes config.json. `changed` is {fact: [old,
+        new]} for the facts changed by this start. `state` is a tree of shapes with shardings."""
         self.out, self.folder = config.out, place(config.out).resolve()
         self.record, self.changed, self.state = record, changed, state
         self.keep, self.verify = config.keep, config.verify == "on"
@@ -159,7 +159,7 @@ class RunFolder(contextlib.AbstractContextManager):
             raise ConfigError(f"--out {self.out}: process {sees.index(False)} does not see what "
                               f"process 0 writes there; give a folder that every process sees")
         self.manager = _orbax_manager(self.folder / "checkpoints", self, is_shared=not mirror)
-        # Whether this process renames a checkpoint here. With a store, each has its own folder.
+        # Whether this process renames a checkpoint here. With a store, each process has a folder.
         self.renames = self.is_process_0 or mirror
         self.uploads.start(word)
         self.files.callback(self.uploads.finish)
@@ -195,7 +195,7 @@ class RunFolder(contextlib.AbstractContextManager):
 
     def restore(self, say: Callable[[str], Any]) -> Any:
         """Return the state in the newest readable checkpoint, sharded like `self.state`, or None if
-        there is no checkpoint. Set damaged ones aside."""
+        there is no checkpoint. Set damaged checkpoints aside."""
         state = None
         steps = process_allgather(_saved_steps(self.folder))[0]
         for at in steps:
@@ -262,7 +262,7 @@ class RunFolder(contextlib.AbstractContextManager):
         checksums(state_items(state))
 
     def read_best(self, several: Sequence[str]) -> dict[str, dict[int, dict]]:
-        """Return {each criterion of --best: {its best saved step: the evaluation}, or {}}. From
+        """Return {each --best criterion: {its best saved step: the evaluation}, or {}}. From
         here on, the folder keeps these checkpoints."""
         found = evaluations(self.folder) if several and self.is_process_0 else {}
         found = {int(step): numbers for step, numbers in process_allgather(found)[0].items()}
@@ -384,7 +384,7 @@ def _kinds(tree):
 
 
 def _differences(saved, name, tree):
-    """Describe how the arrays of the item `name` differ from `saved`, the list in a checkpoint's
+    """Describe how the arrays in the item `name` differ from `saved`, the list in a checkpoint's
     description. Return '' if they match."""
     now = _kinds({name: tree})
     before = {path: kind for path, kind in saved.items() if path.split(".")[0] == name}
@@ -483,7 +483,7 @@ def _descriptions(folder):
 
 def best_of(best: str, numbers: dict[int, Record]) -> int | None:
     """Return the step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"). On a
-    tie, the earliest step wins. Return None if no evaluation has a finite number of that name."""
+    tie, the earliest step wins. Return None if no evaluation has a finite number by that name."""
     which, name = best.split(":", 1)
     found = {step: row[name] for step, row in sorted(numbers.items())
              if isinstance(row.get(name), float) and math.isfinite(row[name])}

@@ -99,7 +99,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
             copy_files(tokenizer, unfinished)
             tokenizer = KINDS[tokenizer.kind](unfinished / tokenizer.file)
         tokenizer = tokenizer or Bytes()
-        # The marks file holds weights, or which tokens are answers. Unweighted text has none.
+        # The marks file holds weights, or says which tokens are answers. Unweighted text has none.
         marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"
         with Output(unfinished, tokenizer, settings, marks) as output:
             encode_files(files, tokenizer, options, output, cores)
@@ -325,8 +325,8 @@ class Sources:
 
 
 def _answers(corpus, length):
-    """Return lines that say how many conversations are cut, and that show the first, with answers
-    in [[ ]]."""
+    """Return lines that say how many conversations are truncated, and that show the first, with its
+    answers in [[ ]]."""
     documents = corpus.documents("train")
     lengths = documents.lengths(np.arange(len(documents)))
     cut, end, text = int((lengths > length).sum()), min(int(lengths[0]), length), ""

@@ -209,7 +209,7 @@ def sampled_lines(files: list[File], options: Options) -> Iterator[str]:
 
 
 def _texts_in(content):
-    """Return every text in a document's content, including nested ones."""
+    """Return every text in a document's content, including nested texts."""
     if isinstance(content, str):
         return [content]
     values = content.values() if isinstance(content, dict) else content
@@ -221,7 +221,7 @@ def _texts_in(content):
 # What was made
 
 def what_was_skipped(record: Record) -> list[str]:
-    """Summarize data.json: a line on skipped files ('' if none), then a line for each kind of
+    """Summarize data.json: a line about skipped files ('' if none), then a line for each kind of
     problem within files."""
     files = record.get("skipped", {})
     return [f"{sum(files.values()):,}: {counted(files)}" if files else "",

@@ -2,13 +2,13 @@
 
     Mixture      several sequences of examples as a single sequence, with a training order
     Part         some of a sequence's examples
-    numbers_at   the numbers of the examples at given places in a sequence's endless order
+    numbers_at   the numbers of the examples at given indices in a sequence's endless order
 
-The endless order cycles through all examples forever. Of every thousand places, each source gets
-its share, rounded to an integer, and the places are shuffled. A source goes through all of its
-examples before it starts over in a new order.
+The endless order cycles through all examples forever. Every thousand indices are divided among the
+sources by their rounded weights, then shuffled. A source goes through all of its examples before it
+starts over in a new order.
 
-The example at a place is a pure function of the seed and the place. This file needs numpy, not jax.
+The example at an index is a pure function of the seed and index. This file needs numpy, not jax.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ ROUND = 1000
 
 @dataclasses.dataclass
 class Part:
-    """The examples that have these numbers in a sequence."""
+    """The examples with these numbers in a sequence."""
     examples: Any
     numbers: np.ndarray
 
@@ -35,7 +35,7 @@ class Part:
 
 
 def spread(examples: Sequence, count: int) -> Part:
-    """Choose `count` evenly spaced examples of a sequence, always the same ones."""
+    """Choose `count` evenly spaced examples from a sequence, always the same examples."""
     count = min(count, len(examples))
     return Part(examples, np.arange(count) * len(examples) // max(count, 1))
 
@@ -56,7 +56,7 @@ class Mixture:
         return self.sources[source][number]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """Return the numbers of the examples at these places in the endless order."""
+        """Return the numbers of the examples at these indices in the endless order."""
         turn, _ = np.divmod(np.asarray(places, np.int64), ROUND)
         drawn = order_at(ROUND, seed, places)       # a shuffle of each thousand
         begins = np.cumsum([0, *self.shares])
@@ -80,7 +80,7 @@ def located(starts: np.ndarray, i: int) -> tuple[int, int]:
 
 
 def mixed(sources: Sequence[Sequence], weights: Sequence[str] = ()) -> Sequence:
-    """Mix the examples of these sequences by these weights (default: equal weights)."""
+    """Mix the examples in these sequences by these weights (default: equal weights)."""
     return sources[0] if len(sources) == 1 else Mixture(
         sources, list(map(float, weights)) or [1.0] * len(sources))
 
@@ -101,7 +101,7 @@ def rounded(weights: Sequence[float]) -> np.ndarray:
 
 
 def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
-    """Return the numbers of the examples at these places in the endless order. If `examples` has a
+    """Return the numbers of the examples at these indices in the endless order. If `examples` has a
     method order_at, it defines the order; otherwise the order is a shuffle."""
     if hasattr(examples, "order_at"):
         return examples.order_at(seed, places)
@@ -109,12 +109,12 @@ def numbers_at(examples: Sequence, seed: int, places: np.ndarray) -> np.ndarray:
 
 
 # -------------------------------------------------------------------------------------------
-# Shuffles without lists. A place is an integer from 0, in an endless order that cycles through all
-# examples. Each epoch has a new order, without repeats. The order is a pure function of the seed
-# and the place, so a run has no position to save, and all processes agree.
+# Shuffles without lists. An index counts from 0 in an endless order that cycles through all
+# examples. Each epoch has a new order, without repeats. The example is a pure function of the seed
+# and the index, so a run has no position to save, and all processes agree.
 
 def order_at(count: int, seed: int, places: np.ndarray) -> np.ndarray:
-    """Return the numbers, below `count`, of the examples at these places, without making a list of
+    """Return the numbers, below `count`, of the examples at these indices, without making a list of
     examples. A Feistel network permutes [0, 4^k); apply it until each number is below `count`."""
     if count < 1:
         raise ConfigError("there are no examples to train on")

@@ -119,7 +119,7 @@ class Output:
             if self.marks:
                 record["learned"] = sum(map(np.count_nonzero, _copied(
                     out / f"{split}.{self.marks}", arrays[self.marks], parts)))
-        # Divide between the splits, in proportion, the bytes that the tokenizer drops or changes.
+        # Divide the bytes that the tokenizer drops or changes between the splits, in proportion.
         spelled = sum(record["spelled"] for record in counted.values())
         for record in counted.values():
             record["bytes"] = record["spelled"] if form != "text" else round(

@@ -123,7 +123,7 @@ class Packed:
         return [self.documents.part(*part) for part in self.block(block)[row]]
 
     def order_at(self, seed: int, places: np.ndarray) -> np.ndarray:
-        """Return the numbers of the rows at these places in the endless order, which goes block by
+        """Return the numbers of the rows at these indices in the endless order, which goes block by
         block. Within a block, each epoch has a new order."""
         epoch, place = np.divmod(np.asarray(places, np.int64), len(self))
         blocks = np.searchsorted(self.starts, place, "right") - 1
@@ -132,7 +132,7 @@ class Packed:
             before, end = self.starts[block:block + 2].tolist()
             count = end - before
             here = blocks == block
-            # order_at shuffles each run of `count` places separately; a run is an epoch.
+            # order_at shuffles each run of `count` indices separately; a run is an epoch.
             found[here] = before + order_at(count, seed + block,
                                             epoch[here] * count + place[here] - before)
         return found

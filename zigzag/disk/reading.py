@@ -5,13 +5,13 @@
     .parquet                 a document per row: the text in that column    package pyarrow
     .gz .bz2 .xz .zst        any of these, compressed, except .parquet      .zst: package zstandard
 
-    find(paths) -> files     the files to read, and counts of the skipped ones
+    find(paths) -> files     the files to read, and counts of skipped files
     pieces(file) -> pieces   a file, in order: about a megabyte of lines, or rows
     read(piece) -> documents in any process
 
 data.py doesn't stop at unreadable data: it skips the data, and counts and names the problem in its
-summary. With --strict it stops. It omits a text file that can't be read to the end. Of lines and
-rows, it keeps those before the problem. This file needs numpy, not jax.
+summary. With --strict it stops. It omits a text file that can't be read to the end. It keeps the
+lines and rows before a problem. This file needs numpy, not jax.
 """
 
 import bz2
@@ -48,7 +48,7 @@ class Options:
     """How to read files."""
     field: str = "text"         # in lines of JSON and in .parquet
     strict: bool = False        # stop at the first problem
-    form: str = "text"          # the form of lines of JSON, as form_of names it
+    form: str = "text"          # the form of JSON lines, as form_of names it
     weight_field: str = ""      # in lines of JSON and in .parquet
 
 
@@ -63,7 +63,7 @@ class File(NamedTuple):
 class Trouble(NamedTuple):
     """Why something can't be read."""
     kind: str           # the summary counts troubles by kind
-    message: str        # names the place
+    message: str        # names the location
 
 
 class Piece(NamedTuple):
@@ -79,7 +79,7 @@ class Document(NamedTuple):
     begins: bool
     content: Any        # a text, or a line's or row's object
     name: str           # decides whether the document is held out
-    where: str          # its place, in words
+    where: str          # its location, in words
     weight: Any = None  # from the weight field of its line or row
 
 
@@ -102,7 +102,7 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
          ) -> tuple[list[File], dict[str, int]]:
     """Return the files to read under the paths, and {kind of file: how many are skipped}. A path is
     a file, a folder, a pattern such as 'texts/*.txt', or - for standard input, which is saved in
-    `out`. The order is fixed, each file comes once, and files in `out` are left out."""
+    `out`. The order is fixed, each file appears once, and files in `out` are skipped."""
     files, skipped, seen, own = [], collections.Counter(), set(), out and out.resolve()
     for path in paths:
         for root, p in _under(path, f"{flag} {path}".strip(), out):
@@ -131,7 +131,7 @@ def named(flag: str, paths: Sequence[str]) -> str:
 
 
 def counted(counts: dict[str, int]) -> str:
-    """Format the counts, largest first: 1,663 .gz, 30 .png."""
+    """Format the counts, largest first, as in 1,663 .gz, 30 .png."""
     return ", ".join(f"{n:,} {what}" for what, n in collections.Counter(counts).most_common())
 
 
@@ -165,8 +165,8 @@ def _under(path, name, spool):
 
 
 def _walk(folder):
-    """List the files under a folder in a fixed order, without hidden ones. Follow links, but visit
-    each folder only once."""
+    """List the files under a folder in a fixed order, skipping hidden files. Follow links, but
+    visit each folder only once."""
     found, seen = [], set()
     for root, folders, names in os.walk(folder, followlinks=True):
         is_new = (real := os.path.realpath(root)) not in seen
@@ -205,7 +205,7 @@ def _look_at(path, name):
 
 
 def _beginning(file, size):
-    """Return a file's first characters, or those we can unpack (`pieces` reports any error)."""
+    """Return a file's first characters, or what we can unpack (`pieces` reports any error)."""
     text = ""
     with contextlib.suppress(Exception):
         for part in _decoded(file, size):
@@ -342,12 +342,12 @@ def _numbered(piece):
 
 
 def place(file: File, number: int) -> str:
-    """Describe the place of a row or line; `number` is how many come before it."""
+    """Describe the location of a row or line; `number` is how many come before it."""
     return f"row {number:,}" if file.kind == "parquet" else f"line {number + 1:,}"
 
 
 def _document(file, number, row, options):
-    """Return the Document in a line or row of the form `options.form`; otherwise a Trouble."""
+    """Return the Document in a line or row if its form is `options.form`; otherwise a Trouble."""
     where, is_row = f"{file.path} {place(file, number)}", isinstance(row, dict)
     try:
         content = record = row if is_row else parsed(row)

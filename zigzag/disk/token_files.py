@@ -64,7 +64,7 @@ def token_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the token files at these paths, in order, without duplicates. A path is a file, a
     folder or a pattern. Return [] if a path is anything else, or if the token files are mixed with
     other files and none has train in its name."""
-    groups = []         # each has the files of a folder, or those that a path names
+    groups = []         # each has a folder's files, or the files that a path names
     for path in map(str, paths):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
         together = {}   # {a folder, or '': the files}
@@ -148,7 +148,7 @@ class TokenFiles:
 
 
 def _weights(file, tokens):
-    """Return the weights next to a token file or, by default, 1s that take no memory."""
+    """Return the weights stored next to a token file; by default, 1s that take no memory."""
     path = file.with_suffix(WEIGHTS)
     if not path.exists():
         return np.broadcast_to(np.float32(1), len(tokens))

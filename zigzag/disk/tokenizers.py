@@ -47,7 +47,7 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config
 class Tokenizer:
     """The methods that tokenizers share. Subclasses override what differs."""
     path: Path | None = None        # the tokenizer's file, if it has one
-    folder: Path | None = None      # the folder of that file, with the files of BESIDE
+    folder: Path | None = None      # that file's folder, with the files named in BESIDE
     begins: Sequence[int] = ()      # the ids that the model expects first
 
     def prompt(self, text: str) -> list[int]:
@@ -136,7 +136,7 @@ class Pieces(Tokenizer):
                 found.append((self.special[part], at, at + len(part)))
             elif part:
                 for piece in self.model.encode(part, out_type="immutable_proto").pieces:
-                    # sentencepiece gives a place only to the last byte of a character.
+                    # sentencepiece gives a position only to the last byte of a character.
                     is_inner = piece.begin == piece.end and self.model.is_byte(piece.id)
                     found.append((piece.id, at + piece.begin, at + piece.end + is_inner))
             at += len(part)

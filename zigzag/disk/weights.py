@@ -1,4 +1,4 @@
-"""Loss weights, in the field of JSON lines or column of .parquet that --weight_field names.
+"""Loss weights, in the JSON-lines field or .parquet column that --weight_field names.
 
     a number    for a whole document; in a conversation, it multiplies the weights of the answers
     a list      a number per token of a text (not for conversations)

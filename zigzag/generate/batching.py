@@ -198,7 +198,7 @@ class Rows:
                 count = text.add(ids[row], self.ends)
                 new[text.number] = ids[row][:count], logs[row][:count]
                 if text.left and text.size > self.context:
-                    # Its context is full, so free the row and reread the last half later.
+                    # Its context is full, so free the row and reread the second half later.
                     self.owners[row] = None
                     text.begin = len(text.ids) - max(1, self.context // 2)
                     text.length = self._length_of(text)

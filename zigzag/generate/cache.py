@@ -1,7 +1,7 @@
 """The KV cache: the keys and values of all tokens so far.
 
     [B, K, S, N]    a layer's keys and values. Token p of the padded row is in slot p mod S
-    a window        S is the window plus one prompt chunk: new tokens overwrite the ones that have
+    a window        S is the window plus one prompt chunk: new tokens overwrite tokens that have
                     left the window
     latent          a single vector for all heads, from which the layer computes keys and values
     on a mesh       tensor splits the heads K. If it doesn't divide them, it splits the slots S:
@@ -145,7 +145,7 @@ def attend(attention: Callable, q: Array, k: Array, v: Array, query: Token, star
 
 
 def _key_tokens(query, start, slots, total):
-    """Return the Token in each of these slots of a cache with `total` slots: the newest of the
+    """Return the Token in each of these slots, in a cache with `total` slots: the newest of the
     row's tokens that map to the slot. Padding and empty slots get document -1."""
     last, start = query.slot[:, -1:], start[:, None]
     slots = last - (last - slots) % total

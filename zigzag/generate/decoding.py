@@ -26,8 +26,8 @@ class Sampling:
     temperature: float = 1.0            # 0: greedy
     top_k: int = 0                      # keep the k most likely ids; 0: all
     top_p: float = 1.0                  # keep the most likely ids, up to this total probability
-    min_p: float = 0.0                  # keep ids with this share of the largest probability
-    repetition_penalty: float = 1.0     # divides old ids' positive logits, multiplies negative ones
+    min_p: float = 0.0                  # keep ids with this fraction of the largest probability
+    repetition_penalty: float = 1.0     # divides old ids' logits if positive, else multiplies them
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1

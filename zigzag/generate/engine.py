@@ -78,7 +78,7 @@ class Engine:
         return with_shardings(shapes, _specs(self, mesh), mesh)
 
     def cache_specs(self, cache: Any = None) -> list[dict[str, P]]:
-        """Return the specs of all arrays in the cache, or only of those in `cache`."""
+        """Return the specs of all arrays in the cache, or only of arrays in `cache`."""
         mesh = get_abstract_mesh()
         found = [layer_specs(layer, own, mesh) for layer, own in zip(
             self.network.cache_layers(self.config), self.specs["layers"], strict=True)]

@@ -54,12 +54,12 @@ class Flags(*added("OfSampling"), hosts.Processes):
     top_k: int = 0              # sample from the k most likely ids; 0: all
     top_p: float = 1.0          # nucleus sampling: from the most likely ids, up to this total
                                 # probability
-    min_p: float = 0.0          # sample from ids with at least this share of the largest
+    min_p: float = 0.0          # sample from ids with at least this fraction of the largest
                                 # probability
     repetition_penalty: float = 1.0     # above 1: penalize ids that already occur in the text
     stop: tuple = ()            # end an answer before any of these texts
     stop_at_context: bool = False       # end when the context is full, instead of continuing from
-                                        # its last half
+                                        # its second half
     seed: int = 0               # random seed
     # output
     json: bool = False          # print a JSON object for each text
@@ -176,7 +176,7 @@ def make_prompts(network: Network, c: Any, tokenizer: Tokenizer, texts: Sequence
                  source: str = "") -> list[Prompt]:
     """Turn texts into prompts for this model. `source` is a .npy file for an encoder that doesn't
     read text. A single text is the prompt for all arrays in the file; several texts have one array
-    each, or share a single one."""
+    each, or share a single array."""
     shape = network.source_shape(c)
     if source and reads_text(network, c):
         raise ConfigError(f"--source {source}: this model reads text; give it as --prompt")

@@ -132,8 +132,8 @@ def content_hash(rows: Any, first: Any = 0, xp: Any = np) -> Any:
 
 
 def seeds_of(rows: State, seed: int | Sequence[int], xp: Any = np) -> Any:
-    """Return three integers per row [B, 3] that seed its random numbers: its seed (`seed` is one
-    for all rows, or one each), a hash of its content, and the number of equal rows before it (0 if
+    """Return three integers per row [B, 3] that seed its random numbers: its seed (`seed` is a
+    single seed or one per row), a hash of its content, and the number of equal rows before it (0 if
     traced). So an answer doesn't depend on the other rows or their order, yet equal prompts get
     different answers."""
     content = content_hash(rows["tokens"], rows["start"], xp)

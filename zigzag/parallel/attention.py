@@ -1,5 +1,5 @@
-"""Attention on a single device: in blocks of queries, or with the device's own kernel. Section seq
-of shard.py has ring attention across devices.
+"""Attention on a single device: in blocks of queries, or with the device's own kernel. The seq
+section of shard.py has ring attention across devices.
 
 In causal attention, a block of queries only sees keys up to its last query, so most of the masked
 scores are never computed.
@@ -32,9 +32,9 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import ambient, mark_varying, may_unroll, trace_settings, untyped, varying
 from zigzag.parallel.remat import recomputable, recomputed
 
-# SCORES: the maximum number of scores per device in memory at once. BLOCK: the minimum number of
+# SCORES: the maximum number of scores in a device's memory at once. BLOCK: the minimum number of
 # queries per block; smaller blocks save too little work. Each block adds compile time, so
-# `block_ends` uses eight only for long sequences, where attention is a large share of the work.
+# `block_ends` uses eight only for long sequences, where attention is a large part of the work.
 SCORES, BLOCK = 2**25, 128
 
 
@@ -148,7 +148,7 @@ def both(query: Token, key: Token) -> tuple[Token, Token]:
 # The report at the start of a run: which attention the loss contains, and what computes it
 
 class Call(NamedTuple):
-    """One call of shard.attend, recorded while jax traces a loss."""
+    """One call to shard.attend, recorded while jax traces a loss."""
     causal: bool
     beyond: str         # how it differs from plain causal softmax attention; "": not at all
     pattern: Pattern | None     # for a kernel; None: no kernel may compute it. Here window, softcap
@@ -393,7 +393,7 @@ def without_types(fn: Callable) -> Callable:
 
 
 # -------------------------------------------------------------------------------------------
-# The zigzag order: how the devices of seq divide a row's tokens
+# The zigzag order: how the devices along seq divide a row's tokens
 
 def zigzag_order(time: int, devices: int) -> np.ndarray:
     """Return a row's slots in the order of the devices that hold them. For 8 tokens on 2 devices:
@@ -405,8 +405,8 @@ def zigzag_order(time: int, devices: int) -> np.ndarray:
 def shard_time(batch: dict[str, Array], mesh: Any, row_axes: Any = None,
                untimed: Sequence[str] = ()) -> tuple[dict, dict]:
     """Return the batch in zigzag order, and the specs that split it over seq and its rows over
-    `row_axes`. It reorders and splits arrays [B, T, ...]. All others stay whole, including those
-    in `untimed`, whose second dimension isn't the sequence. Nothing is sent: every device of seq
+    `row_axes`. It reorders and splits arrays [B, T, ...]. All others stay whole, including arrays
+    in `untimed`, whose second dimension isn't the sequence. Nothing is sent: every device along seq
     already has the whole batch."""
     n = mesh.shape["seq"]
     if n == 1 or "tokens" not in batch and not batch.keys().isdisjoint(untimed):

@@ -18,7 +18,7 @@ from zigzag.core.mesh import ambient, beside_auto_tensor, platform
 
 
 def all_gather(x: jax.Array, axis: str, dim: int, spec: P = P(), sum_dtype: str = "") -> jax.Array:
-    """Gather x along `dim` from the parts that the devices of `axis` hold. The transpose is the
+    """Gather x along `dim` from the parts that the devices along `axis` hold. The transpose is the
     reduce_scatter below, computed in `sum_dtype` unless that is empty."""
     def gather(x):
         return lax.all_gather(x, axis, axis=dim, tiled=True)
@@ -56,7 +56,7 @@ def _reduce_scatter(x, axis, dim):
 
 
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
-    """Send x[j] to device j of `axis`, and receive the part that device j sends to this one."""
+    """Send x[j] to device j along `axis`, and receive the part that device j sends to this one."""
     return beside_auto_tensor(lambda x: lax.all_to_all(x, axis, 0, 0, tiled=True), P())(x)
 
 

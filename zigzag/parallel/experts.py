@@ -6,7 +6,7 @@
 
 R rows (tokens), K experts per row, D model, F feed-forward, E experts on this device.
 
-`shard.exchange` sends the tokens between devices, in rounds. The last section says how much room a
+`shard.exchange` sends tokens between devices in rounds. The last section says how much room a
 round has (`room_of`), how many rounds there are (`rounds_of`), and adds them up (`in_rounds`).
 """
 
@@ -166,7 +166,7 @@ class Room(NamedTuple):
     """What fits into a round of shard.exchange."""
     tokens: int     # tokens from one device to another in the first round
     choices: int    # choices that a device's experts compute in a round
-    safe: int       # tokens from one device to another that fit, whatever experts they chose
+    safe: int       # tokens from one device to another that fit, whichever experts they chose
 
 
 def room_of(tokens: int, best: int, own: int, n: int, factor: float) -> Room:
@@ -179,15 +179,15 @@ def room_of(tokens: int, best: int, own: int, n: int, factor: float) -> Room:
 
 
 def visits(best: int, own: int, n: int) -> float:
-    """Return the share of tokens with at least one of their `best` experts on a given device, if
+    """Return the fraction of tokens with at least one of their `best` experts on a given device, if
     all experts are equally likely. Each of n devices has `own` experts."""
     return 1 - math.comb(n * own - own, best) / math.comb(n * own, best)
 
 
 def rounds_of(room: Room, tokens: Array, choices: Array) -> tuple[Array, Array]:
-    """Return how many tokens the first round takes from each device to each other, and the number
-    of rounds. `tokens` are the most that go from one device to another, and `choices` the most that
-    a device gets from all."""
+    """Return how many tokens the first round takes from each device to each other device, and the
+    number of rounds. `tokens` is the most that go from one device to another, and `choices` the
+    most that a device gets in all."""
     first = jnp.where(choices <= room.choices, room.tokens, room.safe)
     return first, 1 + -(-jnp.maximum(tokens - first, 0) // room.safe)
 
@@ -198,15 +198,15 @@ def in_rounds(first: Callable, further: Callable, rounds: Array, *operands: Any)
     Only the running program knows `rounds`, and autodiff can't go back through such a loop. So the
     gradient is written by hand. The first round keeps what --remat asks for. A further round keeps
     nothing, and the backward pass computes it again."""
-    operands = mark_varying(operands, operands)     # a mark's transpose is a sum: do it once, here
+    operands = mark_varying(operands, operands)     # its transpose is a sum: do it once, here
     leaves, structure = jax.tree.flatten(operands)
 
     def traced(fn, *i):
         return jax.make_jaxpr(lambda i, leaves: fn(*i, *jax.tree.unflatten(structure, leaves)))(
             i, leaves)
 
-    # A custom_vjp must not close over arrays. So make all of them arguments: those that have a
-    # gradient, and the others.
+    # A custom_vjp must not close over arrays. So make all of them arguments: first the arrays with
+    # a gradient, then the others.
     one, more = traced(first), traced(further, jnp.int32(1))
     arrays = [*one.consts, *more.consts, *leaves]
     has_gradient = [jnp.issubdtype(a.dtype, jnp.floating) for a in arrays]

@@ -124,7 +124,7 @@ def join(adapters: Any, others: Any) -> Any:
 
 
 def as_stored(params: Any, dtype: str) -> Any:
-    """Return the weights with the frozen ones cast to this dtype."""
+    """Return the weights, with frozen weights cast to this dtype."""
     adapters, frozen = split(params)
     if not adapters:
         raise ConfigError("--lora_rank needs a network of this codebase, because these weights "

@@ -44,8 +44,8 @@ from zigzag.parallel.table import (
 
 Params = dict[str, Any]
 
-# {name for --model: fields of model.Config}: model.py's block in three sizes: tiny, that of GPT-2
-# small, and 1.2 billion parameters.
+# {name for --model: fields of model.Config}: model.py's block in three sizes: tiny, as large as
+# GPT-2 small, and 1.2 billion parameters.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "124m": dict(layers=12, d_model=768, heads=12, d_ff=2048, vocab_size=50257, seq_len=1024,
@@ -54,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def resized(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return a preset's fields, minus those that depend on a width in `given`."""
+    """Return a preset's fields, minus the fields that depend on a width in `given`."""
     dropped = {"kv_heads", "head_dim"} if {"d_model", "heads"} & given.keys() else set()
     dropped |= {"d_ff"} if "d_model" in given else set()
     return without(fields, *dropped)
@@ -93,7 +93,7 @@ class ComputeOptions:
                                   # equally likely experts need; tokens that don't fit travel in
                                   # further rounds
     # training (rare)
-    accuracy: bool = False        # also log the share of targets that the model ranks first
+    accuracy: bool = False        # also log the fraction of targets that the model ranks first
     # model (rare)
     published: str = flag("", same=True, part="published")
                                   # config.json of the published model behind this one
@@ -123,7 +123,7 @@ def check_published(c: Any) -> None:
 
 def facts_of_network(config: type) -> list[str]:
     """Return the options of a network's config that must stay the same when a run resumes: all
-    except those in ComputeOptions that don't change results."""
+    except the ComputeOptions fields that don't change results."""
     return [name for name, option in options(config).items()
             if option.same or name not in options(ComputeOptions)]
 
@@ -152,7 +152,7 @@ def refuse_rows(c: Any, rows: Rows) -> None:
 
 
 def of_decoders(c: Any) -> Rows:
-    """Return the checks of option values that all decoders share."""
+    """Return the checks on option values that all decoders share."""
     return [
         ("heads", c.heads % (c.kv_heads or c.heads), f"does not divide by --kv_heads {c.kv_heads}"),
         ("rope_theta", not c.rope_theta > 1, "must be above 1"),
@@ -200,7 +200,7 @@ def check_stack(c: Any, mesh: Any, time_of_stages: bool = True, time_is_padded: 
 
 
 def check_tensor(c: Any, mesh: Any, specs: Any) -> None:
-    """Reject a tensor axis that splits none of the model's weights, because each of its devices
+    """Reject a tensor axis that splits none of the model's weights, because each device along it
     would do all of the work. `specs` are the weights' specs."""
     size = mesh.shape["tensor"]
     if size > 1 and not any("tensor" in spec_axes(spec)
@@ -259,7 +259,7 @@ class Network:
     # Generation: None if the network doesn't generate text.
     extend: Callable | None = None      # a decoding step with a cache; see model.extend
     head_logits: Callable | None = None     # params, x [B, T, D], config -> logits [B, T, V]
-    cache_layer: Callable | None = None     # config, i -> CacheLayer, of layer i
+    cache_layer: Callable | None = None     # config, i -> layer i's CacheLayer
     encode_source: Callable | None = None   # params, source, config, specs -> arrays for the caches
     gives: Callable = lambda config: "text"     # config -> its output; only "text" can generate
     max_positions: Callable = lambda config: sys.maxsize    # config -> the number of positions
@@ -311,7 +311,7 @@ class Network:
         return self.apply(params, tokens, config, **more)
 
     def mesh_axes(self, config: Any) -> Params:
-        """Return, for each weight, the mesh axis that its row names per dimension, or ''."""
+        """Return, for each weight, the mesh axis that its row names for each dimension, or ''."""
         return jax.tree.map(lambda w: w.mesh_axes, self.table(config))
 
     def parameters(self, config: Any) -> tuple[int, int]:
@@ -352,7 +352,7 @@ class Network:
 
 def network_of(config: Any) -> Network:
     """Return the network for a config (a network's or a run's). If several networks share the
-    config class, pick the one with the published model's family, otherwise the first."""
+    config class, pick the one that has the published model's family, otherwise the first."""
     config = getattr(config, "network", config)
     known = [network for network in NETWORKS.values() if network.config is type(config)]
     if not known:

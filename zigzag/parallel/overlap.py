@@ -2,7 +2,7 @@
 
     all_gather(x) @ w           A device multiplies its own part of x and sends it to both
                                 neighbors. It multiplies the two parts that arrive, and passes each
-                                along. After half a turn, it has seen every part.
+                                along. After half a lap, it has seen every part.
     reduce_scatter(h @ w)       The reverse: a device multiplies the parts of h that belong to the
                                 farthest devices on both sides, and sends each product toward its
                                 owner. It adds its own products to the two sums that arrive, and so
@@ -33,7 +33,7 @@ def is_on(x: Array, parts: int = 1) -> bool:
 
 
 def gathered(product: Callable, weights: Any, x: Array) -> Any:
-    """Return product(weights, all of x's sequence), given x with its sequence split by tensor."""
+    """Return product(weights, x's whole sequence), given an x whose sequence tensor splits."""
     @jax.custom_vjp
     def run(weights, x):
         return forward(weights, x)[0]

@@ -1,9 +1,9 @@
 """Pipeline schedules: which stage does what in each tick, and the two schedules besides GPipe.
 
     gpipe          all microbatches go forward, then autodiff runs the same ticks in reverse; the
-                   code is `gpipe` in section pipe of shard.py: read that first
+                   code is `gpipe` in the pipe section of shard.py: read that first
     interleaved    GPipe with V chunks of layers per stage: microbatches go around the ring of
-                   stages V times, and the idle share shrinks by a factor of about V
+                   stages V times, and the idle fraction shrinks by a factor of about V
     1f1b           a hand-written backward pass that starts each microbatch's backward as soon as
                    the last stage finishes it, so the number of activations in memory depends on
                    the number of stages S, not on the number of microbatches M
@@ -108,7 +108,7 @@ def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
 def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idle: bool = True
              ) -> str:
     """Return a description of how long a schedule of M microbatches on S stages takes, with its
-    idle share. `skips_idle`: a stage without work in a tick computes nothing (`skip_idle`)."""
+    idle fraction. `skips_idle`: a stage without work in a tick computes nothing (`skip_idle`)."""
     _, V = ticks(S, M, schedule, chunks)
     count = passes(S, M, schedule, V, skips_idle)
     idle = f"{1 - M * V / count:.0%}"
@@ -160,7 +160,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
     """Return work(x) on `busy` stages and idle(x) on all others (default: zeros of work's shapes).
 
     A branch (lax.cond) saves the time of idle work. It is safe even if `work` contains collectives,
-    because `busy` depends only on the tick and the stage. All devices of a stage take the same
+    because `busy` depends only on the tick and the stage. All devices in a stage take the same
     branch, and each group of a collective over data, fsdp, expert or tensor lies within a single
     stage. So either all members of a group reach the collective, or none do. A ring is different:
     every device in the mesh takes part in a collective-permute, no matter which pairs it lists, so

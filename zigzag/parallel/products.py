@@ -59,7 +59,7 @@ def merged(w: Array | LoraWeight) -> Array:
 
 def matmul(x: Array, w: Array | LoraWeight, contract: int = 1, dtype: Any = None) -> Array:
     """Multiply x [B, T, F, ...] by w [F, ..., D] -> [B, T, D]: contract the last `contract`
-    dimensions of x with the first ones of w. The result has `dtype`, or x's dtype if None."""
+    dimensions of x with the first dimensions of w. The result has `dtype`, or x's dtype if None."""
     if isinstance(w, LoraWeight):
         low_rank = matmul(matmul(x, w.a, contract), w.b, 1, dtype)
         # Because of this name, --remat selective saves the sum instead of both products.
@@ -84,7 +84,7 @@ def matmul(x: Array, w: Array | LoraWeight, contract: int = 1, dtype: Any = None
 
     product = jax.custom_vjp(plain)
     product.defvjp(lambda x, w: (plain(x, w), (x, w)), backward)
-    # The mark is outside the custom_vjp so that autodiff inserts its transpose, a sum over devices.
+    # mark_varying is outside the custom_vjp, so autodiff inserts its transpose, a sum over devices.
     return product(*mark_varying((x, w), x, w))
 
 
@@ -99,7 +99,7 @@ def lookup(table: Array, ids: Array, **how: Any) -> Array:
     for jax's Array.at[ids].get, which decide the result for an id outside the table.
 
     The gradient is summed in float32. In bfloat16, a sum stops growing after about 256 equal terms:
-    with ids as frequent as words, an embedding's gradient was off by 58% of its length. On an H200,
+    with ids as frequent as words, an embedding's gradient was off by 58% of its norm. On an H200,
     the float32 sum took 0.1 ms of a step, and the bfloat16 sum about 25 ms."""
     def get(table, ids):
         return jnp.asarray(table).at[ids].get(**how)
@@ -143,9 +143,9 @@ def row_products(pairs: Iterable[tuple[Array, Any]]) -> tuple[list[Array], list[
 def repeat_kv(w: Any, heads: int) -> Any:
     """Repeat key or value weights [D, K, N] (or a pair with the bias [1, K, N]) for `heads` query
     heads. If tensor divides the query heads but not the K kv heads, repeat each kv head until
-    tensor divides them; each device takes the ones that its own queries use. A kv head's gradient
+    tensor divides them; each device takes the copies that its own queries use. A kv head's gradient
     is the sum over its copies, both on a device (the transpose of the repeat) and across devices
-    (the transpose of the mark)."""
+    (the transpose of mark_varying)."""
     def repeated(w):
         if isinstance(w, LoraWeight):
             return LoraWeight(repeated(w.w), w.a, repeated(w.b))

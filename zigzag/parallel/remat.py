@@ -62,9 +62,9 @@ PARTS = ("attention", "mlp", "attention,mlp")       # the parts of a layer to re
 
 
 class Remat(NamedTuple):
-    """A parsed value of --remat."""
+    """A parsed --remat value."""
     policy: str             # a name in POLICIES, for all layers
-    share: float = 0.0      # the share of layers that save only their input
+    share: float = 0.0      # the fraction of layers that save only their input
     parts: tuple = ()       # the parts of each layer that save only their input
 
     def count(self, layers: int) -> int:
@@ -74,7 +74,7 @@ class Remat(NamedTuple):
 
 
 def remat_of(text: str) -> Remat:
-    """Parse a value of --remat."""
+    """Parse a --remat value."""
     kind, _, share = text.partition(":")
     if text in POLICIES:
         return Remat(text)
@@ -91,7 +91,7 @@ def remat_of(text: str) -> Remat:
 
 
 def policy_of(text: str) -> Callable:
-    """Return the checkpoint policy for a value of --remat."""
+    """Return the checkpoint policy for a --remat value."""
     return POLICIES[remat_of(text).policy]
 
 

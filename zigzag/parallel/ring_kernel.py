@@ -1,7 +1,7 @@
-"""Ring attention (section seq of shard.py) with jax's TPU kernel.
+"""Ring attention (the seq section of shard.py) with jax's TPU kernel.
 
 A device combines its results for different keys using the logsumexp of the scores, so the logsumexp
-needs a gradient as well. jax's kernel returns the logsumexp, but without a gradient. The two
+needs a gradient as well. jax's kernel returns the logsumexp, but it has no gradient. The two
 kernels of its backward pass can compute it. For a score s with probability p, they compute
 
     ds = p (dp - d)     dp = dout . v, and, per query, d = dout . out

@@ -110,5 +110,5 @@ class Scaling(NamedTuple):
     #                                             -> the maximum sequence length
 
 
-# {rope_type: Scaling}. published/positions.py adds those that the plain decoder lacks.
+# {rope_type: Scaling}. published/positions.py adds scalings that the plain decoder lacks.
 SCALINGS = {"default": Scaling(plain_rates), "linear": Scaling(_linear), "llama3": Scaling(_llama3)}

@@ -26,11 +26,11 @@ matrices above, with a residual connection, x + y:
          (bytes + 256 KiB x reductions) / weight elements
 
      Bytes and reductions are what devices would send per step because the group is split. The
-     elements are those of all weights with a dimension in the group. The 256 KiB represents the
-     startup cost of one more reduction. F costs a reduction of y, because w_down sums over F, plus
-     one of x's gradient if x has one; here x is data. With B T = 64, D = 64 and F = 256 in float32,
-     that comes to (16 KiB + 256 KiB) / 32,768 = 8.5. If D were a candidate, it would cost a
-     reduction of h and one of h's gradient: (128 KiB + 512 KiB) / 32,768 = 20.
+     elements are the total for all weights with a dimension in the group. The 256 KiB represents
+     the startup cost of one more reduction. F costs a reduction of y, because w_down sums over F,
+     plus one of x's gradient if x has one; here x is data. With B T = 64, D = 64 and F = 256 in
+     float32, that comes to (16 KiB + 256 KiB) / 32,768 = 8.5. If D were a candidate, it would cost
+     a reduction of h and one of h's gradient: (128 KiB + 512 KiB) / 32,768 = 20.
   4. Choice (`ranked`, `independent`). From the cheapest candidate up, take each one that shares no
      weight with a group already taken. Ties go to the group with more weight elements, then to the
      one used first. After that, a group at about the same price may replace the groups that exclude
@@ -41,7 +41,7 @@ Taking F makes w_up a column and w_down a row. Columns and rows alternate automa
 tensor splits only one dimension per weight. The rule doesn't look at names.
 
 The other axes need no prices: `pipe` splits the dimension that counts layers, `expert` the one that
-counts experts, and `fsdp` the largest dimension left.
+counts experts, and `fsdp` the largest remaining dimension.
 
 All of this is for functions without a weight table. If a network has a table, its rows determine
 which dimension each axis splits, and the rule has nothing to choose.
@@ -89,9 +89,9 @@ class Decision:
     reason: str
     is_matrix: bool = False     # multiplied with another value or looked up; False: scale or bias
     stacked: bool = False       # whether dimension 0 counts layers, so that `pipe` may split it
-    # The dimensions contracted with an activation, and those left in the result of that matmul.
+    # The dimensions contracted with an activation, and the dimensions left in the product.
     matmul_dims: tuple = ((), ())
-    in_loss: P | None = None    # the spec that the loss uses, if different from `spec`
+    in_loss: P | None = None    # the spec that the loss uses, if it differs from `spec`
     is_trained: bool = True
 
     @property
@@ -175,7 +175,7 @@ class Group(NamedTuple):
 
 
 def groups(fn: Callable, params: Any, *args: Any, shards: int) -> list[Group]:
-    """List the groups of a function's dimensions for learn/prices.py: split ones first, then the
+    """List the groups of a function's dimensions for learn/prices.py: split groups first, then the
     others, each sorted by price (step 3 of the rule)."""
     (choice, places), found = _choice(fn, params, args, shards), []
     paths, facts = list(places), choice.facts
@@ -260,8 +260,8 @@ class _Choice:
         return {leaf: d for group in groups for leaf, d in self.members[group]}, verdicts
 
     def ranked(self, refused):
-        """Return all groups except the refused ones, cheapest first. Ties go to the group with more
-        weight elements, then to the one used first."""
+        """Return all groups that aren't in `refused`, cheapest first. Ties go to the group with
+        more weight elements, then to the one used first."""
         def rank(group):
             first_use = min((self.facts.first_use.get(leaf, math.inf), d)
                             for leaf, d in self.members[group])
@@ -288,9 +288,9 @@ class _Choice:
         return set(owner.values())
 
     def begun(self, groups, refused):
-        """Drop groups that no weight produces, unless a reshard reaches them from one that a weight
-        produces. For example, suppose a matrix reads four neighboring positions of a residual
-        stream side by side. Its input would be split, although nothing before it is."""
+        """Drop groups that no weight produces, unless a reshard reaches them from a group that a
+        weight produces. For example, suppose a matrix reads four neighboring positions of a
+        residual stream side by side. Its input would be split, although nothing before it is."""
         reach = reached(groups & self.facts.groups_with("free", "indexed", "batch", "grouped"),
                         self.facts.reshards)
         refused.update(dict.fromkeys(groups - reach, "its input is not split"))
@@ -444,7 +444,7 @@ def _put_on_largest(entries, shape, axis, size, fsdp_min, places):
 # Overrides
 
 def parse_overrides(texts: Sequence[str]) -> list[tuple[str, P]]:
-    """Parse values of --override, 'REGEX=axis,-,axis', into (regex, spec) for plan_sharding."""
+    """Parse --override values, 'REGEX=axis,-,axis', into (regex, spec) for plan_sharding."""
     found = []
     for text in texts:
         pattern, _, spec = text.rpartition("=")

@@ -1,6 +1,6 @@
 """Reading a run's weights.
 
-    load_run            return (weights, config) for a run of our networks or a custom task
+    load_run            return (weights, config) for a run of one of our networks or a custom task
     read_run_weights    return a run's sharded weights, with adapters merged
 """
 

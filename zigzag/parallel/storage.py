@@ -75,7 +75,7 @@ def _own(w, dim, axis, size, chunks):
 def split_ends(params: Any, decisions: Any, mesh: Any, config: Any) -> Any:
     """Let each stage of a pipeline store a part of each weight outside the layers that has at least
     --fsdp_min elements. Stages need all of them, and gather them once per update. An interleaved
-    pipeline keeps them whole: permute_layers takes any dimension 0 that pipe splits for layers."""
+    pipeline keeps them whole: permute_layers assumes that a dimension 0 split by pipe is layers."""
     stages = mesh.shape["pipe"]
 
     def one(leaf, decision):

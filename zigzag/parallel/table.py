@@ -51,7 +51,7 @@ class Table:
     is fsdp and the weight has fewer elements than --fsdp_min. In those cases, and without an axis,
     the dimension stays whole. pipe always splits L. expert always splits E, except in a router
     [D, E], which ends with E. Use /tensor only if the network's code accepts part of the dimension.
-    Some letters have a fixed meaning: L layers, E experts, 1 one, and those in LOOKED_UP."""
+    Some letters have a fixed meaning: L layers, E experts, 1 one, and the letters in LOOKED_UP."""
 
     def __init__(self, **sizes: int):
         self.sizes = {"1": 1, **sizes}
@@ -130,7 +130,7 @@ def product_flops(table: Any, visits: float = 1.0, tied: bool = False) -> float:
     def flops(w):
         is_head = tied and "V" in w.axes
         if w.is_table and not is_head or "1" in w.axes or len(set(w.axes) - {"L"}) < 2:
-            return 0.0      # "1" marks a bias
+            return 0.0      # "1" means a bias
         share = visits if w.is_of_experts else 1
         return (4 if is_frozen and "r" not in w.axes else 6) * math.prod(w.shape) * share
 

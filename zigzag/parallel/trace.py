@@ -84,7 +84,7 @@ class Facts:
                 for d, names in dims.items() if names & set(roles)}
 
     def dims(self, leaf: int, role: str) -> list[int]:
-        """Return the leaf's dimensions with this role. Those that count layers have no other."""
+        """Return the leaf's dimensions with this role. Dimensions of layers have no other role."""
         return [d for d, names in sorted(self.roles[leaf].items())
                 if role in names and ("stacked" not in names or role == "stacked")]
 
@@ -586,7 +586,7 @@ class _Walk:
 
 
 def _merged_or_divided(old, new):
-    """Yield the parts of a reshape: pairs (before, after) of runs of dimensions of equal total
+    """Yield the parts of a reshape: pairs (before, after) of runs of dimensions with equal total
     size, as short as possible, skipping dimensions of size 1. [B, T, H N] -> [B T, H, N] has two
     parts: ([0, 1], [0]) and ([2], [1, 2])."""
     # `ends` are cumulative products of the lengths; a run ends at each product found in both.

@@ -11,7 +11,7 @@
     optimizers      fit(optimizer=...)
     muon            --optimizer muon, which computes each matrix on one device
     averages        --ema
-    loggers         send a run's numbers to fit's log and to the loggers of --log (tools/)
+    loggers         send a run's numbers to fit's log and to the --log loggers (tools/)
     evaluation      held-out loss, predictions, metrics
     more_options    a run's options, besides those in train.Config
     continuing      config.json, what must match when a run resumes, and --change

@@ -53,7 +53,7 @@ def facts_of(config: Any) -> Values:
 # Facts derived from a published folder by the code that reads it. `check_folder` compares the
 # folder's name instead.
 FOLLOWS = ("published", "pad_id")
-# {a fact that isn't an option: the word of --change that allows a new value}
+# {a fact that isn't an option: the word for --change that allows a new value}
 OF_DATA = dict.fromkeys(("fingerprint", "first_example"), "data")
 # {regex for files that a run interrupted at its start may leave: condition on the path}
 OF_BEGINNING = {
@@ -158,7 +158,7 @@ def rates(config: Any, schedule: Callable) -> dict[str, float]:
 
 def check_rates(config: Any, schedule_of: Callable) -> None:
     """Refuse to resume the run in config.out if its schedule was edited, unless --change lr or
-    decay allows it. The test compares the recorded rates with schedule_of(the run's config)."""
+    decay allows it. The check compares the recorded rates with schedule_of(the run's config)."""
     if not config.out or {"lr", "decay"} & set(config.change) or jax.process_index() or not (
             newest_step(config.out)):
         return

@@ -1,7 +1,7 @@
-"""Checks a custom loss before a run begins: compares its values on the mesh with those on a single
-device.
+"""Checks a custom loss before a run begins: compares its values on the mesh with its values on a
+single device.
 
-    on the mesh                    sums, gradient and a held-out batch's sums, against a single
+    on the mesh                    sums, gradient and a held-out batch's sums, compared with one
                                    device's for the same rows, in float32 if the loss allows it
 
 The values differ if one batch is off by more than three times what rounding explains, or if two of
@@ -221,7 +221,7 @@ def _is_gradient(name):
 def _times_allowed(found, is_narrow):
     """Return {name: difference / tolerance} for each value. The tolerance is a fraction of the
     value plus four times its change when weights move by rounding errors. The smallest gradients,
-    such as that of a bias that shifts all scores equally, are pure rounding error."""
+    such as the gradient of a bias that shifts all scores equally, are pure rounding error."""
     of_sums, of_gradients = SHARES_16 if is_narrow else SHARES_32
     least = 1e-9 * np.linalg.norm([x.size for name, x in found.items() if _is_gradient(name)])
     return {name: _ratio(np.maximum(x.gap - least, 0), of_gradients * x.size + 4 * x.noise)

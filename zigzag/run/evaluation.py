@@ -88,9 +88,9 @@ def tokens_to_evaluate(config: Any) -> int:
 
 
 def evaluate(loop: Loop, is_new: bool = True) -> bool:
-    """Evaluate, report the result, and return whether it's the best so far by any of --best. If the
-    result isn't new, because an earlier run ended at this step, don't write it to disk, and don't
-    count it as the best."""
+    """Evaluate, report the result, and return whether it's the best so far by any --best criterion.
+    If the result isn't new, because an earlier run ended at this step, don't write it to disk, and
+    don't count it as the best."""
     task, program = loop.task, loop.program
     if not len(task.held_out):
         return False
@@ -122,7 +122,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
 
 
 def _is_best(loop, row):
-    """Return whether this evaluation is the best so far by any of --best."""
+    """Return whether this evaluation is the best so far by any --best criterion."""
     at, is_best = loop.at, False
     for best in loop.program.config.best:
         found = {**loop.best.get(best, {}), at: row}

@@ -1,4 +1,4 @@
-"""Sends a run's numbers to fit's own `log` and to the loggers of --log (tools/trackers.py), besides
+"""Sends a run's numbers to fit's own `log` and to the --log loggers (tools/trackers.py), besides
 metrics.jsonl. Only process 0 logs. If a logger fails, the run turns it off and continues.
 """
 
@@ -16,7 +16,7 @@ from zigzag.core.parts import part, place
 
 
 def names_of(config: Any) -> Sequence[str]:
-    """Return the loggers of --log, an option from tools/."""
+    """Return the loggers that --log names; the option comes from tools/."""
     return getattr(config, "log", ())
 
 
@@ -27,8 +27,8 @@ def check(config: Any) -> None:
 
 
 class Loggers(contextlib.AbstractContextManager):
-    """A run's open loggers, including fit's own `log`, if any. A context manager that closes them
-    when it exits."""
+    """A run's open loggers, including fit's own `log`, if any. This is a context manager that
+    closes them when it exits."""
 
     def __init__(self, names: Sequence[str], out: str, began: int, config: Values,
                  log: Callable | None, say: Callable):

@@ -51,7 +51,7 @@ class Fit(NamedTuple):
     step: int                       # updates made
     held_out: float | None          # the loss of the last evaluation
     outputs: Any                    # its predictions, arrays [examples, ...]
-    evaluation: Values      # all numbers of that evaluation, as in metrics.jsonl
+    evaluation: Values      # all numbers from that evaluation, as in metrics.jsonl
     best: int | None                # the best evaluation's step, by config.best's first criterion
 
 
@@ -65,14 +65,14 @@ class Loop:
     log: Callable | None = None     # fit's log: (step, numbers)
     state: Any = None               # params, opt, step; before `prepare`: the first state or None
     step: Callable | None = None    # (state, batch) -> state, metrics; None: all steps are done
-    loggers: Any = None             # the loggers of --log, and fit's own; set by `prepare`
+    loggers: Any = None             # the --log loggers, and fit's own; set by `prepare`
     began: int = 0                  # updates made by earlier runs
     at: int = 0                     # updates made
     pending: Any = None             # (step, metrics), while they are still on the devices
     skipped: int = 0                # updates in a row whose loss or gradient wasn't finite
     evaluation: dict = dataclasses.field(default_factory=dict)      # the last one's numbers
     outputs: Any = None             # the last evaluation's predictions
-    # {one of --best: {its best step: that step's evaluation}}; the inner dict starts empty
+    # {--best criterion: {its best step: that step's evaluation}}; the inner dict starts empty
     best: dict[str, dict[int, dict]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -242,7 +242,7 @@ def end_run(loop: Loop) -> None:
 
 
 def profile(loop: Loop) -> None:
-    """Start or stop the trace of --profile at the right step. The trace skips the first two steps,
+    """Start or stop the --profile trace at the right step. The trace skips the first two steps,
     which are slow."""
     config, folder = loop.program.config, str(place(loop.program.config.out or ".") / "profile")
     first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)

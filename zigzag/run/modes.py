@@ -1,11 +1,11 @@
-"""The ways to run a loss on a mesh. The step is the same function in all of them, the one from
+"""The ways to run a loss on a mesh. The step is the same function in all of them, from
 train.make_gradients, wrapped by `shard_map` and `as_one_device`.
 
     by hand       the loss calls columns or row: a single shard_map over all six axes, with types
     typed         it calls other functions of shard.py, or takes specs: a shard_map with types over
                   all axes except tensor; the compiler splits it over tensor
     untyped       it calls no function of shard.py, or differentiates internally. Each device
-                  computes its rows with single-device code, without types or marks; the compiler
+                  computes its rows with single-device code, without varying types; the compiler
                   splits that code over tensor
     tensor whole  like untyped, but the compiler must not split it, or tensor has size 1: the mesh
                   may store weights split over tensor, but the loss uses them whole

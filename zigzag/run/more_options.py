@@ -1,4 +1,4 @@
-"""A run's less common options. train.Config has the ones to know first."""
+"""A run's less common options. train.Config has the options to know first."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from zigzag.run.evaluation import tokens_to_evaluate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoreOptions(*added("OfTraining"), Processes):
-    """A run's options that edits to train.py don't touch, plus those that this copy's parts add
+    """A run's options that edits to train.py don't touch, plus options that this copy's parts add
     (adds.py in each). The headings are the groups in --help; only --help all shows the rare
     options."""
     # training
@@ -58,15 +58,15 @@ class MoreOptions(*added("OfTraining"), Processes):
 
     # training (rare)
     cooldown: float | None = flag(None, same=True, change="decay")
-                                    # with --decay wsd: updates, or share of steps, over which the
+                                    # with --decay wsd: updates or fraction of steps over which the
                                     # rate falls at the end; default: a fifth of the steps
     decay_steps: int | None = flag(None, least=1, change="decay")
                                     # updates until the decay ends, after which the rate stays
                                     # constant; default: steps
     first_share: float | None = flag(None, same=True, change="decay")
-                                    # first rate, as a share of the peak; default: 1 / warmup
+                                    # first rate, as a fraction of the peak; default: 1 / warmup
     final_share: float = flag(0.02, same=True, change="decay")
-                                    # last rate, as a share of the peak
+                                    # last rate, as a fraction of the peak
     beta1: float = flag(0.9, below=1, same=True)    # AdamW's decay rate for the mean gradient
     beta2: float = flag(0.95, below=1, same=True)   # AdamW's decay rate for the mean squared
                                     # gradient

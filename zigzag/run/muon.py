@@ -6,9 +6,9 @@
       -> all-to-all         each device has its parts of the results
       -> all-gather         devices that hold copies of the same parts share the results
 
-Left to the compiler, devices with copies compute the same, and others send in each matmul. Matrices
-with the same shape and the same split form a pool, which is dealt out evenly. Without a mesh from
-jax.set_mesh, which a loop of your own may lack, the compiler decides after all.
+If the compiler did this, devices with copies would all do the same work, and others would send in
+each matmul. Matrices with the same shape and the same split form a pool, which is dealt out evenly.
+Without a mesh from jax.set_mesh (your own loop may lack one), the compiler does this after all.
 """
 
 import functools
@@ -33,16 +33,16 @@ RMS = 0.2       # of an update's elements, to match AdamW's (arXiv:2502.16982)
 
 class Pool(NamedTuple):
     """Matrices with the same shape and the same split, and how they are dealt to their homes."""
-    members: list       # for each leaf, its index, the dimensions that count matrices, and those of
-                        # a matrix, its rows before its columns
+    members: list       # for each leaf, its index, the dimensions that count matrices, and a
+                        # matrix's own dimensions, rows before columns
     matrix: list        # how many rows and columns a matrix has
     count: int          # how many matrices there are, on all devices together
     splits: list        # (axis, dimension) pairs that split a matrix, over n devices in all
     copies: tuple       # the axes over which devices hold copies of the same parts
     same: int           # how many devices hold copies
-    shares: int         # how many of those share the work
+    shares: int         # how many of those devices share the work
     n: int
-    each: int           # matrices per home, of which the last may be zeros
+    each: int           # matrices per home; the last ones may be zeros
 
 
 def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
@@ -64,8 +64,8 @@ def muon(config: Any, decisions: Any) -> optax.GradientTransformation:
 
 
 def orthogonalize(updates: Any, decisions: Any, config: Any) -> Any:
-    """Replace the update of each of the layers' matrices by the nearest orthogonal one, scaled. On
-    a mesh, the matrices move to their homes, in a shard_map."""
+    """Replace the update of each layer matrix with the nearest orthogonal matrix, scaled. On a
+    mesh, the matrices move to their homes, in a shard_map."""
     mesh = get_abstract_mesh()
     specs = moment_specs(updates, decisions, mesh, config)
     found = pools(updates, specs, decisions, mesh)
@@ -106,16 +106,16 @@ def pools(weights: Any, specs: Any, decisions: Any, mesh: Any) -> list[Pool]:
 
 
 def _deal(members, elements, rows, columns, axes, sizes):
-    """Deal a pool's matrices to as few homes as possible without giving any home more of them. Then
-    devices send the least padding. `rows` and `columns` are the (size, axes) of each dimension;
-    `axes` are all that split the leaves."""
+    """Deal a pool's matrices to as few homes as possible without giving any home more matrices.
+    This minimizes the padding that devices send. `rows` and `columns` are each dimension's (size,
+    axes); `axes` are all axes that split the leaves."""
     matrix = [math.prod(size for size, _ in side) for side in (rows, columns)]
     splits = [(axis, d) for d, (_, split) in enumerate(rows + columns) for axis in split]
     copies = tuple(axis for axis in sizes if sizes[axis] > 1 and axis not in axes)
     n, same, devices = (devices_over(some, sizes) for some in (dict(splits), copies, sizes))
     count = elements // math.prod(matrix)
     each = -(-count // devices)
-    here = count * n * same // devices      # the matrices of which a device has parts
+    here = count * n * same // devices      # the matrices that a device has parts of
     shares = next(q for q in range(1, same + 1) if same % q == 0 and n * q * each >= here)
     return Pool(members, matrix, count, splits, copies, same, shares, n, each)
 
@@ -126,11 +126,11 @@ def pools_of(plan: Any) -> list[Pool]:
 
 
 def idle(plan: Any) -> float:
-    """Return the share of the orthogonalization's time in which an average device waits."""
+    """Return the fraction of the orthogonalization's time in which an average device waits."""
     used = taken = 0
     for pool in pools_of(plan):
         short, long = sorted(pool.matrix)
-        flops = short**2 * (2 * long + short)       # of one iteration, for each matrix
+        flops = short**2 * (2 * long + short)       # for one iteration on one matrix
         used += flops * pool.count / plan.mesh.size
         taken += flops * pool.each
     return 1 - used / taken if taken else 0.0
@@ -150,7 +150,7 @@ def _collect(pool, leaves):
 
 
 def _at_home(pool, parts):
-    """Orthogonalize matrices of which devices have parts: [shares, n, each, *rows, *columns]."""
+    """Orthogonalize matrices that devices hold parts of: [shares, n, each, *rows, *columns]."""
     axes, local = tuple(axis for axis, _ in pool.splits), parts.shape[3:]
 
     def exchange(x):        # [n, each, *rows, *columns] -> [each, rows, columns]

@@ -1,4 +1,4 @@
-"""Optimizers that need to know more about a weight than its shape, and those passed to fit."""
+"""Optimizers that need to know more about a weight than its shape, and optimizers passed to fit."""
 
 import re
 from typing import Any, Callable, Iterable, NamedTuple
@@ -22,8 +22,8 @@ def adam(config: Any, decisions: Any) -> optax.GradientTransformation:
 # fit(optimizer=...)
 
 class OptimizersByPath:
-    """The optimizer of each weight: default(config, decisions), or the one passed to fit. fit takes
-    an optax transformation, or several as {regular expression for paths: transformation}. The first
+    """Each weight's optimizer: default(config, decisions), or the one passed to fit. fit takes an
+    optax transformation, or several as {regular expression for paths: transformation}. The first
     match wins, "*" matches all paths, and None in place of a transformation freezes the weights."""
 
     def __init__(self, given: Any, default: Callable):
@@ -66,7 +66,7 @@ class Factor(NamedTuple):
 
 
 def check_unused(config: Any) -> None:
-    """Reject options that have no effect if fit has an optimizer. Allow those that only shape the
+    """Reject options that have no effect if fit has an optimizer. Allow options that only shape the
     rate over a run, such as --decay, because a script may set them for all of its runs."""
     replaced = ["optimizer", "beta1", "beta2", *(
         name for name, word in changes(type(config)).items() if word not in ("data", "decay"))]

@@ -64,15 +64,15 @@ SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
 class Axes(NamedTuple):
     """What each mesh axis does in a step, for axes of size > 1 that our own code communicates over.
     train.make_gradients has an example."""
-    sums: set[str]          # the axis's devices compute different parts of a sum over the batch
+    sums: set[str]          # devices along the axis compute different parts of a batch's sum
     marked: set[str]        # the step marks weights as varying over the axis. This never includes
                             # tensor, where a weight's type says that it's split; it's empty for a
                             # loss without types
-    same_rows: set[str]     # the axis's devices share the same rows, but each has its own part of
+    same_rows: set[str]     # devices along the axis share rows, but each has its own part of
                             # the layers (pipe) or of the sequence (seq)
     pools: bool             # the loss calls shard.whole_time, to pick or pool positions. Every
-                            # device of seq then computes the same sum, and the count may be a row
-                            # count, which doesn't vary over seq either; shard.local_sums counts
+                            # device along seq then computes the same sum, and the count may be a
+                            # row count, which doesn't vary over seq either; shard.local_sums counts
                             # both once
     untimed: tuple[str, ...]    # batch arrays that seq doesn't split, because their second
                             # dimension isn't the tokens' sequence
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def row_axes(self) -> Any:
-        """Return the axes that split a batch's rows, as an entry of a spec."""
+        """Return the axes that split a batch's rows, as an entry in a spec."""
         return full_spec(batch_spec(self.mesh), 1)[0]
 
     @property
@@ -224,10 +224,10 @@ def make_plan(config: Any, mesh: Any, init: Callable, loss: Callable, batch: Any
               network: Any = None, schedule: Callable | None = None,
               learned: str | None = None, timed: Mapping[str, bool] = {}) -> Plan:
     """Make the Plan to train init's weights with `loss` on batches of the shapes `batch` (all rows
-    of an update). typed=False runs the loss on each device as if it were the only one, whatever the
-    loss calls. `network` is the network whose loss this is; None: a custom loss. schedule(step) is
-    the learning rate; None: the config's. `learned` is the only tree of weights to train, or "" for
-    none. `timed` is the task's: which batch arrays have a sequence."""
+    of an update). typed=False runs the loss on each device as if it were the only one, no matter
+    what the loss calls. `network` is the network whose loss this is; None: a custom loss.
+    schedule(step) is the learning rate; None: the config's. `learned` is the only tree of weights
+    to train, or "" for none. The task's `timed` says which batch arrays have a sequence."""
     config = resolve_dtype(config, mesh)
     check_batch(config, mesh)
     check_time(batch, mesh, timed)

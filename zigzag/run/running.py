@@ -92,7 +92,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
 
 def expected(program: Program) -> tuple[list, bool]:
     """Return (the sends we expect from each device per update, whether that list is complete), from
-    the formulas in forecast/. They don't cover a custom step."""
+    the formulas in forecast/, which don't cover a custom step."""
     if program.own or not has_part("forecast"):
         return [], False
     traffic = part("forecast.traffic", "")
@@ -100,7 +100,7 @@ def expected(program: Program) -> tuple[list, bool]:
 
 
 def first_example(task: Task) -> dict[str, str]:
-    """Return a fact that identifies examples without a record: a digest of the first one's row."""
+    """Return a fact to identify examples that have no record: a digest of the first row."""
     row = b"".join(name.encode() + rows.tobytes() for name, rows in sorted(task.first_row.items()))
     return {"first_example": hosts.process_allgather(digest(row))[0]}
 
@@ -147,14 +147,14 @@ def check_start(program: Program, task: Task, say: Reporter) -> bool:
 
 
 def machine(config: Any) -> Any:
-    """Make a config's mesh on the devices of --topology, on all processes' accelerators, or
+    """Make a config's mesh on the --topology devices, on all processes' accelerators, or
     otherwise on as many simulated CPU devices as it needs."""
     simulate_own_devices(config)
     return make_mesh(devices_of(config), **mesh_sizes(config.mesh, config.shards))
 
 
 def devices_of(config: Any) -> Sequence[Any]:
-    """Join this run's processes, and return the devices of --topology, or all of the run's."""
+    """Join this run's processes, and return the --topology devices, or all of the run's devices."""
     hosts.init_distributed(config)
     topology = getattr(config, "topology", "")      # an option of forecast/
     devices = part("forecast.dry_run", f"--topology {topology}").topology_devices(

@@ -6,7 +6,7 @@
                 |----|---------------------------|------------
                 0  warmup                    decay_steps, then the last rate stays
 
-    warmup       return the schedule of the first updates, up to the peak
+    warmup       return the schedule for the first updates, up to the peak
     at_peak      return the first update at the peak
     decay        return the schedule after the peak
     with_steps   set the config's steps from --epochs
@@ -51,7 +51,7 @@ def check(c: Any) -> None:
 def fill_in(c: Any) -> None:
     """Set the cooldown unless given, and, once the steps are known, the number of warmup updates.
     The warmup comes first, so its length stays the same when the run gets more steps; a cooldown
-    given as a share of the steps scales with them."""
+    given as a fraction of the steps scales with them."""
     if c.decay == "wsd":
         derive(c, cooldown=0.2)
     if not c.epochs:
@@ -63,7 +63,7 @@ def fill_in(c: Any) -> None:
 
 
 def updates(value: float, steps: int) -> int:
-    """Return the number of updates that a value stands for. Below 1, it is a share of `steps`."""
+    """Return the number of updates that a value means. Below 1, it is a fraction of `steps`."""
     return int(value) if value >= 1 or value == 0 else max(1, int(value * steps + 1e-9))
 
 
@@ -79,7 +79,7 @@ def warmup(c: Any) -> Callable:
 
 
 def decay(c: Any) -> Callable:
-    """Return the schedule from the peak, at 0, to the end of the decay, at --final_share of it."""
+    """Return the schedule from the peak, at 0, to the decay's end, at --final_share of the peak."""
     last, length = c.lr * c.final_share, _length(c)
     if c.decay == "cosine":
         return optax.cosine_decay_schedule(c.lr, length, c.final_share)

@@ -57,7 +57,7 @@ class Task:
 
     @functools.cached_property
     def first_row(self) -> dict[str, np.ndarray]:
-        """Return the batch of only the first example, which gives the shapes of all batches."""
+        """Return a batch with only the first example, which gives the shapes of all batches."""
         if not len(self.examples):
             raise ConfigError("there are no examples to train on")
         return batch_arrays(self.collate, [self.examples[0]])   # a held-out one if generated
