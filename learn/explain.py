@@ -1,11 +1,11 @@
-"""One page about a run: who holds what, what fills memory, and what devices send in what time.
+"""One page about a run: who holds what, what fills memory, what is sent, and how long it takes.
 
     python -m learn.explain out.html --mesh data=2,fsdp=2,tensor=2
     python -m learn.explain out.html --topology v5e:4x4 --mesh fsdp=16 --model 1.2b --batch 32
     python -m learn.explain out.html --run out/one --shards 2
 
 It compiles the step as train.py would, but doesn't run it. It compiles for the devices here
-(simulated ones on a CPU) or for those of --topology. The remaining flags are train.py's. With
+(simulated ones on a CPU) or for the --topology devices. The remaining flags are train.py's. With
 --run, the page describes that run's step; you may pass only flags that don't change its numbers
 (--mesh, --remat, --topology ...). The page works offline. `python train.py --plot RUN` plots a
 run's loss.
@@ -44,7 +44,7 @@ td.number { text-align: right; font-variant-numeric: tabular-nums }
 @media (prefers-color-scheme: dark) { body { color: #eee; background: #1b1b1b }
                                       a { color: #8ab4f8 } }
 """
-# If we don't know a device's numbers, we use those of this chip.
+# If we don't know a device's numbers, we use this chip's.
 USUAL_CHIP = "TPU v5 lite"
 
 

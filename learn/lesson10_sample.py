@@ -45,12 +45,12 @@ assert found == 2 * c.layers * c.kv_heads * c.head_dim * 64 * 3 * 4
 
 # %% [markdown]
 # The cache holds keys and values for each layer, key head and token: per token, 2 L K N times the
-# bytes of a number. That's what grouped queries are for: with 4 key heads, the cache would be twice
+# bytes per number. That's what grouped queries are for: with 4 key heads, the cache would be twice
 # as large.
 #
 # ## What a pass costs
-# **Predict**: prefill reads 8 tokens, and decode reads one. By what factor do their operations
-# differ? And what would you guess for the bytes they move to and from memory?
+# **Predict**: prefill reads 8 tokens, and decode reads one. By what factor do their operation
+# counts differ? And by what factor do the bytes they move to and from memory?
 
 # %%
 guess = {"operations": ..., "bytes": ...}
@@ -123,8 +123,8 @@ compare(reductions, found["all-reduce"].count, "all-reduces in the loop over tok
 assert found["all-reduce"].bytes == (2 * four.layers + 1) * 2 * 3 / 4 * (4 * 8 * four.d_model)
 
 # %% [markdown]
-# There are two per layer and one for the embedding, each of [rows, D]. They send few bytes, so
-# their startup cost is what counts. The remaining collectives are for the prompt and the logits.
+# There are two per layer and one for the embedding, each of a [rows, D] array. They send few bytes,
+# so their startup cost is what counts. The remaining collectives are for the prompt and the logits.
 # fsdp would gather all weights for each token, so don't decode with it. data adds copies of the
 # model, each with different rows.
 #
@@ -152,8 +152,8 @@ for name, (right, wrong) in BUGS.items():
 # width 128, in bfloat16?
 # - 10.2 A chip does 990 teraflop/s and moves 3.3 TB/s. How many rows must decode together before
 # memory no longer limits a product with bfloat16 weights?
-# - 10.3 On a chip with the same memory and twice the arithmetic, which gets faster, prefill or
-# decode?
+# - 10.3 On a chip with the same memory bandwidth and twice the arithmetic rate, which gets faster,
+# prefill or decode?
 # - 10.4 Code: find the wrong line in this copy of `generate_simply`. Give a piece of it and its
 # replacement.
 

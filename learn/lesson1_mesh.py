@@ -18,8 +18,8 @@ lesson.begin(8)
 # %% [markdown]
 # ## A mesh
 # This mesh puts eight devices in a two-by-four grid. The grid's dimensions have names; we call them
-# axes. A device's place is its index along each axis. `lesson.mesh` also sets this mesh for every
-# `shard_map` that follows.
+# axes. A device's position is its index along each axis. `lesson.mesh` also sets this mesh for
+# every `shard_map` that follows.
 
 # %%
 mesh = lesson.mesh(data=2, tensor=4)
@@ -29,8 +29,8 @@ print(mesh.devices)
 # ## A spec
 # `P("data", "tensor")` splits dimension 0 into as many parts as `data` has devices, and dimension 1
 # into as many as `tensor` has. Along an axis that the spec doesn't name, devices hold copies. The
-# next cell draws the array once per spec. In place of each number, it shows the digits of the
-# devices that hold it. Draw the result for `P("tensor")` before you look.
+# next cell draws the array once per spec. In place of each number, it shows which devices (0 to 7)
+# hold it. Draw the result for `P("tensor")` before you look.
 
 # %%
 x = jnp.arange(32.0).reshape(4, 8)
@@ -42,8 +42,8 @@ lesson.picture("held")
 # ## A shard_map
 # The function below runs on all eight devices. `in_specs` splits its arguments, and `out_specs`
 # puts the results together. Inside the function, arrays have the shape of one piece, and
-# `lax.axis_index` tells a device where it is. Python runs the function only once, to trace it,
-# which means to record its operations.
+# `lax.axis_index` gives a device its index along an axis. Python runs the function only once, to
+# trace it, which means to record its operations.
 
 # %%
 def on_device(x):
@@ -93,8 +93,8 @@ _ = jax.shard_map(types, in_specs=P("data", "tensor"), out_specs=P("data"))(x)
 # %% [markdown]
 # ## What a device sends
 # **Predict.** A device's piece has S bytes, and tensor has four devices. They form a ring: each can
-# send to the next. How many bytes does each device send until all of them have all four pieces (an
-# all-gather)? And how many until all have the sum (an all-reduce), if they do it efficiently?
+# send to the next. How many bytes does each device send until all four devices have all four pieces
+# (an all-gather)? And how many until all have the sum (an all-reduce), if they do it efficiently?
 
 # %%
 S = 128 * 256 * 4                               # a piece is [128, 256] float32: 131,072 bytes

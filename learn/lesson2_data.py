@@ -23,7 +23,7 @@ x, y = (rng.normal(size=(32, 256)).astype(np.float32) for _ in range(2))
 # ## A sum and a count
 # Here a loss returns a sum over rows and the number to divide it by. Why not a mean? With 3 rows on
 # one device and 1 on another, the mean of the two means isn't the mean of the four rows. Sums add
-# up, so we divide once, at the end. The picture after the code has a color for each part of the
+# up, so we divide once, at the end. The diagram after the code has a color for each part of the
 # rows, and gray for whatever is the same on all devices.
 
 # %%
@@ -44,8 +44,8 @@ lesson.picture("data")
 # %% [markdown]
 # **Predict.** Each of the four devices sends the gradients, G = 256 x 256 x 4 bytes, in a single
 # all-reduce. How many bytes does a device send? And how many if it computes its rows in four parts,
-# to save memory (`--accumulate 4`)? One version below marks `w` before the parts; the other leaves
-# everything to jax.
+# to save memory (`--accumulate 4`)? One version below marks (casts) `w` before the loop over parts;
+# the other leaves that to jax.
 
 # %%
 G = 4 * 256 * 256
@@ -54,7 +54,7 @@ guess = {"marked": ..., "left to jax": ...}
 # %% [markdown]
 # ## Marks
 # `w` is the same on all devices: its type doesn't vary. `x` varies over data. For `x @ w`, jax
-# first makes `w` vary, with an operation that sends nothing. Autodiff transposes each operation,
+# first marks `w`: it casts `w` to varying, which sends nothing. Autodiff transposes each operation,
 # and the transpose of "the same value on each device" is a sum over the devices. So without the
 # `pcast` line, jax has already summed the gradient:
 
@@ -68,8 +68,8 @@ same = jax.shard_map(unmarked, in_specs=(P(), P("data"), P("data")), out_specs=P
 print("the largest difference:", abs(same(w, x, y) / 32 - want).max())
 
 # %% [markdown]
-# This is right, and for a single batch it costs the same. But with several parts, jax puts the mark
-# and its transpose inside the loop, so the unmarked version sends the gradients in every part.
+# This is right, and for a single batch it costs the same. But with several parts, jax puts the cast
+# and its transpose inside the loop, so `unmarked` would send the gradients in every part.
 
 # %%
 def in_parts(mark, axes=("data",)):
@@ -95,8 +95,8 @@ for name, mark, times in (("marked", marked, 1), ("left to jax", lambda w: w, 4)
     assert abs(found / (times * 2 * 3 / 4 * G) - 1) < 0.02
 
 # %% [markdown]
-# So `train.make_gradients` marks the weights outside the function it differentiates, and sums at
-# the end. It doesn't mark them over tensor: only norms and other small weights are whole over
+# So `train.make_gradients` casts the weights outside the function it differentiates, and sums at
+# the end. It doesn't cast them over tensor: only norms and other small weights are whole over
 # tensor, so jax has only small sums to make in every part. Here is the sum from this repository:
 
 # %%
@@ -115,7 +115,7 @@ quote(shard.sum_gradients)
 # Here are three edits to `make_step` in the one-file trainer, learn/tiny.py: a missing sum, one sum
 # too many (over fsdp, for a weight that fsdp splits), and a count that is a mean. Each edited
 # trainer runs ten updates on data=2,fsdp=2,tensor=2. The type check catches the first. **Predict**:
-# with each of the remaining two, by how many percent is the first of the ten losses wrong?
+# with each of the other two, by what percentage is the first of the ten losses wrong?
 
 # %%
 guess = {"one sum too many": ..., "a count that is a mean": ...}
@@ -160,10 +160,10 @@ for name, (good, bad) in BUGS.items():
 # ## Exercises
 # - 2.1 A model with 10 million weights trains on data=8 with --accumulate 4. How many bytes does a
 # device send per update?
-# - 2.2 And how many if you don't mark the weights?
+# - 2.2 And how many if you don't cast the weights?
 # - 2.3 Two devices have 30 and 10 tokens, and their loss sums are 60 and 40. What is the loss?
-# - 2.4 Code: mark the right axes. Here `seq` splits dimension 1 of the rows, and `tensor` splits
-# nothing. The step should send G once, over the axes along which devices have different data.
+# - 2.4 Code: cast over the right axes. Here `seq` splits dimension 1 of the rows; `tensor` splits
+# none. The step should send G once, over the axes along which devices have different data.
 
 # %%
 check("2.1", ...)

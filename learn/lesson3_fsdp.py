@@ -25,8 +25,8 @@ SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp")}
 # ## Who holds what
 # Data parallelism keeps everything on every device: each weight, its gradient, and two numbers for
 # Adam, 16 bytes per weight in float32. Here each device has only a part. Dimension 0 counts the
-# layers, so specs start with None. First comes a small array, then a picture of one layer's weight
-# during a step. Each part has a color, and each gradient shows the device whose rows it is for.
+# layers, so specs start with None. First comes a small array, then a diagram of one layer's weight
+# during a step. Each part has a color, and each gradient shows which device's rows it comes from.
 
 # %%
 show(lesson.place(np.zeros((4, 8)), P("fsdp")))
@@ -66,7 +66,7 @@ print("the largest difference:", max(abs(got[n] - want[n]).max() for n in w))
 # %% [markdown]
 # None of the lines above sums gradients. The transpose of `all_gather` does that: it adds up the
 # devices' gradients for the whole weight, and gives each device its part. A split weight already
-# varies, so it needs no mark. Small weights, such as norms, stay whole, and the step sums their
+# varies, so it needs no `pcast`. Small weights, such as norms, stay whole, and the step sums their
 # gradients as in lesson 2.
 #
 # ## What a device sends
@@ -92,7 +92,7 @@ for name, times in (("kept", 2), ("again", 3)):
 # of 3 (n-1)/n W. Without recomputation it's 2 (n-1)/n W, but after the forward pass each device has
 # all the weights, and only the gradients and the optimizer are still split.
 #
-# This is why `shard.layers` never keeps a gathered weight, whatever `--remat` says:
+# This is why `shard.layers` never keeps a gathered weight, no matter what `--remat` says:
 
 # %%
 quote(shard.layers)
@@ -157,7 +157,7 @@ for stage, times, held in ((0, 2, 16), (1, 2, 8 + 8 / n), (2, 3, 4 + 12 / n), (3
 # ## Activation memory, term by term
 # A device also keeps what the backward pass needs from each layer. `jax.vjp` returns the backward
 # pass as a function; the arrays in that function are the ones the layer keeps. **Predict**, for the
-# layer below: how many arrays [B, T, F] does it keep? And how many of any size with
+# layer below: how many [B, T, F] arrays does it keep? And how many of any size with
 # `jax.checkpoint`, which keeps only the input?
 
 # %%
@@ -196,11 +196,11 @@ for name, kind in {
         compare(guess[name], kept["[B, T, F]"] or kept.total(), "arrays")
 
 # %% [markdown]
-# X is the size in bytes of [B, T, D], and of q. So a layer keeps 12 X + 6 (F/D) X, plus three
-# arrays of scores. The scores grow with T squared, so if rows are long, they fill most of the
+# X is the size of a [B, T, D] array in bytes, and of q. So a layer keeps 12 X + 6 (F/D) X, plus
+# three arrays of scores. The scores grow with T squared, so if rows are long, they fill most of the
 # memory. `--remat attention` drops the scores (a kernel never writes them anyway), `selective`
 # keeps the products with weights, and `full` keeps only X, at the cost of a second forward pass.
-# seq divides all terms. tensor divides all but the inputs it gathers for its two blocks. fsdp
+# seq divides all terms. tensor divides all except the inputs it gathers for its two blocks. fsdp
 # divides none. `python -m learn.explain` gives these figures for a run.
 #
 # ## When it pays

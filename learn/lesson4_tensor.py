@@ -23,7 +23,7 @@ def mlp(x, up, down):
 # %% [markdown]
 # ## Columns, rows
 # If you split a weight by columns, each device gets some of the results. If you split it by rows,
-# each device needs only some of the inputs, and gets a part of every sum. In the picture, w' is the
+# each device needs only some of the inputs, and gets a part of every sum. In the diagram, w' is the
 # transpose of w, which the backward pass uses, and dy is the gradient with respect to y.
 
 # %%
@@ -105,8 +105,8 @@ gradient = jax.grad(lambda x, up, down: (by_time(x, up, down)**2).sum(), (0, 1, 
 assert abs(sum(sends(gradient, x, up, down).values()) / (4 * 3 / 4 * X) - 1) < 0.02
 
 # %% [markdown]
-# The block in model.py is two such pairs. The picture shows, line by line, which part of each
-# dimension a device has on data=4,tensor=2. `python -m learn.walk` prints the same for any mesh and
+# The block in model.py is two such pairs. The diagram shows, line by line, which part of each
+# dimension a device has on data=4,tensor=2. `python -m learn.walk` prints this for any mesh and
 # network:
 
 # %%
@@ -114,8 +114,8 @@ lesson.picture("block")
 
 # %% [markdown]
 # In this repository, two functions do this: `columns` and `row`. They also accept several weights
-# at once, and whole weights; with `--overlap`, they send in parts. `row` ends with `into_stream`,
-# which adds up the devices' partial sums.
+# at once, and weights that aren't split; with `--overlap`, they send in parts. `row` ends with
+# `into_stream`, which adds up the devices' partial sums.
 
 # %%
 quote(shard.columns)
@@ -146,7 +146,7 @@ for name, function in BUGS.items():
 # meant: the mean is right only on one device. The third bug is wrong everywhere.
 #
 # ## Exercises
-# - 4.1 A layer (attention and an MLP) has B T = 8,192 tokens across the devices of tensor=8, with D
+# - 4.1 A layer (attention and an MLP) on tensor=8 has B T = 8,192 tokens across all devices, with D
 # = 4,096 in bfloat16. How many bytes does a device send for it, forward and backward?
 # - 4.2 Attention has query, key and value weights [D, H N] and an output weight [H N, D]. Is the
 # output weight a column or a row?

@@ -49,9 +49,9 @@ print(prices.table(two_matrices, zeros(up=(64, 256), down=(256, 64)), x, shards=
 # bytes. The backward pass doesn't need the sum for x's gradient. So the price is (16,384 + 262,144)
 # / 32,768 = 8.5.
 #
-# The rule rejects D whatever its price: no weight produces D before a weight reads it. The table
-# shows 28 for D, while the top of zigzag/parallel/rule.py gives 20. That 20 covers only the two
-# matrices: a sum of h, and a sum of its gradient. This function has a third reduction over D,
+# The rule rejects D regardless of its price: no weight produces D before a weight reads it. The
+# table shows 28 for D, while the top of zigzag/parallel/rule.py gives 20. That 20 covers only the
+# two matrices: a sum of h, and a sum of its gradient. This function has a third reduction over D,
 # because it ends in a sum over all of y.
 #
 # The rule takes the cheapest group first, and splits each weight along only one dimension. A group
@@ -118,9 +118,9 @@ print(shard.infer_specs(tied, weights, ids, mesh=mesh))
 # cover experts, reshapes, and fused q, k and v: see the top of zigzag/parallel/trace.py.
 #
 # ## When it pays
-# A group is worth its price if its weights are large compared with the activations to sum. Some
-# groups aren't worth any price. The rule rejects groups four times narrower than their input (an
-# adapter's rank, a few labels) before it compares prices.
+# A group is worth its price if its weights are large compared with the activations to be summed.
+# Some groups aren't worth any price. The rule rejects groups four times narrower than their input
+# (an adapter's rank, a few labels) before it compares prices.
 #
 # ## Bugs
 # You can also set a split by hand, with overrides. The rule accepts the first one below; it names

@@ -50,9 +50,9 @@ print("in two parts, wrong by", abs(join(*halves)[0] - want).max())
 
 # %% [markdown]
 # ## The ring
-# In turn t, a device has the keys of the device t places before it. `lax.ppermute` sends them on.
-# In some turns, the mask covers all keys. Their scores are -1e30, so L is near -1e30 too, and the
-# part gets a weight of zero when you join it to a different part. With scores of -infinity, the
+# In turn t, a device has the keys of the device t positions before it. `lax.ppermute` sends them
+# on. In some turns, the mask covers all keys. Their scores are -1e30, so L is near -1e30 too, and
+# the part gets a weight of zero when you join it to a different part. With scores of -infinity, the
 # result would be NaN.
 #
 # **Predict** how many bytes a device sends. K is the size of its own keys in bytes, and n = 4.
@@ -87,7 +87,7 @@ assert abs(found / (2 * (n - 1) * K) - 1) < 0.02
 #
 # ## The balance of a causal ring
 # The ring above computes all pairs of tokens, and masks nearly half of them. Skipping those
-# wouldn't help much while the sequence is in order: in every turn but the first, some device has a
+# wouldn't help much with the sequence in order: in every turn except the first, some device has a
 # full load, and the rest wait for it. So this repository cuts the sequence into 2 n parts and gives
 # device d the parts d and 2 n - 1 - d: an early and a late one.
 #
@@ -138,7 +138,7 @@ for name, (right, wrong) in BUGS.items():
 
 # %% [markdown]
 # Neither types nor shapes catch any of these, and the first two are right on one device. That's
-# why, in `shard.attend`, masks and scores are functions of a token's place in the whole row, its
+# why, in `shard.attend`, masks and scores are functions of a token's position in the whole row, its
 # slot.
 #
 # ## Exercises
@@ -146,8 +146,8 @@ for name, (right, wrong) in BUGS.items():
 # bfloat16. How many bytes of keys and values does a device send in one layer's forward pass?
 # - 6.2 Two parts have L = 1 and L = 1. What do you multiply each part's average by?
 # - 6.3 On seq=4, device 1 has two of the eight parts: part 1 and which one?
-# - 6.4 Code: return the places of a device's tokens if it has an early and a late part. `size` is
-# the number of tokens per device. The ring above should then be right for rows in that order.
+# - 6.4 Code: return the positions of a device's tokens if it has an early and a late part. `size`
+# is the number of tokens per device. The ring above should then be right for rows in that order.
 
 # %%
 check("6.1", ...)
@@ -157,7 +157,7 @@ check("6.3", ...)
 def zigzag_places(me, size):
     return ...
 
-order = shard.zigzag_order(T, n)                # which token of the row is at each place here
+order = shard.zigzag_order(T, n)                # which token of the row is at each position
 check("6.4", lesson.tried(zigzag_places, jax.shard_map(
     lambda q, k, v: ring(q, k, v, zigzag_places), in_specs=(TIME, TIME, TIME), out_specs=TIME),
     want[:, order], q[:, order], k[:, order], v[:, order]))

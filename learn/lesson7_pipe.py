@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 7. A pipeline: stages working on different microbatches
 # One idea: **stage 0 starts microbatch 1 while stage 1 works on microbatch 0.** Each device has
-# some of the layers; that makes it a stage. The pipeline cuts rows into microbatches. All devices
-# run the same program in ticks. In each tick, a stage works on one microbatch and sends the result
-# on.
+# some of the layers; that makes it a stage. The pipeline cuts a batch into microbatches. All
+# devices run the same program in ticks. In each tick, a stage works on one microbatch and sends the
+# result on.
 
 # %%
 import sys
@@ -56,7 +56,7 @@ def pipeline(w, x, M):                              # w [L/4, D, D]; x [ROWS, D]
 
     start = lax.pcast(jnp.zeros_like(xs[0]), "pipe", to="varying")
     _, out = lax.scan(tick, start, jnp.arange(M + S - 1))
-    # The last stage's results, from tick S - 1 on, are those of the pipeline.
+    # The last stage's results, from tick S - 1 on, are the pipeline's results.
     return lax.psum(jnp.where(me == S - 1, out[S - 1:], 0), "pipe").reshape(ROWS, D)
 
 def on_mesh(M):
@@ -97,11 +97,11 @@ quote(shard.gpipe)
 # ## 1F1B
 # Stage s starts with S - s forward passes, then alternates between one forward and one backward.
 # Its first microbatch passes S - 1 - s stages on the way to the loss, and as many on the way back.
-# Until it returns, S - s microbatches wait, however many there are in total. That saves memory but
-# not time: 1F1B is idle as long as GPipe. Autodiff can't do this, because the first backward pass
-# starts before the last forward pass ends. The loss must be inside the loop, and you have to write
-# out the backward pass. In zigzag/parallel/pipeline.py, a tick has both: a stage runs one
-# microbatch forward and one backward, which it recomputes from its input. Exercise 7.4 asks for
+# Until it returns, S - s microbatches wait, no matter how many there are in total. That saves
+# memory but not time: 1F1B is idle as long as GPipe. Autodiff can't do this, because the first
+# backward pass starts before the last forward pass ends. The loss must be inside the loop, and you
+# have to write out the backward pass. In zigzag/parallel/pipeline.py, a tick has both: a stage runs
+# one microbatch forward and one backward, which it recomputes from its input. Exercise 7.4 asks for
 # that timetable. The next cell prints the largest number of waiting microbatches per stage:
 
 # %%
@@ -113,7 +113,7 @@ for M in (4, 8, 32):
 # Give each stage two non-adjacent chunks of layers. With 8 layers A to H on 4 stages, stage 0 has A
 # and E, and stage 1 has B and F. A microbatch goes around twice, in ticks half as long, so the idle
 # time halves: (S - 1) / (2 M + S - 1) of the total, if S divides M. The price is twice as many
-# sends. The picture shows all three schedules as this repository's loops run them, with a backward
+# sends. The diagram shows all three schedules as this repository's loops run them, with a backward
 # pass twice as long as a forward pass:
 
 # %%
@@ -121,10 +121,10 @@ lesson.picture("timetables")
 
 # %% [markdown]
 # ## When it pays
-# In each tick, a microbatch's t tokens go through the stage's share of all N weights. That's 2 t N
-# / S operations for 2 t D bytes in bfloat16, or N / (S D) per byte. For N = 8e9, S = 4 and D =
-# 4,096, that's 490,000, about 220 times what a v5e needs. So use a pipeline for models that don't
-# fit otherwise, and for slow connections. The price is idle time, so it needs many microbatches.
+# In each tick, a microbatch's t tokens go through the stage's part of all N weights. That's 2 t N /
+# S operations for 2 t D bytes in bfloat16, or N / (S D) per byte. For N = 8e9, S = 4 and D = 4,096,
+# that's 490,000, about 220 times what a v5e needs. So use a pipeline for models that don't fit
+# otherwise, and for slow connections. The price is idle time, so it needs many microbatches.
 #
 # ## Bugs
 
@@ -143,7 +143,7 @@ for name, (right, wrong) in BUGS.items():
 # two change nothing.
 #
 # ## Exercises
-# - 7.1 With 8 stages and 8 microbatches, what share of the time is a stage idle?
+# - 7.1 With 8 stages and 8 microbatches, what fraction of the time is a stage idle?
 # - 7.2 How many microbatches does it take to bring that below 10%?
 # - 7.3 With two chunks per stage, 8 layers A to H and 4 stages, which layers does stage 2 have?
 # - 7.4 Code: write the 1F1B timetable. In each tick, a stage runs at most one microbatch forward,

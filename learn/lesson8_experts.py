@@ -23,7 +23,7 @@ x = rng.normal(size=(TOKENS, D)).astype(np.float32)
 # %% [markdown]
 # ## The choice
 # For each token, the router gives every expert a probability. The token visits the best two, and
-# the layer adds up their outputs, weighted by their shares.
+# the layer adds up their outputs, weighted by their normalized probabilities (`shares`).
 
 # %%
 def choose(x):
@@ -39,7 +39,7 @@ want = one_device(x)
 print("the first token visits", choose(x)[1][0], "with the shares", choose(x)[0][0])
 
 # %% [markdown]
-# The picture shows the routes of three tokens. The devices have experts 0-1, 2-3, 4-5 and 6-7, and
+# The diagram shows the routes of three tokens. The devices have experts 0-1, 2-3, 4-5 and 6-7, and
 # 16 tokens each:
 
 # %%
@@ -88,8 +88,8 @@ assert abs(sum(found.values()) / predicted - 1) < 0.02
 
 # %% [markdown]
 # Each all-to-all sends n - 1 arrays. That's 2 (n-1) X forward, and as much backward. Most of it is
-# zeros. The code in this repository leaves out most of them: it sends a bucket of tokens to each
-# device, with room for 1.25 times as many as usually go there. If some don't fit, they travel in
+# zeros. The code in this repository doesn't send most of the zeros: it sends a bucket of tokens to
+# each device, with room for 1.25 times as many as usually go there. Tokens that don't fit travel in
 # another round. So the devices first count the tokens, to agree on the number of rounds:
 
 # %%
@@ -100,7 +100,7 @@ quote(shard.exchange)
 # If all tokens choose the same experts, one device works and the rest wait. So the loss gets an
 # added term, E x sum(visits(e) x probability(e)). It's 1 if all experts are equally busy, and
 # larger if the busy experts are also the likely ones. The visits have no gradient, but the
-# probabilities do. The router also learns through the shares. `model.py` computes the term per row,
+# probabilities do. The router also learns through `shares`. `model.py` computes the term per row,
 # to keep the loss a sum over rows.
 
 # %%
@@ -117,12 +117,12 @@ print("this router:", balance(x @ router), "  one that always chooses the same t
 # ## When it pays
 # A layer with E experts has E times the weights of one MLP, but needs only as much arithmetic as
 # `BEST` MLPs. The loop above also multiplies zeros; sorting the tokens, as in `shard.experts`,
-# avoids that. fsdp would gather all E experts: 3 (n-1)/n W, with W = E times an MLP's bytes,
-# however few tokens there are. Experts send 4 (n-1) X, however large the weights are. For example,
-# 64 experts with 4,096 x 1,024 x 3 weights in bfloat16 take 1.6 GB, so fsdp=8 sends 4.2 GB per
-# layer. With 4,096 tokens of width 4,096 per device, X = 33.6 MB, so expert=8 sends 0.94 GB. On a
-# v5e, that takes 10 ms, compared with 47 ms for fsdp and 3 ms of arithmetic (forward and backward,
-# two experts per token). With buckets, the 0.94 GB becomes 0.28 GB.
+# avoids that. fsdp would gather all E experts: 3 (n-1)/n W, with W = E times an MLP's bytes, no
+# matter how few tokens there are. Experts send 4 (n-1) X, no matter how large the weights are. For
+# example, 64 experts with 4,096 x 1,024 x 3 weights in bfloat16 take 1.6 GB, so fsdp=8 sends 4.2 GB
+# per layer. With 4,096 tokens of width 4,096 per device, X = 33.6 MB, so expert=8 sends 0.94 GB. On
+# a v5e, that takes 10 ms, compared with 47 ms for fsdp and 3 ms of arithmetic (forward and
+# backward, two experts per token). With buckets, the 0.94 GB becomes 0.28 GB.
 #
 # ## Bugs
 
@@ -142,7 +142,7 @@ for name, (right, wrong) in BUGS.items():
 # ## Exercises
 # - 8.1 With expert=8, each device has 2,048 tokens of width 4,096 in bfloat16. How many bytes does
 # a device send in one layer, forward and backward, zeros included?
-# - 8.2 With 16 experts and two visits per token, what share of the experts' weights does a token
+# - 8.2 With 16 experts and two visits per token, what fraction of the experts' weights does a token
 # use?
 # - 8.3 What is the balance term if all tokens choose the same two of eight experts with probability
 # one half each?

@@ -28,22 +28,22 @@ lesson.begin(8)
 #     axis     divides                                sends
 #     data     rows                                   2 (n-1)/n G
 #     fsdp     rows, weights, gradients, optimizer    3 (n-1)/n W A
-#     tensor   weights, and the stream's time         8 (n-1)/n X L A
-#     seq      time                                   4 (n-1) K L A
+#     tensor   weights, and the stream's sequence     8 (n-1)/n X L A
+#     seq      the sequence                           4 (n-1) K L A
 #     expert   rows, experts                          4 (n-1) r X L A
 #     pipe     layers                                 2 X/t (ticks/M + (n-1)/n) A, and idle time
 #
 # Here t is the size of tensor: stages pass on the stream as tensor has split it. The (n-1)/n is
 # new: each stage gets its part of the last X, for the loss, and sends the gradient back. r is the
-# share of its tokens that a device has room for in a bucket (lesson 8).
+# fraction of its tokens that a device has room for in a bucket (lesson 8).
 #
 # Except for tensor, the first line holds for every axis along which a weight is whole: seq sums all
-# gradients, and expert sums those outside the experts. Over pipe, the embedding and the head are
-# gathered once and their gradients scattered, as over fsdp. If the backward pass recomputes
-# activations (`--remat full`), the step resends the inputs of a layer's products: tensor's two
-# gathers (10 instead of 8), seq's keys and values (6 instead of 4), and the tokens on the way to
-# their experts (5 instead of 4). Reductions don't run again. A layer keeps attention's output, and
-# the sum after the MLP is the next layer's input, which that layer keeps anyway.
+# gradients, and expert sums all except the experts' gradients. Over pipe, the embedding and the
+# head are gathered once and their gradients scattered, as over fsdp. If the backward pass
+# recomputes activations (`--remat full`), the step resends the inputs of a layer's products:
+# tensor's two gathers (10 instead of 8), seq's keys and values (6 instead of 4), and the tokens on
+# the way to their experts (5 instead of 4). Reductions don't run again. A layer keeps attention's
+# output, and the sum after the MLP is the next layer's input, which that layer keeps anyway.
 #
 # A send costs time only if no computation overlaps it. fsdp can gather the next layer while this
 # layer multiplies. tensor's gather feeds the very next matmul, and data's sum comes at the end, so
@@ -52,8 +52,8 @@ lesson.begin(8)
 # ## Inside a chip
 # A chip's memory can limit its speed before its links do. A product x [B, D] @ w [D, F] in bfloat16
 # takes 2 B D F operations and moves 2 (B D + D F + B F) bytes. The chip does both at once, so the
-# slower one decides: that's its roofline. **Predict** what share of its peak rate a v5e reaches for
-# 64 rows, D = 4,096 and F = 14,336. It does 197 teraflop/s, and its memory moves 819 GB/s.
+# slower one decides: that's its roofline. **Predict** what fraction of its peak rate a v5e reaches
+# for 64 rows, D = 4,096 and F = 14,336. It does 197 teraflop/s, and its memory moves 819 GB/s.
 
 # %%
 share = ...
@@ -120,9 +120,9 @@ for mesh in sorted((m for m in meshes if fits(*m)), key=lambda m: sum(seconds(*m
           f"{arithmetic:.2f} s, and {added:.2f} s of sending")
 
 # %% [markdown]
-# Here a mesh of fsdp alone hides its sends. Its 3 W doesn't depend on the tokens, so with shorter
+# Here a mesh with fsdp alone hides its sends. Its 3 W doesn't depend on the tokens, so with shorter
 # rows computing no longer hides the sends. tensor takes over, because its bytes shrink with the
-# tokens. The picture shows the roofline for links, and how far each axis is from it.
+# tokens. The diagram shows the roofline for links, and how far each axis is from it.
 
 # %%
 for time in (4096, 1024, 256):
@@ -204,7 +204,7 @@ for flags in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "data=2,seq=4 --rema
 # ## Rules of thumb
 # 1. Start with rows: data and fsdp, as long as the batch has enough rows.
 # 2. Use fsdp if the state doesn't fit, which is nearly always. Add data if links are slow, because
-#    it sends only once. zigzag runs on a single TPU slice: `make_mesh` rejects several.
+#    it sends only once. Between TPU slices, only data sends.
 # 3. Use tensor between chips with fast links, if there are few tokens or a layer doesn't fit, as
 #    long as it divides the heads.
 # 4. Use seq if even one row is too long to fit. Use expert for experts; otherwise, fsdp gathers

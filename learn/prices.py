@@ -21,8 +21,8 @@ from zigzag.parallel.rule import Group, groups
 
 
 def table(fn: Callable, params: Any, *args: Any, shards: int) -> str:
-    """The groups of fn(params, *args) as text: those the rule splits, then those it could split,
-    then those it rejects."""
+    """The groups of fn(params, *args) as text: first the ones the rule splits, then the ones
+    it could split, then the ones it rejects."""
     return "\n\n".join(_text(group) for group in groups(fn, params, *args, shards=shards))
 
 

@@ -30,22 +30,22 @@ GUESSES = {
 ANSWERS = {
     "1.1": (512 * 512 * 4 / 4, "Which axes does the spec name? The others hold copies.",
             "512 x 512 numbers of 4 bytes, split in 4 over tensor; along data, there are copies."),
-    "1.2": (2 * (2 - 1) / 2 * 1e6, "How many devices does data have?",
+    "1.2": (2 * (2 - 1) / 2 * 1e6, "How many devices are along data?",
             "2 (n-1)/n S with n = 2, the size of data."),
     "1.3": (4, "Which two indices does each sum add up?",
-            "The two devices of data have the same index along tensor, so their sum is twice that "
+            "The two devices along data have the same tensor index, so their sum is twice that "
             "index: 0, 2, 4 or 6."),
     "1.4": ("code", "Along which axis do devices have different rows of the same columns?",
             "data splits the rows, so the sum is over data; tensor still splits the columns."),
-    "2.1": (2 * 7 / 8 * 4 * 10e6, "Gradients are float32. In how many of the parts are they sent?",
+    "2.1": (2 * 7 / 8 * 4 * 10e6, "Gradients are float32. In how many parts are they sent?",
             "2 (n-1)/n G, with n = 8 and 4 bytes per weight in G; the parts send nothing."),
-    "2.2": (4 * 2 * 7 / 8 * 4 * 10e6, "In how many of the parts are gradients sent now?",
-            "Four times as many: the transpose of jax's own mark is a psum in each part."),
+    "2.2": (4 * 2 * 7 / 8 * 4 * 10e6, "In how many parts are gradients sent now?",
+            "Four times as many: the transpose of jax's own cast is a psum in each part."),
     "2.3": (2.5, "Which sum, divided by which count?",
             "(60 + 40) / (30 + 10). The mean of the means, 2 and 4, would be 3."),
-    "2.4": ("code", "Mark each axis along which devices have different data, and no other.",
-            "data and seq split the rows. Over an axis without a mark, jax sums in each part. A "
-            "mark over tensor would add up two equal gradients."),
+    "2.4": ("code", "Name each axis along which devices have different data, and no other.",
+            "data and seq split the rows. Over an axis without a cast, jax sums in each part. A "
+            "cast over tensor would add up two equal gradients."),
     "3.1": (16e9 / 8, "How many bytes for each weight, its gradient and Adam?",
             "16 bytes per weight (weight, gradient, two numbers for Adam), split in 8."),
     "3.2": (2 * 3 * 7 / 8 * 2e9, "Three collectives for each part. How large is W in bfloat16?",
@@ -66,7 +66,7 @@ ANSWERS = {
             "All of it: a norm works along D, which nothing splits here. jax sums its gradients "
             "over tensor, because each device has different tokens."),
     "4.4": ("code", "h @ w is a partial sum for the whole sequence. Add up, and keep a part of it.",
-            "A reduce-scatter along the sequence, dimension 1, adds the partial sums. An "
+            "A reduce-scatter along the sequence, dimension 1, adds up the partial sums. An "
             "all-reduce would leave the sequence whole and send twice the bytes."),
     "5.1": ((128 * 64 * 4 + 2**18) / 32768, "Only the bytes of y change.",
             "y is [128, 64]: 32,768 bytes, and one reduction."),
@@ -83,7 +83,7 @@ ANSWERS = {
     "6.3": (6, "An early part d is paired with the part equally far from the end.",
             "Parts d and 2 n - 1 - d, with d = 1 and n = 4."),
     "6.4": ("code", "A device has two halves: part `me` and part 2 n - 1 - me.",
-            "Half of the places begin at me size/2, the others at (2 n - 1 - me) size/2."),
+            "Half of the positions begin at me size/2, the others at (2 n - 1 - me) size/2."),
     "7.1": (7 / 15, "S - 1 idle ticks, of how many?", "(S - 1) / (M + S - 1)."),
     "7.2": (64, "Solve (S - 1) / (M + S - 1) < 0.1.", "7 / (M + 7) < 0.1 from M = 64 on."),
     "7.3": ("C and G", "The second chunks begin after one chunk for each stage.",

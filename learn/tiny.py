@@ -39,8 +39,8 @@ BATCH = P(ROWS, "tensor")           # a batch array [B, T, ...]: splits rows and
 # Collectives
 
 def gather(w, spec):
-    """A weight, whole over fsdp. Autodiff creates the transpose, a reduce-scatter: each device gets
-    its own part of the summed gradients."""
+    """Make a weight whole over fsdp. Autodiff adds the transpose, a reduce-scatter: each device
+    gets its own part of the summed gradients."""
     return lax.all_gather(w, "fsdp", axis=list(spec).index("fsdp"),
                           tiled=True) if "fsdp" in spec else w
 
@@ -118,14 +118,14 @@ def rotary(x):
 # The step
 
 def mark(w):
-    """The weight, with a type that varies over data and fsdp. Its values are the same on all these
-    devices, but its gradients will differ, because each device has different rows."""
+    """Make a weight's type vary over data and fsdp. The values are the same on all these devices,
+    but the gradients will differ, because each device has different rows."""
     missing = tuple(axis for axis in ROWS if axis not in jax.typeof(w).mat.varying)
     return lax.pcast(w, missing, to="varying") if missing else w
 
 
 def gather_the_rest(params, specs):
-    """The weights outside layers, whole over fsdp; the layers' weights unchanged."""
+    """Make the weights outside the layers whole over fsdp; leave the layers' weights unchanged."""
     return {name: w if name == "layers" else jax.tree.map(gather, w, specs[name])
             for name, w in params.items()}
 
@@ -134,8 +134,8 @@ def make_step(loss, specs, optimizer, mesh, accumulate=1):
     """step(params, opt, batch) -> params, opt, the mean loss. It cuts the batch into `accumulate`
     parts, so only one part's activations are in memory."""
     def on_device(params, batch):
-        # Mark the weights here, outside value_and_grad. Inside, jax would mark them where they meet
-        # the batch. A mark's transpose is a psum, so every part would send the gradients. Over
+        # Cast the weights here, outside value_and_grad. Inside, jax would cast them where they meet
+        # the batch. A cast's transpose is a psum, so every part would send the gradients. Over
         # tensor, jax does exactly that, for example for norms, whose gradients need that sum.
         params = jax.tree.map(mark, params)
         whole, scatter = jax.vjp(lambda params: gather_the_rest(params, specs), params)

@@ -4,8 +4,8 @@
     python -m learn.walk published/transformer.py:block --model transformer --mesh tensor=4
     python -m learn.walk model.py:norm --mesh fsdp=2,seq=2,tensor=2 --experts 4
 
-This prints the lines of model.py's block (or of the functions you name). It also prints any
-functions that those call from the same file, if they send anything. Under each line it prints
+This prints the lines of model.py's block (or of the functions you name). It also prints the
+functions in the same file that these call, if they send anything. Under each line, it prints
 
     the arrays the line makes: their shape per device, and the mesh axes over which they vary
     what the line sends in the forward pass, and what autodiff sends for it in the backward pass
