@@ -101,7 +101,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
 def work_of(program: Program, step: jax.stages.Compiled, expected: Sequence[Collective]
             ) -> tuple[Sequence[Collective], float, str]:
     """Return (a compiled step's collectives, its FLOPs per device, ""). If the compiler can't print
-    the program, return `expected`, the usual FLOP count, and a text with the reason."""
+    the program, return `expected`, the usual FLOP count, and a string with the reason."""
     config, mesh = program.config, program.mesh
     try:
         with _without_stderr():

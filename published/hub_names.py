@@ -87,7 +87,7 @@ class Repository(NamedTuple):
 
     def fetched(self, *names: str, is_first: bool = False) -> list[Path]:
         """Return the paths of the named files that the repository has; with is_first, only the
-        first. If the hub is silent, use only the cache; raise Silent if it has none of them."""
+        first. If the hub doesn't answer, use the cache; raise Silent if it has no such file."""
         found, silence, unknown = [], None, []
         for file in names:
             # This is a path, None if the cache doesn't know, or an object if there's no such file.

@@ -29,7 +29,7 @@ from zigzag.run.task import OpenedData, Task, language
 @contextlib.contextmanager
 def opened(config: Any, tokenizer: Tokenizer | None, run: Path, ready: float = 0,
            fingerprint: str = "") -> Iterator[OpenedData]:
-    """Open the JSON lines that --data and --held_out name."""
+    """Open the JSON Lines files that --data and --held_out name."""
     tokenizer = tokenizer or Bytes()
     shape = network_of(config).source_shape(config.network)
     read = functools.partial(examples.Pairs, tokenizer=tokenizer, fields=config.fields,

@@ -120,7 +120,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def load_model(flags: Flags) -> tuple[Any, Any, Tokenizer]:
-    """Load (weights for decoding, the network's config, the tokenizer) for the flags' model."""
+    """Return a model's weights for decoding, its network's config and its tokenizer."""
     mesh = mesh_of_flags(flags.mesh, flags.shards)
     if flags.model:
         published = part("published", f"--model {flags.model}")

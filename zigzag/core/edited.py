@@ -75,7 +75,7 @@ def file_of(function: Any) -> str:
 
 
 def why_untested(names: Sequence[str]) -> str:
-    """Return a text that names any of these files that were edited since their tests passed, or
+    """Return a message naming any of these files that have been edited since their tests passed, or
     that have no record of passing; "" if there are none."""
     record, tests = read_record(), "the tests" if "published" in names else "test_all.py"
     edited = [name for name in names

@@ -482,7 +482,7 @@ def _descriptions(folder):
 
 
 def best_of(best: str, numbers: dict[int, Record]) -> int | None:
-    """Return the step with the best evaluation by `best` ("smallest:NAME" or "largest:NAME"). On a
+    """Return the step whose evaluation is best. `best` is "smallest:NAME" or "largest:NAME". On a
     tie, the earliest step wins. Return None if no evaluation has a finite number by that name."""
     which, name = best.split(":", 1)
     found = {step: row[name] for step, row in sorted(numbers.items())

@@ -10,7 +10,7 @@
     held_out.bin, held_out.docs                               *.learned     1: a target (answers)
     unfinished/ an encoding in progress                       *.weights     float32, per token
 
-`prepare` writes data.json last, so a folder with one is complete. This file needs numpy, not jax.
+`prepare` writes data.json last, so a folder that has it is complete. This file doesn't use jax.
 """
 
 import contextlib

@@ -126,7 +126,7 @@ def find(paths: Sequence[str], flag: str = "--data", out: Path | None = None
 
 
 def named(flag: str, paths: Sequence[str]) -> str:
-    """Return the flag and its paths as on the command line."""
+    """Return the flag and its paths as given on the command line."""
     return " ".join([flag, *map(str, paths)]).strip()
 
 

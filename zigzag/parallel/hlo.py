@@ -155,7 +155,7 @@ def _row(found, line, mesh, times):
 
 
 def _sizes(text):
-    """List the bytes of each array whose shape is in the text."""
+    """List the size in bytes of each array whose shape is in the text."""
     return [math.prod(ints(dims)) * _bits(name) / 8 for name, dims in SHAPE.findall(text)]
 
 

@@ -442,8 +442,8 @@ class _Walk:
 
     def gather(self, eqn, ins, outs):
         """Record a lookup. If the table's rows are split, each device looks up the rows it holds,
-        with zeros for the rest, and a single reduction sums the results. Dimensions that the lookup
-        copies whole and batching dimensions keep their groups."""
+        with zeros for the rest, and a single reduction sums the results. Batching dimensions, and
+        dimensions that the lookup copies whole, keep their groups."""
         (table, index), out = ins, outs[0]
         numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
         window = table.dims_without(numbers.collapsed_slice_dims, numbers.operand_batching_dims)

@@ -72,8 +72,8 @@ def must_compare(plan: Plan, say: Callable) -> bool:
 
 
 def _why_untested(plan):
-    """Return a text saying why the tests don't vouch for a network's own loss on this mesh; "" if
-    they do, or if only the compiler, or nothing, splits it. All processes get the same text."""
+    """Say why the tests don't vouch for a network's own loss on this mesh. Return "" if they do, or
+    if only the compiler, or nothing, splits it. All processes get the same text."""
     if plan.mesh.size == 1 or plan.parts == 1 and not plan.typed:
         return ""
     why = tested.why_untested([tested.file_of(plan.network.loss), "shard.py", "train.py",
@@ -172,9 +172,9 @@ def _as_computed(plan, dtype=None):
 
 
 def _find_difference(plan, make_batch, compute):
-    """Return a text saying what differs between compute(params, batch) and one device: in one batch
-    by more than three times what rounding explains, or in two of three batches by more than
-    rounding explains. Return "" if nothing does, or None if nothing could be compared."""
+    """Say what differs between compute(params, batch) and one device: in one batch by more than
+    three times what rounding explains, or in two of three batches by more than rounding explains.
+    Return "" if nothing does, or None if nothing could be compared."""
     # Take all rows of a small batch, so that rows are coupled as in an update; otherwise take a few
     # rows per device.
     config, cut = plan.config, plan.accumulate * plan.row_groups
