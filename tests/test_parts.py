@@ -67,6 +67,7 @@ FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": (
          "tasks": ("metric", "beams")}
 
 
+@pytest.mark.full
 def test_what_is_gone_is_one_line_and_not_in_the_help(bare):
     """A traceback, or a flag that does nothing."""
     for part, commands in ASKS.items():

@@ -80,6 +80,7 @@ def test_only_our_own_networks_are_cut(counts):
     assert cut(make(), loss=lambda *given: model.loss(*given, config=make().network)) == 0
 
 
+@pytest.mark.full
 def test_an_edit_that_compares_rows_is_found(monkeypatch):
     """A few rows, which are compared with one device, and which no strip would have cut."""
     block = model.block

@@ -283,6 +283,7 @@ def test_grpo_says_when_there_is_nothing_to_learn_from(recipe, monkeypatch, capf
     assert capfd.readouterr().out.count("step 20: in the last 20 updates all answers") == 1
 
 
+@pytest.mark.full
 def test_devices_do_not_wait_for_each_other(tmp_path):
     """A program in which some of a CPU's devices come to a collective of the pipeline's loop first,
     others to one beside the loop. (It is the comparison with one device.)"""

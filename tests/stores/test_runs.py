@@ -65,7 +65,7 @@ def saved(port, tmp_path_factory):
         return bucket.save(folder / "copy")
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.full)])
 def any_bucket(request):
     """A new bucket, reached in Amazon's or Google's protocol."""
     return request.getfixturevalue({"s3": "bucket", "gs": "google"}[request.param])
@@ -254,6 +254,7 @@ def in_two(out, text, steps=20, *more):
                  "--eval_every", 10, "--dropout", 0.1, "--data", text, "--out", out, *more)
 
 
+@pytest.mark.full
 def test_processes_need_no_shared_disk(bucket, text, tmp_path):
     """Processes that wait for files that others wrote; a checkpoint that lacks the arrays of some;
     a run that continues on other processes with other bits."""
