@@ -15,9 +15,9 @@ matrices above, with a residual connection, x + y:
 
   1. Groups. trace.py determines which dimensions must be split together: D of x, w_up, w_down and y
      is one group, and F of w_up, h and w_down is another.
-  2. Rejections (`refuse`), before any pricing. The rule rejects D because its first use is a read:
-     w_up contracts it, and no weight has produced it. A device could slice x along D for free, but
-     each product that reads D would need a reduction. This applies to every residual stream. The
+  2. Rejections (`refuse`), before any pricing. The rule rejects D because no weight has produced it
+     when w_up first reads it. That is so in every residual stream that begins as data or as rows of
+     a table. Slicing x along D is free, but each product that reads D would need a reduction. The
      rule also rejects dimensions whose length the axis doesn't divide, dimensions inside an
      attention head, dimensions that count experts (which have their own axis), and dimensions too
      small to be worth a reduction (`not_worth_it`), such as a low rank or a few labels.
