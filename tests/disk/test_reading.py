@@ -361,7 +361,7 @@ def test_another_tokenizer_or_text_is_not_gone_on_with(tmp_path, monkeypatch, te
         if changes:
             (tokens / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
         assert encode(out) == whole - 3 * (not changes)
-    for content, most in ((b"OLD\n" * 900, 3), (b"NEW\n" * 900, 10**6)):
+    for content, most in ((b"OLD\n" * 5000, 3), (b"NEW\n" * 5000, 10**6)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         encode(tmp_path / "stdin", "-", most)
     made = Corpus(tmp_path / "stdin")
