@@ -134,7 +134,7 @@ def update(stage, A=2):
         if stage == 0:
             return up - 1e-3 * lax.psum(grads, "fsdp")
         new = own - 1e-3 * (scatter(grads) if stage == 1 else grads)        # (in place of Adam)
-        return new if stage == 3 else lax.all_gather(
+        return new if stage == 3 else lax.all_gather(       # (its type says: equal on all devices)
             new, "fsdp", axis=1, tiled=True, to="invarying")
 
     spec = SPECS["up"] if stage == 3 else P()
@@ -240,8 +240,8 @@ lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp"))
 # ## Exercises
 # - 3.1 A model with 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
 # gradients and optimizer state does a device hold?
-# - 3.2 Nearly all its weights are in layers, which the devices gather in bfloat16, with
-# --accumulate 2. How many bytes does a device send per update?
+# - 3.2 Nearly all its weights are in layers. The devices gather them, and scatter their gradients,
+# in bfloat16, with --accumulate 2. How many bytes does a device send per update?
 # - 3.3 Which collective is the transpose of the all-gather?
 # - 3.4 Code: write the backward pass for a single weight. Each device has the gradient of the whole
 # `up`, for its own rows. What does it keep?

@@ -92,8 +92,8 @@ assert abs(found / (2 * (n - 1) * K) - 1) < 0.02
 # device d the parts d and 2 n - 1 - d: an early and a late one.
 #
 # **Predict**: each device has two parts, so in each turn it has work for up to four pairs (query
-# part, key part). The slowest device sets the pace. How many pairs does that add up to over all
-# four turns, for each order?
+# part, key part). A pair counts as one even if half of it is masked. The slowest device sets the
+# pace. How many pairs does that add up to over all four turns, for each order?
 
 # %%
 guess = {"in order": ..., "early and late": ...}
@@ -124,14 +124,15 @@ quote(shard.causal_ring)
 # ## When it pays
 # In each turn, a device does 2 B (T/n)^2 H N operations (it skips half of the pairs). It sends 2 B
 # (T/n) N numbers per key head, and there are often fewer key heads than the H query heads. In
-# bfloat16, with eight query heads per key head, that's 4 T/n operations per byte. With T/n = 1,024,
-# that's 4,096, while a v5e needs 2,200. So with long rows, the arithmetic hides the ring's sends.
+# bfloat16, with eight query heads per key head, that's 4 T/n operations per byte. Lesson 1's 2,200
+# counts both directions of an axis. This ring sends in only one, so a v5e needs twice that, 4,400.
+# With T/n = 2,048, it has 8,192. So with long rows, there is enough arithmetic to hide the sends.
 #
 # ## Bugs
 
 # %%
 BUGS = {"the mask by local places": ("places((me - turn) % n, size)", "jnp.arange(size)"),
-        "the keys of the device after": ("(me - turn)", "(me + turn)"),
+        "the mask of the device after": ("(me - turn)", "(me + turn)"),
         "no mask": ("mine[:, None] >= theirs", "mine[:, None] >= 0 * theirs")}
 for name, (right, wrong) in BUGS.items():
     lesson.report(name, lesson.planted(ring, right, wrong), TIME, TIME, want, q, k, v)
