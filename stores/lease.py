@@ -1,8 +1,8 @@
 """The lock on an address: an object that its holder rewrites every few seconds.
 
-Each write is conditional on the object that the holder wrote before, so a run that lost its lock
-notices. A lock that nobody has written for LEASE seconds is stale, and the next run takes it. That
-run does not wait if the holder was a process on this machine that has ended.
+A write succeeds only if the object is still the one that the holder last wrote, so a run that lost
+its lock notices. A lock that nobody has written for LEASE seconds is stale, and the next run takes
+it. That run does not wait if the holder was a process on this machine that has ended.
 """
 
 import json

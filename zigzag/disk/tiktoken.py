@@ -3,7 +3,7 @@
     tiktoken.json       written by `save`: pattern, special tokens and ranks in a single file
     *.tiktoken, tokenizer.model, tiktoken.model
                         only the ranks, as published: a base64 token and its rank on each line. The
-                        pattern and special tokens come with such a file as Python code. Two are
+                        publisher gives the pattern and special tokens as Python code. Two are
                         built in here: LLaMA 3's, and Qwen's, whose own code also converts text to
                         NFC. For any other, build the encoding in Python and `save` it
 
