@@ -8,7 +8,7 @@
     run         the plan, the loop, evaluation; read it when you change the loop
     commands    the command lines of train.py, sample.py and shard.py; read it to add a flag
 
-A wing imports only wings listed before it, and no top-level file. The exception is `commands`, which
+A wing imports only wings listed before it, and no top-level file. The exception is `commands`: it
 sits above the top-level files, which import it only in their `main`. The folders next to this one
 are parts, which can be deleted (see the README). Only core/parts.py can load a part; nothing here
 imports one. The table at the top of tests/test_layout.py states these rules, and its test enforces
