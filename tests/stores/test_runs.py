@@ -6,8 +6,6 @@ More of the random test: KILLS=20 pytest tests/stores -m "full or not full" -k k
 
 import dataclasses
 import os
-import re
-import resource
 import shutil
 import time
 
@@ -24,7 +22,6 @@ from tests.common import (
     hosts,
     refuses,
     started,
-    succeeds,
     survives_kills,
     until_step,
 )
@@ -267,26 +264,6 @@ def test_processes_need_no_shared_disk(bucket, text, tmp_path):
     assert len(folders) == 2 and all(chunks) and not set.intersection(*chunks)
     params, _ = load_run(bucket.run())      # it checks the checksums
     assert params["layers"]["w_up"].shape == (2, 32, 128)
-
-
-@pytest.mark.full
-def test_a_full_scratch_disk_is_one_line_and_the_bucket_stays_whole(bucket, text):
-    """Status 0 and part of a checkpoint in the bucket; a bucket that cannot be continued. The disk
-    fills while the run trains: it has restored a checkpoint and saved the next one."""
-    words = ("--data", text, "--out", bucket.run(), *SMALL, "--save_every", 20)
-    succeeds(*words, "--steps", 20)
-    run = started(*words, "--steps", 4000)
-    until_step_in_scratch(bucket, 41, [run])
-    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (30_000, 30_000))
-    error = run.communicate(timeout=300)[1]
-    last = error.strip().splitlines()[-1]
-    assert run.returncode == 1 and re.match("error: .*checkpoint.* could not be saved.*too large",
-                                            last), error
-    at = bucket.steps()[-1]
-    begun = {int(found[1]) for name in bucket.names() if (found := re.match(
-        r"checkpoints/(\d+)/", name))}
-    assert at >= 40 and max(begun) == at
-    assert f" at step {at}" in succeeds(*words, "--steps", at + 20).stdout
 
 
 @pytest.mark.full
