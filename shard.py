@@ -52,8 +52,7 @@ pass, the transpose of `mark_varying` is a psum, so the gradient of w is summed 
 must be: each device saw different rows. That is correct, but it would happen in every part of a
 batch. So train.make_gradients marks the weights before `jax.value_and_grad`. Autodiff doesn't see
 that call, so it doesn't transpose it: gradients stay local through all parts, and `sum_gradients`
-sums them once. Without the call, jax would already have summed them over n devices, and they would
-be n times too large. Their types would be right, so only a comparison with one device shows it.
+sums them once. Without the call, jax sums them too: they are n times too large, with valid types.
 
 The step doesn't mark weights over tensor, because `columns` and `row` use a weight's type to tell
 whether it is split. When a whole weight meets a stream whose sequence is split, jax marks the

@@ -86,7 +86,7 @@ def corpus_files(folder, count=30, size=2000):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(reading, "PIECE", 2500)     # each piece takes 15 ms of fsync
+    monkeypatch.setattr(reading, "PIECE", 2500)     # each piece is synced to the disk
 
 
 def all_files(folder):
