@@ -262,11 +262,16 @@ def test_ctrl_c_is_for_the_command_once_it_has_begun(monkeypatch):
     assert before is start._end and found == [signal.default_int_handler]
 
 
-def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path):
-    """Output lost in Python's buffers by os._exit."""
+@pytest.mark.parametrize("fault,line", [
+    ("raise errors.RunError('lost')", "lost"),
+    ("open('/dev/full', 'w', buffering=1).write('a line\\n')",
+     "No space left on device; free some space, then run the same command to continue from the last "
+     "checkpoint, if any")], ids=["fault", "full disk"])
+def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path, fault, line):
+    """Output lost in Python's buffers by os._exit; a traceback because a disk is full."""
     file = tmp_path / "fault.py"
-    file.write_text("from zigzag.core import errors, flags\n"
-                    "def main():\n    print('before')\n    raise errors.RunError('full disk')\n"
-                    "flags.run_main(main)\n")
+    file.write_text(f"from zigzag.core import errors, flags\n"
+                    f"def main():\n    print('before')\n    {fault}\n"
+                    f"flags.run_main(main)\n")
     done = command(file=file, env={"PYTHONPATH": str(Path(train.__file__).parent)})
-    assert (done.returncode, done.stdout, done.stderr) == (1, "before\n", "error: full disk\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "before\n", f"error: {line}\n")

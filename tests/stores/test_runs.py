@@ -6,6 +6,8 @@ More of the random test: KILLS=20 pytest tests/stores -m "full or not full" -k k
 
 import dataclasses
 import os
+import re
+import resource
 import shutil
 import time
 
@@ -22,6 +24,7 @@ from tests.common import (
     hosts,
     refuses,
     started,
+    succeeds,
     survives_kills,
     until_step,
 )
@@ -264,6 +267,24 @@ def test_processes_need_no_shared_disk(bucket, text, tmp_path):
     assert len(folders) == 2 and all(chunks) and not set.intersection(*chunks)
     params, _ = load_run(bucket.run())      # it checks the checksums
     assert params["layers"]["w_up"].shape == (2, 32, 128)
+
+
+@pytest.mark.full
+def test_a_full_scratch_disk_is_one_line_and_the_bucket_stays_whole(bucket, text):
+    """A traceback, or status 0; part of a checkpoint in the bucket; a bucket that cannot be
+    continued. The disk fills while the run trains. (Each checkpoint has files above 10,000 B.)"""
+    words = ("--data", text, "--out", bucket.run(), *SMALL, "--save_every", 20)
+    run = started(*words, "--steps", 4000)
+    until_step_in_scratch(bucket, 41, [run])
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+    error = run.communicate(timeout=300)[1]
+    assert run.returncode == 1 and "Traceback" not in error, error
+    assert re.match("error: .*too large", error.strip().splitlines()[-1]), error
+    at = bucket.steps()[-1]
+    begun = {int(found[1]) for name in bucket.names() if (found := re.match(
+        r"checkpoints/(\d+)/", name))}
+    assert at >= 40 and max(begun) == at
+    assert f" at step {at}" in succeeds(*words, "--steps", at + 20).stdout
 
 
 @pytest.mark.full

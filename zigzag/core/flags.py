@@ -8,6 +8,7 @@ The dataclass's fields are the flags; zigzag/core/options.py explains how to dec
 """
 
 import dataclasses
+import errno
 import inspect
 import math
 import os
@@ -202,6 +203,10 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
         return 2, "error: " + " ".join(str(error).split())
     if isinstance(error, RunError):
         return 1, f"error: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        what = ": ".join(filter(None, [error.strerror, error.filename]))
+        return 1, (f"error: {what}; free some space, then run the same command to continue from "
+                   f"the last checkpoint, if any")
     if isinstance(error, KeyboardInterrupt):
         return 130, ("interrupted: run the same command to continue from the last checkpoint, if "
                      "any")
@@ -224,7 +229,7 @@ def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
         if not line:
             raise
         print(line, file=sys.stderr, flush=True)
-        if isinstance(e, RunError):     # after a failed save, a normal exit would print much more
+        if isinstance(e, (RunError, OSError)):      # after a failed save, exit would print more
             sys.stdout.flush()
             os._exit(status)
         sys.exit(status)
