@@ -265,8 +265,8 @@ def test_ctrl_c_is_for_the_command_once_it_has_begun(monkeypatch):
 @pytest.mark.parametrize("fault,line", [
     ("raise errors.RunError('lost')", "lost"),
     ("open('/dev/full', 'w', buffering=1).write('a line\\n')",
-     "No space left on device; free some space, then run the same command to continue from the last "
-     "checkpoint, if any")], ids=["fault", "full disk"])
+     "No space left on device; free some space, then run the same command to continue from the "
+     "last checkpoint, if any")], ids=["fault", "full disk"])
 def test_a_fault_ends_at_once_and_keeps_what_was_printed(tmp_path, fault, line):
     """Output lost in Python's buffers by os._exit; a traceback because a disk is full."""
     file = tmp_path / "fault.py"
