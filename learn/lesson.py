@@ -86,17 +86,17 @@ def sends(function: Callable, *args: Any) -> dict[str, int]:
 
 def compare(guess: Any, found: float, unit: str = "bytes") -> None:
     """Print your prediction and the program's figure."""
-    said = "" if guess is ... else f"you predicted {guess:,.4g}, which is " + (
+    figure = "{:,.0f}" if abs(found) >= 1000 else "{:.4g}"
+    said = "" if guess is ... else f"you predicted {figure.format(guess)}, which is " + (
         "right: " if _same(guess, float(found)) else
         f"{guess / found:.3g} times as much: " if found else "too much: ")
-    print(f"    {said}{found:{',.4g' if isinstance(found, float) else ','}} {unit}")
+    print(f"    {said}{figure.format(found)} {unit}")
 
 
-def quote(function: Callable) -> None:
-    """Print a function's current code, without its docstring."""
+def quote(function: Callable, docstring: bool = False) -> None:
+    """Print a function's current code."""
     code = inspect.getsource(function)
-    doc = inspect.getdoc(function)
-    if doc:
+    if not docstring and inspect.getdoc(function):
         begin, end = code.index('"""'), code.index('"""', code.index('"""') + 3) + 3
         code = code[:begin].rstrip() + code[end:]
     print(code.rstrip())
@@ -142,9 +142,9 @@ def error_of(function: Callable, *args: Any, lines: int = 1) -> str:
     return attempt(function, *args, lines=lines)[1] or "no error"
 
 
-def fault(function: Callable, want: Any, *args: Any) -> str:
+def fault(function: Callable, want: Any, *args: Any, lines: int = 1) -> str:
     """What is wrong with a program: its error, or how far its result is from `want`."""
-    found, error = attempt(jax.jit(function) if args else function, *args)
+    found, error = attempt(jax.jit(function) if args else function, *args, lines=lines)
     if not error and np.shape(found) != np.shape(want):
         return f"a result {[*np.shape(found)]} in place of {[*np.shape(want)]}"
     return error or f"wrong by {abs(np.asarray(found) - np.asarray(want)).max():.2f}"
@@ -179,7 +179,7 @@ def tried(written: Callable, function: Callable, want: Any, *args: Any, most: fl
     code = written.__code__
     if ... in code.co_consts and not code.co_names:
         return ...
-    error = fault(function, want, *args)
+    error = fault(function, want, *args, lines=40)
     if error == "wrong by 0.00" and most and (sent := sum(sends(function, *args).values())) > most:
         error = f"the result is right, but a device sends {sent:,} bytes"
     return Tried("" if error == "wrong by 0.00" else error)

@@ -45,8 +45,7 @@ assert found == 2 * c.layers * c.kv_heads * c.head_dim * 64 * 3 * 4
 
 # %% [markdown]
 # The cache holds keys and values for each layer, key head and token: per token, 2 L K N times the
-# bytes per number. That's what grouped queries are for: with 4 key heads, the cache would be twice
-# as large.
+# bytes per number. Grouped queries make it smaller: with 4 key heads, it would be twice as large.
 #
 # ## What a pass costs
 # **Predict**: prefill reads 8 tokens, and decode reads one. By what factor do their operation
@@ -130,8 +129,7 @@ assert found["all-reduce"].bytes == (2 * four.layers + 1) * 2 * 3 / 4 * (4 * 8 *
 #
 # ## When it pays
 # Below the critical batch, a step's time is the bytes it reads divided by the bandwidth. To answer
-# one user faster, read fewer bytes per chip (with tensor, or smaller numbers). To serve more users,
-# add rows.
+# one user faster, read fewer bytes per chip (tensor, or smaller numbers). For more users, add rows.
 #
 # ## Bugs
 

@@ -25,8 +25,8 @@ SPECS = {"up": P(None, "fsdp"), "down": P(None, None, "fsdp")}
 # ## Who holds what
 # Data parallelism keeps everything on every device: each weight, its gradient, and two numbers for
 # Adam, 16 bytes per weight in float32. Here each device has only a part. Dimension 0 counts the
-# layers, so specs start with None. First comes a small array, then a diagram of one layer's weight
-# during a step. Each part has a color, and each gradient shows which device's rows it comes from.
+# layers, so specs start with None. The diagram shows one layer's weight during a step: each part
+# has a color, and each gradient shows which device's rows it comes from.
 
 # %%
 show(lesson.place(np.zeros((4, 8)), P("fsdp")))
@@ -140,12 +140,12 @@ def update(stage, A=2):
     spec = SPECS["up"] if stage == 3 else P()
     return jax.shard_map(on_device, in_specs=(spec, P("fsdp")), out_specs=spec)
 
-up, G, n = w["up"], 4 * L * D * F, 64
-for stage, times, held in ((0, 2, 16), (1, 2, 8 + 8 / n), (2, 3, 4 + 12 / n), (3, 6, 16 / n)):
+up, G, m = w["up"], 4 * L * D * F, 64
+for stage, times, held in ((0, 2, 16), (1, 2, 8 + 8 / m), (2, 3, 4 + 12 / m), (3, 6, 16 / m)):
     found = sum(sends(update(stage), up, x).values())
     assert abs(found / (times * 3 / 4 * G) - 1) < 0.02
     assert abs(update(stage)(up, x) - update(0)(up, x)).max() < 1e-4
-    compare(zero1 if stage == 1 else ..., found / G, f"G with ZeRO-{stage}; of 8e9 weights on {n} "
+    compare(zero1 if stage == 1 else ..., found / G, f"G with ZeRO-{stage}; of 8e9 weights on {m} "
             f"devices, each holds {8 * held:.1f} GB")
 
 # %% [markdown]
@@ -156,12 +156,9 @@ for stage, times, held in ((0, 2, 16), (1, 2, 8 + 8 / n), (2, 3, 4 + 12 / n), (3
 #
 # ## Activation memory, term by term
 # A device also keeps what the backward pass needs from each layer. `jax.vjp` returns the backward
-# pass as a function; the arrays in that function are the ones the layer keeps. **Predict**, for the
-# layer below: how many [B, T, F] arrays does it keep? And how many of any size with
-# `jax.checkpoint`, which keeps only the input?
+# pass as a function; the arrays in that function are the ones the layer keeps. Here is the layer:
 
 # %%
-guess = {"everything": ..., "full": ...}
 B, T, H, N = 2, 64, 4, 64
 SHAPES = {"norm1": (D,), "q": (D, H, N), "k": (D, H, N), "v": (D, H, N), "o": (H, N, D),
           "norm2": (D,), "gate": (D, F), "up": (D, F), "down": (F, D)}
@@ -179,6 +176,14 @@ def transformer(x, w, attention=attention):
     h = tiny.norm(x, w["norm2"])
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
 
+# %% [markdown]
+# **Predict** how many [B, T, F] arrays it keeps, and how many of any size with `jax.checkpoint`,
+# which keeps only the input. (silu(a) is a * sigmoid(a).)
+
+# %%
+guess = {"everything": ..., "full": ...}
+
+# %%
 TERMS = {(B, T, D): "[B, T, D]", (B, T, H, N): "[B, T, H, N]", (B, T, F): "[B, T, F]",
          (B, H, T, T): "[B, H, T, T]"}
 weights = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
@@ -196,12 +201,12 @@ for name, kind in {
         compare(guess[name], kept["[B, T, F]"] or kept.total(), "arrays")
 
 # %% [markdown]
-# X is the size of a [B, T, D] array in bytes, and of q. So a layer keeps 12 X + 6 (F/D) X, plus
+# The six of [B, T, F] are a = h @ gate, s = sigmoid(a), s (1 - s), silu(a), h @ up, and their
+# product. X is the size of a [B, T, D] array, and of q. So a layer keeps 12 X + 6 (F/D) X, plus
 # three arrays of scores. The scores grow with T squared, so if rows are long, they fill most of the
-# memory. `--remat attention` drops the scores (a kernel never writes them anyway), `selective`
-# keeps the products with weights, and `full` keeps only X, at the cost of a second forward pass.
-# seq divides all terms. tensor divides all except the inputs it gathers for its two blocks. fsdp
-# divides none. `python -m learn.explain` gives these figures for a run.
+# memory. `--remat attention` drops the scores, `selective` keeps the products with weights, and
+# `full` keeps only X, at the cost of a second forward pass. seq divides all terms, tensor all
+# except the inputs it gathers, and fsdp none. `python -m learn.explain` does this for a run.
 #
 # ## When it pays
 # A layer with W bytes in bfloat16 has W / 2 weights. With recomputation it takes 8 operations per
@@ -234,8 +239,7 @@ lesson.report("a part that fits by chance", not_gathered, (P("fsdp"), P("fsdp"))
               jnp.mean((x @ square)**2), square, x)
 
 # %% [markdown]
-# The shape check catches the first two. The third has the right shapes and types. On one device,
-# all three are right.
+# Shapes give the first two away. The third has the right shapes. On one device, all are right.
 #
 # ## Exercises
 # - 3.1 A model with 1e9 weights trains with Adam in float32 on fsdp=8. How many bytes of weights,
@@ -260,4 +264,4 @@ def by_hand(up, x):
 
 check("3.4", lesson.tried(scatter, jax.shard_map(
     by_hand, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp")), jax.grad(
-        lambda up: ((x @ up)**2).sum())(up[0]), up[0], x))
+        lambda up: ((x @ up)**2).sum())(up[0]), up[0], x, most=2 * 3 / 4 * 4 * D * F))

@@ -118,7 +118,7 @@ gradient = jax.grad(lambda q, k, v: (on_ring(q, k, v)**2).sum(), (0, 1, 2))
 assert abs(sum(sends(gradient, q, k, v).values()) / (4 * (n - 1) * K) - 1) < 0.02
 
 print("\nThe causal ring of this repository (`look` is `part`):")
-quote(shard.causal_ring)
+quote(shard.causal_ring, docstring=True)
 
 # %% [markdown]
 # ## When it pays

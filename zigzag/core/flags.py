@@ -194,6 +194,7 @@ def _help_line(name, default, text):
 
 IN_TRAINING = ("try a larger --mesh, --remat full or a larger --accumulate (python shard.py prints "
                "the memory of the weights)")
+AGAIN = "run the same command to continue from the last checkpoint, if any"
 
 
 def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[int, str]:
@@ -205,11 +206,9 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
         return 1, f"error: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         what = ": ".join(filter(None, [error.strerror, error.filename]))
-        return 1, (f"error: {what}; free some space, then run the same command to continue from "
-                   f"the last checkpoint, if any")
+        return 1, f"error: {what}; free some space, then {AGAIN}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, ("interrupted: run the same command to continue from the last checkpoint, if "
-                     "any")
+        return 130, f"interrupted: {AGAIN}"
     # Match by name, because data.py runs without jax.
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"error: out of memory: {str(error).splitlines()[0]}; {saves_memory}"

@@ -369,6 +369,12 @@ def axis_size(axis: str) -> int:
     return sizes[axis] if axis in manual else 1
 
 
+def send(tree: Any, axis: str, by: int) -> Any:
+    """Send a tree around an axis's ring, to the next device (1) or the previous one (-1)."""
+    n = axis_size(axis)
+    return lax.ppermute(tree, axis, [(i, (i + by) % n) for i in range(n)])
+
+
 def is_tensor_split(x: Any) -> bool:
     """Return whether the devices along tensor hold different parts of x. Types don't say which
     dimension is split; the caller must know."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from zigzag.core.mesh import add_to, axis_size, float32_zeros, mark_varying, trace_settings
+from zigzag.core.mesh import add_to, axis_size, float32_zeros, mark_varying, send, trace_settings
 
 
 def is_on(x: Array, parts: int = 1) -> bool:
@@ -91,9 +91,9 @@ def _pass_around(x):
     n = axis_size("tensor")
     parts = {0: x}
     for k in range(1, n // 2 + 1):
-        parts[-k] = _send(parts[1 - k], 1)
+        parts[-k] = send(parts[1 - k], "tensor", 1)
         if 2 * k < n:
-            parts[k] = _send(parts[k - 1], -1)
+            parts[k] = send(parts[k - 1], "tensor", -1)
     return parts
 
 
@@ -102,15 +102,10 @@ def _sum_at_home(of_part):
     n = axis_size("tensor")
     up = down = 0
     for k in range(n // 2, 0, -1):
-        up = _send(up + of_part(k), 1)
+        up = send(up + of_part(k), "tensor", 1)
         if 2 * k < n:
-            down = _send(down + of_part(-k), -1)
+            down = send(down + of_part(-k), "tensor", -1)
     return of_part(0) + up + down
-
-
-def _send(x, by):
-    n = axis_size("tensor")
-    return lax.ppermute(x, "tensor", [(i, (i + by) % n) for i in range(n)])
 
 
 def _part(tree, distance):

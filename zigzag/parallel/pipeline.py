@@ -40,6 +40,7 @@ from zigzag.core.mesh import (
     has_time,
     is_tensor_split,
     mark_varying,
+    send,
     split_rows,
     trace_settings,
     unknown_time,
@@ -144,12 +145,6 @@ def astype(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda a, b: a.astype(b.dtype), tree, like)
 
 
-def send(tree: Any, step: int) -> Any:
-    """Send a tree around the ring to the next stage (step 1) or the previous one (-1)."""
-    n = axis_size("pipe")
-    return lax.ppermute(tree, "pipe", [(i, (i + step) % n) for i in range(n)])
-
-
 def can_skip(sizes: dict[str, int], overlap: bool) -> bool:
     """Return whether a stage may skip a tick in which it has no work. It may not if there's a ring
     over seq or, with --overlap, over tensor: see `skip_idle`."""
@@ -252,7 +247,7 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
                 pick(batch, microbatch)), x)
 
         x, aux = work(x)
-        return send(x, 1), (x, aux)
+        return send(x, "pipe", 1), (x, aux)
 
     start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
     finished = np.array([_last_tick(m, S, V) for m in range(M)])
@@ -375,7 +370,7 @@ def _with_gradients(parts, params, weights):
         dembed, = skip_idle(turn & first, lambda dx: jax.vjp(
             lambda params: embed(params, backward), params)[1](dx), dx)
 
-        return (send(y, 1), send(dx, -1), next_dlast, inputs,
+        return (send(y, "pipe", 1), send(dx, "pipe", -1), next_dlast, inputs,
                 (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
                 add_to(so_far, sums), add_to(aux_so_far, aux))
 
