@@ -803,9 +803,9 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
         sum, count = head(params, x, batch)     or sum, count, {name: other sum}
 
     Layers are the leading dimension of `weights`, and `specs` are the weights' specs; `batch` is a
-    tree of arrays [B, ...]. aux is None or a pair: what the layer adds to the loss's sum, and a
-    dict of other sums to log, which have no gradient. `options` is any record with the fields of
-    Options, such as a network's config.
+    tree of arrays [B, ...] (with 1f1b, none may be computed from weights: a batch gets no
+    gradient). aux is None or a pair: what the layer adds to the loss's sum, and a dict of other
+    sums to log, which have no gradient. `options` is any record with Options' fields.
 
     Without pipe, this computes just these three lines. With pipe, each stage's head gets part of
     the sequence of x and of the batch, and returns that part's sum and count. If the head needs the

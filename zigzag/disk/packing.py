@@ -6,9 +6,9 @@
     segments    1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 3 3 3 3 3 3 3 3 0
     positions   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 0 1 2 3 4 5 6 7 0
 
-A block's documents and rows are a pure function of the seed and the block's number. Training takes
-rows block by block, so it packs only one block at a time. Each epoch reorders the rows within a
-block. A document longer than a row spans several rows. This file needs numpy, not jax.
+A block's documents and rows are a pure function of the seed and the block's number. A start packs
+each block once, to count its rows. Training takes rows block by block, and reorders them within a
+block in each epoch. A document longer than a row spans several. This file needs numpy, not jax.
 """
 
 import bisect
