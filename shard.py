@@ -843,7 +843,7 @@ def _stack_of_stage(block, weights, batch, specs, options):
         pipeline.check_stages(own * stages, options.chunks, specs)
         rows = len(jax.tree.leaves(batch)[0])
         options = options._replace(microbatches=math.gcd(options.microbatches, rows))
-    if options.schedule == "1f1b" and own == 1 < stages:
+    if options.schedule == "1f1b" and own == options.chunks and stages > 1:
         # 1F1B itself recomputes the stage right before the backward pass.
         of_layers = options._replace(remat="none")
 

@@ -61,7 +61,7 @@ def is_complete(plan: Any) -> bool:
 def _sends_more(plan):
     """Return whether an update sends anything that these formulas don't cover. They don't cover a
     loss that compares rows, adapters, weights stored differently from how they're used, --remat of
-    part of a layer or of some layers, 1F1B with one layer per stage, more than two TPU slices or
+    part of a layer or of some layers, 1F1B with one layer per chunk, more than two TPU slices or
     anything else that crosses between two, or a float32 step on a TPU (its matmuls round to
     bfloat16, and it may round before it gathers)."""
     config, c = plan.config, plan.config.network
@@ -70,7 +70,7 @@ def _sends_more(plan):
             plan.sizes["data"] > 2 or config.zero or config.optimizer == "muon")
             or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
-            or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"]
+            or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"] * c.chunks
             or any(d.spec != d.spec_in_loss and (
                 d.stacked or without_axis(d.spec, "pipe") != d.spec_in_loss)
                 for d in jax.tree.leaves(plan.decisions))
@@ -123,9 +123,9 @@ class _Run:
         # The pipeline's microbatches, and its ticks for all parts of the batch.
         S, rows = self.sizes["pipe"], config.batch // row_groups(mesh) // config.accumulate
         M = c.microbatches if S > 1 else 1
-        count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (1, 1)
+        count = ticks(S, M, c.schedule, c.chunks) if S > 1 else 1
         self.ticks = config.accumulate * count
-        self.passes = self.ticks / chunks
+        self.passes = self.ticks / c.chunks if S > 1 else self.ticks
         self.is_1f1b = S > 1 and c.schedule == "1f1b"
         # A microbatch on a device. Between blocks, tensor splits the sequence if it divides it.
         self.rows, self.time = rows // M, c.seq_len // self.sizes["seq"]

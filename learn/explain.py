@@ -140,7 +140,7 @@ def timeline(run: Run) -> str:
     if stages > 1:
         n = c.network
         turns = passes(stages, n.microbatches, n.schedule, n.chunks, plan.skips_idle)
-        work = n.microbatches * (n.chunks if n.schedule == "interleaved" else 1)
+        work = n.microbatches * n.chunks
         text += (f"<p>A stage of the pipeline works in {work} of {turns} turns: "
                  f"{n.schedule} is idle for {1 - work / turns:.0%} of the time.</p>")
     return text

@@ -167,6 +167,26 @@ def test_a_full_disk_is_one_line_and_earlier_checkpoints_are_complete(tmp_path, 
     assert json.loads(open(out / "metrics.jsonl").readlines()[-1])["step"] == 8
 
 
+@pytest.mark.parametrize("mesh", ["", full("fsdp=2,tensor=2"), full("data=4")])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, mesh):
+    """A newest checkpoint that no run can use: the gradient was finite, and the update was not. A
+    weight that was infinite from the beginning is the task's own."""
+    optimizer = optax.scale_by_schedule(lambda n: jnp.where(n == 2, jnp.inf, -0.1))
+    config = make(steps=6, save_every=1, out=str(tmp_path / "run"))
+    with pytest.raises(RunError, match="step 3: not saved, because .* became infinite or NaN"):
+        learn(config, mesh, optimizer=optimizer)
+    assert sorted(map(int, os.listdir(tmp_path / "run/checkpoints"))) == [1, 2]
+    rows, found = learn(config, mesh, optimizer=optax.scale_by_schedule(lambda n: -0.1))
+    assert found.step == 6 and np.isfinite(rows[-1]["loss"])
+
+    init, loss, _ = train.language(config)
+    _, found = learn(make(steps=2, save_every=1, out=str(tmp_path / "own")), mesh,
+                     init=lambda key: {"net": init(key), "mask": jnp.array([0.0, -jnp.inf])},
+                     loss=lambda params, batch: loss(params["net"], batch),
+                     optimizer=optax.sgd(0.1))
+    assert found.step == 2
+
+
 @pytest.mark.full
 def test_what_was_cut_short_is_cleared_away(run):
     """A killed save that keeps its space on the disk; a truncated line of metrics (perhaps only its

@@ -125,5 +125,5 @@ def test_the_work_is_divided(mesh, changes):
     # An expert's device skips the rows that are in no group.
     S, M, program = sizes["pipe"], c.microbatches, program_of(config, mesh)
     each = arithmetic.arithmetic(compiled(program), rows_in_use(program.config, program.mesh))
-    count, chunks = ticks(S, M, c.schedule, c.chunks) if S > 1 else (M, 1)
-    assert each <= 1.05 * one / 8 * count / (M * chunks)
+    count = ticks(S, M, c.schedule, c.chunks) / c.chunks if S > 1 else M
+    assert each <= 1.05 * one / 8 * count / M

@@ -206,6 +206,9 @@ def compiler_of(chips, changes):
     full("h100:1x1x2", "fsdp=2", ("--model", "transformer", "--window", 128), 0.8, 1.0),
     full("v4:2x2x2", "fsdp=2,pipe=2,tensor=2", (), 1.5, 2.5),
     full("v4:2x2x2", "fsdp=8", ("--dtype", "float32"), 0.9, 1.1),
+    full("v5e:2x4", "fsdp=2,pipe=2,tensor=2", ("--microbatches", 4), 1.1, 1.4),
+    full("v5e:2x4", "pipe=2,tensor=4", ("--schedule", "1f1b", "--chunks", 2, "--microbatches", 4,
+                                        "--layers", 8), 1.8, 2.6),
     full("v5e:2x4", "data=2,fsdp=8", ("--slices", 2), 1.0, 1.1),
     full("v5e:2x2", "fsdp=2,tensor=2", ("--optimizer", "muon"), 1.0, 1.4)])
 def test_a_program_for_absent_chips_sends_what_is_expected(tmp_path, chips, mesh, changes, least,
@@ -255,3 +258,29 @@ def test_bench_trains_and_keeps_nothing(tmp_path, text):
     assert all(value > 0 for value in numbers.values())
     assert numbers["tokens_per_second"] * numbers["step_seconds"] == pytest.approx(4 * 32, rel=1e-3)
     assert not list(tmp_path.iterdir())
+
+
+# The sources train these in float32 with AdamW: RedCoast's table 1, on two GPUs of 10 GB, four of
+# 40 GB, two and sixteen hosts of TPU v4; the notebooks' model with all three axes, on eight GPUs of
+# 24 GB (they measured 8.5 GB). Compiled for chips that are here known: what counts is the peak.
+@pytest.mark.full
+@pytest.mark.parametrize("chips, most, words", [
+    ("h100:1x1x2", 10, "--model gpt2-large --mesh fsdp=2 --batch 2 --seq_len 1024"),
+    ("h100:1x1x2", 10, "--model bart-large --mesh fsdp=2 --batch 2 --seq_len 1024"),
+    ("h100:1x1x4", 40, "--model llama-7b --mesh fsdp=4 --batch 4 --seq_len 1024"),
+    ("h100:1x1x4", 40, "--model gptj-6b --mesh fsdp=4 --batch 4 --seq_len 1024"),
+    ("h100:1x1x8", 8.5, "--model 1.2b --mesh fsdp=2,pipe=2,tensor=2 --microbatches 8 --batch 128 "
+                        "--seq_len 1024"),
+    ("v4:2x2x2", 32 * 1.0737, "--model t5-xxl --mesh fsdp=8 --batch 8 --seq_len 512"),
+    ("v4:2x2x2", 32 * 1.0737, "--model opt-13b --mesh fsdp=8 --batch 8 --seq_len 1024"),
+    ("v4:4x4x4", 32 * 1.0737, "--model opt-66b --mesh fsdp=16,tensor=4 --batch 64 --seq_len 512")])
+def test_what_the_sources_train_fits_where_they_train_it(tmp_path, chips, most, words):
+    """A model that only fits when it is compiled for larger devices; bytes that no formula has."""
+    done = command("--topology", chips, "--dtype", "float32", "--remat", "full", *words.split(),
+                   file="shard.py", cwd=tmp_path, env=compiler_of(chips, ()))
+    assert done.returncode == 0, done.stderr[-2000:]
+    peak = float(re.search(r"peak ([\d.]+) GiB a device", done.stdout)[1])
+    assert peak * 1.0737 < most, done.stdout[-2000:]
+    for sent, expected in re.findall(
+            r"^sends +([\d.]+ [MG]B) per device.*expected: ([\d.]+ [MG]B) in", done.stdout, re.M):
+        assert chips[0] == "v" or abs(read_size(sent) / read_size(expected) - 1) < 0.03, done.stdout

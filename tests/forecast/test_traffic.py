@@ -37,6 +37,8 @@ HEAD_NORMS = dict(qk_norm=True, qk_norm_wide=True)
     ("expert=2,fsdp=2,tensor=2", dict(experts=4, shared_experts=1)),
     full("pipe=2,data=2", dict(microbatches=2, **INTERLEAVED)),
     full("pipe=2,data=2", dict(microbatches=2, **ONE_F_ONE_B)),
+    full("pipe=2,data=2", dict(layers=8, microbatches=2, chunks=2, **ONE_F_ONE_B)),
+    full("pipe=2,fsdp=2,tensor=2", dict(layers=8, microbatches=4, chunks=2, **ONE_F_ONE_B)),
     full("pipe=2,seq=2,fsdp=2", dict(microbatches=2)),
     full("data=4,seq=2", dict(remat="full", zero=1)),
     full("seq=2,tensor=2", dict(kv_heads=2)),
@@ -76,7 +78,7 @@ HEAD_NORMS = dict(qk_norm=True, qk_norm_wide=True)
 def test_the_transformer_sends_what_is_expected(mesh, changes):
     """A collective that the compiler adds, or one of ours that runs in each part instead of
     once."""
-    program = program_of(make(layers=4, accumulate=2, vocab_size=128, **changes), mesh)
+    program = program_of(make(**{"layers": 4, **changes}, accumulate=2, vocab_size=128), mesh)
     sent, expected = sent_and_expected(program)
     for key in sent.keys() | expected.keys():
         if key not in expected:     # the sums of losses and counts, and of the norm's squares

@@ -1,6 +1,8 @@
 """Pipelines: the timetable, the memory of each schedule, and the order of layers."""
 
+import collections
 import functools
+import itertools
 import re
 
 import jax
@@ -16,9 +18,10 @@ from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
 from zigzag.disk.batches import place_batch
-from zigzag.parallel.pipeline import ticks, timeline, work_1f1b
+from zigzag.parallel.pipeline import ticks, timeline, turn_of, work_1f1b
 
 INTERLEAVED = dict(schedule="interleaved", chunks=2)
+BOTH = dict(schedule="1f1b", chunks=2)
 
 # -------------------------------------------------------------------------------------------
 # The timetable
@@ -36,15 +39,66 @@ def test_a_start_says_how_much_is_idle():
 def test_the_idle_share_of_1f1b_counts_passes_as_the_other_schedules_do(skips_idle):
     """A tick of two passes counted as one of one: 43% idle where GPipe has 20%, in the same time.
     Counted here tick by tick: a tick lasts as long as the stage with most to do in it."""
-    for S, M in ((2, 4), (4, 8), (3, 1)):
+    for S, M, V in ((2, 4, 1), (4, 8, 1), (3, 1, 1), (2, 4, 2), (4, 8, 3), (3, 4, 2)):
         took = 0
-        for t in range(ticks(S, M, "1f1b", 1)[0]):
-            work = [[0 <= m < M for m in work_1f1b(t, stage, S)] for stage in range(S)]
+        for t in range(ticks(S, M, "1f1b", V)):
+            work = [[0 <= m < M for m, _ in work_1f1b(t, stage, S, V)] for stage in range(S)]
             took += sum(any(passes) or not skips_idle for passes in zip(*work))
-        said = timeline(S, M, "1f1b", skips_idle=skips_idle)
-        assert f"{1 - 2 * M / took:.0%} of it idle" in said, said
+        said = timeline(S, M, "1f1b", V, skips_idle)
+        assert f"{1 - 2 * M * V / took:.0%} of it idle" in said, said
         if skips_idle:
-            assert re.search(r"(\d+)%", said)[1] == re.search(r"(\d+)%", timeline(S, M))[1]
+            usual = timeline(S, M, "interleaved" if V > 1 else "gpipe", V)
+            assert re.search(r"(\d+)%", said)[1] == re.search(r"(\d+)%", usual)[1]
+
+
+@pytest.mark.parametrize("S, M, V", [(2, 4, 1), (4, 2, 1), (2, 4, 2), (3, 6, 4), (4, 6, 2),
+                                     (2, 1, 3)])
+def test_1f1b_takes_each_chunk_when_its_input_has_come(S, M, V):
+    """A microbatch taken twice, too early, or never; an input that another has overwritten."""
+    when, last = {}, ticks(S, M, "1f1b", V)
+    for t, stage in itertools.product(range(last), range(S)):
+        for way, (m, chunk) in zip("fb", work_1f1b(t, stage, S, V)):
+            if 0 <= m < M:
+                assert when.setdefault((way, m, chunk * S + stage), t) == t
+    assert len(when) == 2 * M * S * V and max(when.values()) == last - 1
+    for m, place in itertools.product(range(M), range(S * V)):      # place: chunk, then stage
+        first, back = when["f", m, place], when["b", m, place]
+        assert place == 0 or first == when["f", m, place - 1] + 1
+        assert back == (when["b", m, place + 1] if place < S * V - 1 else first) + 1
+        assert first - place % S == turn_of(m, place // S, S, V) and back - first < 2 * S * V
+
+
+@pytest.mark.parametrize("changes", [dict(schedule="1f1b"), slow(BOTH)], ids=str)
+def test_a_stage_works_in_the_order_of_the_timetable(changes):
+    """A timetable that is printed, while the program runs another."""
+    S, M, V, took = 2, 4, changes.get("chunks", 1), collections.defaultdict(list)
+
+    def block(w, x, i, batch):
+        jax.debug.callback(lambda *of: took[int(of[0])].append((int(of[1]), int(of[2]))),
+                           jax.lax.axis_index("pipe"), batch["number"][0], i // S)
+        return x * w, None
+
+    def loss(w, tokens, number):
+        found = shard.pipelined_loss(
+            lambda params, batch: batch["tokens"][..., None] * params, block,
+            lambda params, x, batch: ((x * params).sum(), x.size * 1.0),
+            jax.lax.pcast(1.0, "pipe", to="varying"), w, {"tokens": tokens, "number": number},
+            jax.P("pipe"), shard.Options("none", M, "1f1b", V))
+        return jax.lax.psum(found[0], "pipe")
+
+    with jax.set_mesh(shard.make_mesh(pipe=S)):
+        jax.jit(jax.shard_map(jax.grad(loss), in_specs=(jax.P("pipe"), jax.P(), jax.P()),
+                              out_specs=jax.P("pipe")))(
+            jnp.ones(S * V), jnp.ones((M, 4)), jnp.arange(M)).block_until_ready()
+        jax.effects_barrier()
+    for stage, found in took.items():       # (the first call is forward, the last one backward)
+        places = [(t, (found if way == "f" else found[::-1]).index(work), way)
+                  for t in range(ticks(S, M, "1f1b", V))
+                  for way, work in zip("fb", work_1f1b(t, stage, S, V)) if 0 <= work[0] < M]
+        places = [(t, at if way == "f" else len(found) - 1 - at) for t, at, way in places]
+        assert len(places) == 2 * M * V
+        for (t, at), (later, then) in itertools.product(places, places):
+            assert t >= later or at < then
 
 
 # -------------------------------------------------------------------------------------------
@@ -59,7 +113,19 @@ def test_the_idle_share_of_1f1b_counts_passes_as_the_other_schedules_do(skips_id
     slow("pipe=2,seq=2", dict(microbatches=1, remat="full", **INTERLEAVED)),
     # (Each device has 3 tokens between blocks, which two stages do not share out evenly.)
     slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=2)),
-    slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=2, schedule="1f1b"))])
+    slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=2, schedule="1f1b")),
+    ("pipe=2", dict(microbatches=4, **BOTH)),
+    slow("pipe=4", dict(layers=8, microbatches=8, tied=True, **BOTH)),
+    slow("pipe=2", dict(layers=8, microbatches=4, schedule="1f1b", chunks=4)),
+    slow("pipe=4", dict(layers=8, microbatches=2, remat="selective", **BOTH)),
+    slow("pipe=2,data=2", dict(microbatches=2, accumulate=2, zero=1, **BOTH)),
+    slow("pipe=2,fsdp=2", dict(layers=8, microbatches=4, remat="full", **BOTH)),
+    slow("pipe=2,tensor=2", dict(microbatches=4, kv_heads=2, **BOTH)),
+    slow("pipe=2,tensor=2", dict(microbatches=2, overlap=True, **BOTH)),
+    slow("pipe=2,seq=2", dict(microbatches=2, remat="full", **BOTH)),
+    slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=4, **BOTH)),
+    slow("pipe=2,expert=2", dict(microbatches=2, experts=4, **BOTH)),
+    slow("pipe=2,fsdp=2,tensor=2", dict(microbatches=2, experts=4, shared_experts=1, **BOTH))])
 def test_a_pipelines_gradients_are_the_formulas(mesh, changes):
     """A microbatch added twice, or one that comes to a chunk before it has left the one before it,
     or never; a stage's share of the head left out."""
@@ -79,9 +145,10 @@ def kept(count, **changes):
 def test_one_forward_one_backward_keeps_no_more_for_more_microbatches():
     """A schedule that is 1F1B only by name, and keeps every microbatch until the last has gone
     forward, as GPipe does. (Read from the compiled programs.)"""
-    few, many = (kept(n, layers=4, schedule="1f1b") for n in (8, 32))
-    assert many < 1.02 * few            # the ids of 48 rows more
-    assert kept(32, layers=4, schedule="gpipe") > 2 * many
+    for how in (dict(schedule="1f1b"), BOTH):
+        few, many = (kept(n, layers=8, **how) for n in (8, 32))
+        assert many < 1.02 * few            # the ids of 48 rows more
+        assert kept(32, layers=8, schedule="gpipe") > 2 * many
 
 
 @pytest.mark.parametrize("schedule", [slow(dict(schedule="gpipe")), slow(INTERLEAVED)])
@@ -105,11 +172,13 @@ def test_a_pipeline_saves_its_layers_in_their_own_order(tmp_path):
     """A checkpoint in the order of the stages (0, 2 and 1, 3 if interleaved), which fits only one
     mesh."""
     ends = []
-    for name, mesh, changes in (("a", "pipe=2,data=2", INTERLEAVED), ("b", "data=2", {})):
+    for name, mesh, changes in (("a", "pipe=2,data=2", INTERLEAVED), ("b", "data=2", {}),
+                                ("c", "pipe=2,data=2", BOTH)):
         learn(make(layers=4, steps=3, out=str(tmp_path / name), **changes), mesh)
         ends.append(learn(make(layers=4, steps=6, out=str(tmp_path / name)), "data=2")[0])
-    for a, b in zip(*ends, strict=True):
-        assert a["step"] == b["step"] >= 4 and a["loss"] == pytest.approx(b["loss"], rel=5e-6)
+    for a, b, c in zip(*ends, strict=True):
+        assert a["step"] == b["step"] == c["step"] >= 4
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-6) == pytest.approx(c["loss"], rel=5e-6)
 
 
 # -------------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def draws(count, seed=0):
         if mesh["pipe"] > 1:
             rest |= dict(microbatches=int(rng.choice([1, 2])),
                          schedule=rng.choice(["gpipe", "interleaved", "1f1b"]).item())
-            rest |= dict(chunks=2) if rest["schedule"] == "interleaved" else {}
+            chunks = {"gpipe": 1, "interleaved": 2, "1f1b": int(rng.choice([1, 2]))}
+            rest |= dict(chunks=chunks[rest["schedule"]])
         text = ",".join(f"{a}={n}" for a, n in mesh.items() if n > 1)
         try:
             check_network(everything(**what, **rest), make_mesh(**mesh))

@@ -43,7 +43,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from zigzag.core.chips import compiler_options
-from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, one_line
+from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, listed, one_line
 from zigzag.core.files import (
     appears,
     check_format,
@@ -257,9 +257,13 @@ class RunFolder(contextlib.AbstractContextManager):
         if self.is_process_0:
             self.metrics.write(json.dumps(as_saved(row)) + "\n")
 
-    def compile_checksums(self, state: Any) -> None:
-        """Compile the checksums before the first step, so no save waits for the compiler."""
-        checksums(state_items(state))
+    def compile_checks(self, state: Any) -> None:
+        """Compile the checks before the first step, so no save waits for the compiler. Remember
+        which weights are finite."""
+        items = state_items(state)
+        checksums(items)
+        self.finite = [path for path, is_finite in _of_leaves(_finite, items["params"]).items()
+                       if is_finite]
 
     def read_best(self, several: Sequence[str]) -> dict[str, dict[int, dict]]:
         """Return {each --best criterion: {its best saved step: the evaluation}, or {}}. From
@@ -278,6 +282,10 @@ class RunFolder(contextlib.AbstractContextManager):
         self.uploads.wait(self.saved)
         _trim_memory()
         items, self.best = state_items(state), best
+        finite = _of_leaves(_finite, items["params"])
+        if broken := [path for path in self.finite if not finite[path]]:
+            raise RunError(f"step {at}: not saved, because {listed(broken, 2)} became infinite or "
+                           f"NaN; earlier checkpoints are complete; try a smaller --lr")
         meta = {"step": at, "skipped": skipped, "evaluation": as_saved(evaluation),
                 "leaves": _kinds(items), "checksums": checksums(items)}
         ocp = _orbax()
@@ -424,17 +432,25 @@ def check_kept(state: Any) -> None:
                               f"jax.random.key_data(key) for a key, or save nothing with --out ''")
 
 
+def _finite(x):
+    return jnp.isfinite(x).all()
+
+
 @functools.cache
-def _compiled_checksums(mesh):
-    return jax.jit(functools.partial(jax.tree.map, checksum),
+def _compiled(check, mesh):
+    return jax.jit(functools.partial(jax.tree.map, check),
                    out_shardings=jax.NamedSharding(mesh, jax.P()),
                    compiler_options=compiler_options(mesh))
 
 
+def _of_leaves(check, tree):
+    """Return {path: check(array)} for a tree of arrays on a mesh."""
+    return by_path(jax.device_get(_compiled(check, mesh_of(tree))(tree)))
+
+
 def checksums(tree: Any) -> dict[str, int]:
     """Return {path: checksum} for a tree of arrays on a mesh."""
-    sums = jax.device_get(_compiled_checksums(mesh_of(tree))(tree))
-    return {path: int(x) for path, x in by_path(sums).items()}
+    return {path: int(x) for path, x in _of_leaves(checksum, tree).items()}
 
 
 def _checkpoint(folder, step):

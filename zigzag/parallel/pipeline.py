@@ -6,7 +6,7 @@
                    stages V times, and the idle fraction shrinks by a factor of about V
     1f1b           a hand-written backward pass that starts each microbatch's backward as soon as
                    the last stage finishes it, so the number of activations in memory depends on
-                   the number of stages S, not on the number of microbatches M
+                   the number of stages S, not on the number of microbatches M; also with V chunks
 
 All stages run the same program inside a shard_map; `lax.axis_index("pipe")` tells a device which
 stage it is. A tick is one loop iteration: compute, then send the result to the neighbor. With k
@@ -70,53 +70,49 @@ def options_of(record: Any) -> Options:
 # -------------------------------------------------------------------------------------------
 # The timetable
 
-def ticks(stages: int, microbatches: int, schedule: str, chunks: int) -> tuple[int, int]:
-    """Return (the number of ticks, V). Ticks are iterations of the loop, which only goes forward
-    except in 1f1b; V is the number of chunks per stage, 1 unless the schedule is interleaved."""
-    if schedule == "1f1b":
-        return microbatches + 2 * stages - 1, 1
-    V = chunks if schedule == "interleaved" else 1
-    return _last_tick(microbatches - 1, stages, V) + 1, V
+def ticks(S: int, M: int, schedule: str, V: int) -> int:
+    """Return the number of ticks for M microbatches on S stages of V chunks. Ticks are iterations
+    of the loop, which only goes forward except in 1f1b."""
+    return S + turn_of(M - 1, V - 1, S, V) + (S * V if schedule == "1f1b" else 0)
 
 
-def passes(stages: int, microbatches: int, schedule: str, chunks: int, skips_idle: bool = True
-           ) -> int:
+def passes(S: int, M: int, schedule: str, V: int, skips_idle: bool = True) -> int:
     """Return how long a pipeline takes, in forward passes of one chunk over one microbatch. It
-    takes the same number of backward passes. In 1F1B, the first S ticks have only forward passes,
-    and the last S only backward passes. So if stages skip idle passes, both counts are S less than
-    the number of ticks."""
-    count, _ = ticks(stages, microbatches, schedule, chunks)
-    return count - stages if schedule == "1f1b" and skips_idle else count
+    takes the same number of backward passes. In 1F1B, the first S V ticks have only forward passes,
+    and the last S V only backward passes. If stages skip idle passes, neither count has both."""
+    return ticks(S, M, "gpipe" if skips_idle else schedule, V)
 
 
-def _last_tick(microbatch, S, V):
-    """Return the tick in which the last stage finishes a microbatch. A group of S microbatches goes
-    around the ring V times, at S ticks per lap; then the next group follows. Microbatch j of a
-    group runs j ticks behind the group's first."""
-    group, j = divmod(microbatch, S)
-    return (S - 1) + group * S * V + (V - 1) * S + j
+def turn_of(microbatch: Any, lap: Any, S: int, V: int) -> Any:
+    """Return the turn in which a stage takes a microbatch in this lap; stage s has turn u in tick
+    u + s. A group of S microbatches goes around the ring V times, at S ticks per lap; then the next
+    group follows. Microbatch j of a group runs j ticks behind the group's first."""
+    return microbatch // S * S * V + lap * S + microbatch % S
 
 
-def work_1f1b(t: Any, stage: Any, S: int) -> tuple[Any, Any]:
-    """Return the microbatches that a 1F1B stage takes forward and backward in tick t.
-
-    Microbatch m reaches stage s in tick m + s, so the last stage finishes it in tick m + S - 1. The
-    last stage takes it backward one tick later, and each earlier stage does so one tick after the
-    next stage: stage s in tick m + 2 S - 1 - s."""
-    return t - stage, t - (2 * S - 1 - stage)
+def work_in(turn: Any, S: int, V: int) -> tuple[Any, Any]:
+    """Return the microbatch and the lap of a stage's turn: the inverse of turn_of. Before the first
+    turn, the microbatch is negative."""
+    return turn // (S * V) * S + turn % S, turn % (S * V) // S
 
 
-def timeline(S: int, M: int, schedule: str = "gpipe", chunks: int = 1, skips_idle: bool = True
-             ) -> str:
-    """Return a description of how long a schedule of M microbatches on S stages takes, with its
-    idle fraction. `skips_idle`: a stage without work in a tick computes nothing (`skip_idle`)."""
-    _, V = ticks(S, M, schedule, chunks)
-    count = passes(S, M, schedule, V, skips_idle)
+def work_1f1b(t: Any, stage: Any, S: int, V: int = 1) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Return what a 1F1B stage takes forward and backward in tick t, as (microbatch, chunk).
+
+    The last stage finishes the first microbatch in tick S V - 1. It takes it backward one tick
+    later, and each earlier stage one tick after the next stage; laps begin with the last chunk."""
+    microbatch, lap = work_in(t - (S * V + S - 1 - stage), S, V)
+    return work_in(t - stage, S, V), (microbatch, V - 1 - lap)
+
+
+def timeline(S: int, M: int, schedule: str = "gpipe", V: int = 1, skips_idle: bool = True) -> str:
+    """Return a description of how long a schedule takes, with its idle fraction. `skips_idle`: a
+    stage without work in a tick computes nothing (`skip_idle`)."""
+    count, of_chunks = passes(S, M, schedule, V, skips_idle), f" of {V} chunks a stage" * (V > 1)
     idle = f"{1 - M * V / count:.0%}"
     if schedule == "1f1b":
-        return (f"1f1b: {M} microbatches take the time of {count} forward and {count} backward "
-                f"passes, {idle} of it idle")
-    of_chunks = f" of {V} chunks a stage" if V > 1 else ""
+        return (f"1f1b: {M} microbatches{of_chunks} take the time of {count} forward and {count} "
+                f"backward passes, {idle} of it idle")
     return (f"{schedule}: {count} ticks for {M} microbatches{of_chunks}, {idle} idle; "
             f"backward: the same")
 
@@ -151,7 +147,8 @@ def can_skip(sizes: dict[str, int], overlap: bool) -> bool:
     return sizes["seq"] == 1 and not (overlap and sizes["tensor"] > 1)
 
 
-def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None) -> Any:
+def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None,
+              alike: bool = False) -> Any:
     """Return work(x) on `busy` stages and idle(x) on all others (default: zeros of work's shapes).
 
     A branch (lax.cond) saves the time of idle work. It is safe even if `work` contains collectives,
@@ -160,7 +157,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
     stage. So either all members of a group reach the collective, or none do. A ring is different:
     every device in the mesh takes part in a collective-permute, no matter which pairs it lists, so
     a branch would deadlock. With a ring over seq, or over tensor (--overlap), every stage therefore
-    computes both sides and selects one with `where`.
+    computes both sides and selects one with `where`, unless all stages are busy `alike`.
 
     Both branches must have the same type, so we mark both results as varying over every axis that
     either result or `busy` varies over."""
@@ -172,7 +169,7 @@ def skip_idle(busy: Array, work: Callable, x: Any, idle: Callable | None = None)
         return lambda x: jax.tree.map(lambda a, axes: mark_varying(a, also=axes), fn(x), types)
 
     sizes = {"seq": ambient()[0]["seq"], "tensor": axis_size("tensor")}
-    if not can_skip(sizes, trace_settings().overlap):
+    if not (alike or can_skip(sizes, trace_settings().overlap)):
         return jax.tree.map(lambda a, b: jnp.where(busy, a, b), typed(work)(x), typed(idle)(x))
     return lax.cond(busy, typed(work), typed(idle), x)
 
@@ -233,8 +230,7 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
     numbers = jnp.arange(S * len(jax.tree.leaves(weights)[0])).reshape(V, S, -1)
 
     def tick(x, t):
-        turn, lap = t - me, S * V
-        microbatch, chunk = turn // lap * S + turn % S, turn % lap // S
+        microbatch, chunk = work_in(t - me, S, V)
         busy = (microbatch >= 0) & (microbatch < M)
         x = jnp.where((me == 0) & (chunk == 0), pick(xs, microbatch), x)
 
@@ -250,7 +246,7 @@ def interleaved(stack: Callable, weights: Any, x: Array, batch: Any, options: Op
         return send(x, "pipe", 1), (x, aux)
 
     start = vary_like(jnp.zeros_like(xs[0]), xs, batch, weights, me)
-    finished = np.array([_last_tick(m, S, V) for m in range(M)])
+    finished = S - 1 + turn_of(np.arange(M), V - 1, S, V)
     _, (out, aux) = lax.scan(tick, start, jnp.arange(finished[-1] + 1))
     return jnp.where(me == S - 1, out[finished], 0).reshape(x.shape), aux
 
@@ -278,18 +274,21 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
 
       1. takes microbatch t - s forward and saves its input (on stage 0, embed computes it first);
       2. computes its share of the head for the microbatch that the last stage just finished,
-         t - (S - 1). All stages share the head, which contains collectives. So every stage calls it
-         in every tick, and replaces the results with zeros if there's no such microbatch. The
-         head's backward pass yields its gradients and, on the last stage, `dlast`: the cotangent
-         with which that stage takes the same microbatch backward in tick t + 1;
+         t - (S - 1). All stages share the head, which contains collectives, and all skip it if
+         there's no such microbatch. The head's backward pass yields its gradients and, on the last
+         stage, `dlast`: the cotangent with which that stage takes the same microbatch backward in
+         tick t + 1;
       3. takes microbatch t - (2 S - 1 - s) backward: it recomputes the layers from the saved input
          and applies their vjp to the cotangent (`dlast` on the last stage, otherwise the `dx` that
          the next stage sent); stage 0 then takes the result through embed's vjp;
       4. sends its output to the next stage and its input's cotangent to the previous one.
 
+    With V chunks, `work_1f1b` says which chunk of which microbatch it takes. What the last stage
+    sends goes to stage 0's next chunk, and embed and the head run at the first and last chunks.
+
     Stage s holds the input of microbatch m from tick m + s to tick m + 2 S - 1 - s, which makes
     2 (S - s) inputs at a time. All stages run the same program, so all reserve room for stage 0's
-    2 S. This doesn't grow with the number of microbatches.
+    2 S (2 S V with chunks). This doesn't grow with the number of microbatches.
 
     The forward pass computes the gradient of only the sum, including the layers' term from aux, and
     the backward pass multiplies it by the sum's cotangent. The count and the extra sums have no
@@ -316,14 +315,15 @@ def _with_gradients(parts, params, weights):
                     the next stage's input cotangent from the last tick
         dlast       replaces dx on the last stage: the cotangent of its output from the last tick,
                     from the head's backward pass
-        inputs      [2 S, b, T, D]: this stage's input for microbatch m at index m % (2 S), saved
-                    until the stage takes m backward, at most 2 S - 1 ticks
+        inputs      [2 S V, b, T, D]: this stage's input of turn u at index u % (2 S V), saved until
+                    the stage takes it backward, at most 2 S V - 1 ticks
         grads       gradients of (params, weights) so far, in float32
         sums, aux   the head's (sum, count, ...) and the layers' aux so far
     """
-    S, M, me = axis_size("pipe"), parts.options.microbatches, lax.axis_index("pipe")
-    batch, own = split_rows(parts.batch, M), len(jax.tree.leaves(weights)[0])
-    numbers = me * own + jnp.arange(own)
+    S, me = axis_size("pipe"), lax.axis_index("pipe")
+    M, V = parts.options.microbatches, parts.options.chunks
+    batch, chunks = split_rows(parts.batch, M), split_rows(weights, V)
+    numbers = jnp.arange(S * len(jax.tree.leaves(weights)[0])).reshape(V, S, -1)
 
     def marked(tree):
         """Give the tree the same varying type as the loop's carry, which must not change."""
@@ -332,54 +332,61 @@ def _with_gradients(parts, params, weights):
     def embed(params, m):
         return marked(parts.embed(params, pick(batch, m)))
 
-    def layers(weights, x, m):
-        return marked(parts.stack(weights, x, numbers, pick(batch, m)))
+    def layers(weights, x, m, chunk):
+        return marked(parts.stack(weights, x, pick(pick(numbers, chunk), me), pick(batch, m)))
 
-    def head(params, y, m):
-        return parts.head(params, y, pick(batch, m))
-
-    def layer_gradients(x, dy, m):
+    def layer_gradients(x, dy, m, chunk):
         """Recompute the layers from x; return the gradient of weights and the cotangent of x."""
-        (_, aux), vjp = jax.vjp(lambda w, x: layers(w, x, m), weights, x)
+        (_, aux), vjp = jax.vjp(lambda w, x: layers(w, x, m, chunk), pick(chunks, chunk), x)
         return vjp((dy, None if aux is None else _one_and_zeros(aux)))
+
+    def head(y, grads, m):
+        """Return the head's sums, the cotangent of y, and grads with the gradient of params."""
+        sums, vjp = jax.vjp(lambda params, y: parts.head(params, y, pick(batch, m)), params, y)
+        more, dy = vjp(_one_and_zeros(sums))
+        return sums, dy, add_to(grads, more)
 
     def tick(t, carry):
         x, dx, dlast, inputs, (dparams, total), so_far, aux_so_far = carry
-        (forward, backward), finished = work_1f1b(t, me, S), t - (S - 1)
+        (forward, chunk), (backward, back) = work_1f1b(t, me, S, V)
         first, last = me == 0, me == S - 1
 
         busy = (forward >= 0) & (forward < M)
-        x = skip_idle(busy & first, lambda x: embed(params, forward), x, lambda x: x)
+        x = skip_idle(busy & first & (chunk == 0), lambda x: embed(params, forward), x, lambda x: x)
         inputs = jnp.where(busy, lax.dynamic_update_index_in_dim(
-            inputs, x, forward % (2 * S), 0), inputs)
-        y, aux = skip_idle(busy, lambda x: layers(weights, x, forward), x)
+            inputs, x, (t - me) % (2 * S * V), 0), inputs)
+        y, aux = skip_idle(busy, lambda x: layers(pick(chunks, chunk), x, forward, chunk), x)
 
-        # Run the head for the microbatch that the last stage just finished. Never skip it, because
-        # all stages take part in its collectives.
-        valid = (finished >= 0) & (finished < M)
-        sums, vjp = jax.vjp(lambda params, y: head(params, y, finished), params,
-                            jnp.where(last, y, 0))
-        dhead, next_dlast = vjp(_one_and_zeros(sums))
-        sums, dhead = jax.tree.map(lambda a: jnp.where(valid, a, 0), (sums, dhead))
+        # Run the head for the microbatch that the last stage just finished. All stages take part in
+        # its collectives, or all skip it.
+        finished, lap = work_in(t - (S - 1), S, V)
+        sums, next_dlast, dparams = skip_idle(
+            (finished >= 0) & (finished < M) & (lap == V - 1),
+            lambda given: head(*given, finished), (jnp.where(last, y, 0), dparams),
+            lambda given: (jax.tree.map(jnp.zeros_like, so_far), jnp.zeros_like(y), given[1]),
+            alike=True)
 
         # Backward pass.
-        dx = jnp.where(last, dlast, dx)
+        dx = jnp.where(last & (back == V - 1), dlast, dx)
         turn = (backward >= 0) & (backward < M)
         dweights, dx = skip_idle(turn, lambda dx: layer_gradients(
-            pick(inputs, backward % (2 * S)), dx, backward), dx)
-        dembed, = skip_idle(turn & first, lambda dx: jax.vjp(
+            pick(inputs, turn_of(backward, back, S, V) % (2 * S * V)), dx, backward, back), dx)
+        dembed, = skip_idle(turn & first & (back == 0), lambda dx: jax.vjp(
             lambda params: embed(params, backward), params)[1](dx), dx)
+        total = jax.tree.map(lambda total, new: lax.dynamic_update_index_in_dim(
+            total, add_to(pick(total, back), new), back, 0), total, dweights)
 
         return (send(y, "pipe", 1), send(dx, "pipe", -1), next_dlast, inputs,
-                (add_to(add_to(dparams, dhead), dembed), add_to(total, dweights)),
+                (add_to(dparams, dembed), total),
                 add_to(so_far, sums), add_to(aux_so_far, aux))
 
     x = marked(zeros_of(parts.embed, params, pick(batch, 0)))
-    grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, weights))
-    start = (x, x, x, jnp.stack([x] * 2 * S), mark_varying(grads, me),
-             zeros_of(head, params, x, 0), zeros_of(layers, weights, x, 0)[1])
-    *_, grads, sums, aux = lax.fori_loop(0, ticks(S, M, "1f1b", 1)[0], tick, start)
-    return with_aux(sums, aux), astype(grads, (params, weights))
+    grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, chunks))
+    start = (x, x, x, jnp.stack([x] * 2 * S * V), mark_varying(grads, me),
+             zeros_of(head, x, grads[0], 0)[0], zeros_of(layers, pick(chunks, 0), x, 0, 0)[1])
+    *_, (dparams, total), sums, aux = lax.fori_loop(0, ticks(S, M, "1f1b", V), tick, start)
+    total = jax.tree.map(lambda a, w: a.reshape(w.shape), total, weights)
+    return with_aux(sums, aux), astype((dparams, total), (params, weights))
 
 
 def _one_and_zeros(sums):

@@ -65,9 +65,9 @@ def check_config(c: Any) -> None:
         if c.collectives == "compiler" and (value := getattr(c.network, name)):
             raise ConfigError(f"--{name} {value}: needs --collectives explicit")
     schedule, chunks = c.network.schedule, c.network.chunks
-    if (chunks > 1) != (schedule == "interleaved"):
+    if chunks > 1 and schedule == "gpipe" or chunks == 1 and schedule == "interleaved":
         raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved needs at least 2 "
-                          f"--chunks, and every other schedule needs 1")
+                          f"--chunks, and gpipe needs 1")
     for best in c.best:
         if not re.fullmatch(r"(smallest|largest):\S+", best):
             raise ConfigError(f"--best {best}: expected smallest:NAME or largest:NAME, where NAME "

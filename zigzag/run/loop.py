@@ -135,7 +135,7 @@ def prepare(loop: Loop) -> Callable | None:
                            folder.record if folder else {}, loop.log, say.line)
     if folder:
         folder.files.enter_context(loop.loggers)
-        folder.compile_checksums(program.permute(program.saved(loop.state), back=True))
+        folder.compile_checks(program.permute(program.saved(loop.state), back=True))
     memory = step.memory_analysis()
     say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
              f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
