@@ -114,7 +114,7 @@ def test_a_stage_works_in_the_order_of_the_timetable(changes):
     # (Each device has 3 tokens between blocks, which two stages do not share out evenly.)
     slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=2)),
     slow("pipe=2,seq=2,tensor=2", dict(seq_len=12, microbatches=2, schedule="1f1b")),
-    ("pipe=2", dict(microbatches=4, **BOTH)),
+    ("pipe=2", dict(microbatches=4, dropout=0.1, **BOTH)),
     slow("pipe=4", dict(layers=8, microbatches=8, tied=True, **BOTH)),
     slow("pipe=2", dict(layers=8, microbatches=4, schedule="1f1b", chunks=4)),
     slow("pipe=4", dict(layers=8, microbatches=2, remat="selective", **BOTH)),
