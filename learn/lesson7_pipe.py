@@ -113,8 +113,8 @@ for M in (4, 8, 32):
 # Give each stage two non-adjacent chunks of layers. With 8 layers A to H on 4 stages, stage 0 has A
 # and E, and stage 1 has B and F. A microbatch goes around twice, in ticks half as long, so the idle
 # time halves: (S - 1) / (2 M + S - 1) of the total, if S divides M. The price is twice as many
-# sends. The diagram shows all three schedules as this repository's loops run them, with a backward
-# pass twice as long as a forward pass:
+# sends. `--schedule 1f1b --chunks 2` does both. The diagram shows the three schedules as this
+# repository's loops run them, with a backward pass twice as long as a forward pass:
 
 # %%
 lesson.picture("timetables")
