@@ -147,8 +147,10 @@ class _Run:
         # How often a layer runs, and its forward passes each time (1F1B and --remat each add one).
         self.layers = round(self.passes * c.layers / S)
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
-        # How often the embedding and head run (every tick in 1F1B), and the bytes of their X.
-        self.ends = self.ticks if self.is_1f1b else config.accumulate
+        # How often the embedding and head run, and the bytes of their X: in 1F1B, of a microbatch,
+        # and the embedding in every tick.
+        self.embeds = self.ticks if self.is_1f1b else config.accumulate
+        self.heads = config.accumulate * (M if self.is_1f1b else 1)
         self.X_ends = self.X if self.is_1f1b else self.X * M
 
     def scatter(self, axis, count, size):
@@ -261,18 +263,18 @@ def _vocabulary(run, rows):
     tokens = run.X_ends // run.D_bytes      # each stage's head gets a part of these
     chunks = loss_chunks(tokens // run.time, run.time // S // (
         run.sizes["tensor"] if run.splits_head else 1), rows)
-    heads, X_head = run.ends * chunks, run.X_ends // S // chunks
-    yield run.reduce, "tensor", run.ends, run.X_ends                            # the embedding
-    yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends        # its gradient
+    heads, X_head = run.heads * chunks, run.X_ends // S // chunks
+    yield run.reduce, "tensor", run.embeds, run.X_ends                          # the embedding
+    yield "all-gather", "tensor", run.embeds * run.splits_time, run.X_ends      # its gradient
     if run.splits_head:
         if run.model.overlap:
             yield run.in_parts(2 * heads, X_head)
         else:
             yield "all-gather", "tensor", heads, X_head
             yield "reduce-scatter", "tensor", heads, X_head
-        yield "all-reduce", "tensor", run.ends, run.D_bytes             # the last norm's scale
+        yield "all-reduce", "tensor", run.heads, run.D_bytes             # the last norm's scale
     else:       # gather the tokens before the stages divide them
-        yield "all-gather", "tensor", run.ends * run.splits_time, run.X_ends
+        yield "all-gather", "tensor", run.heads * run.splits_time, run.X_ends
         yield "all-reduce", "tensor", heads, X_head
     # For each token's loss: the largest logit, the sum of exponentials, the target's logit.
     yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
@@ -320,7 +322,7 @@ def _pipe(run):
     n = run.sizes["tensor"]
     yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
     for kind in ("reduce-scatter", "all-gather"):
-        yield kind, "pipe", run.ends, run.X_ends // (n if run.splits_head else 1)
+        yield kind, "pipe", run.heads, run.X_ends // (n if run.splits_head else 1)
 
 
 def _seq(run, segments):

@@ -127,9 +127,9 @@ def loaded(folder, code):
 
 def test_a_plain_run_loads_what_it_uses(bare, text, tmp_path):
     """A part that is imported by every run; text, or a conversation, that importing train reads."""
-    assert loaded(bare, "import train") <= 13_000
-    assert loaded(ROOT, "import train") <= 13_300
-    assert loaded(ROOT, "import sample") <= 10_000
+    assert loaded(bare, "import train") <= 13_050
+    assert loaded(ROOT, "import train") <= 13_400
+    assert loaded(ROOT, "import sample") <= 10_100
 
     def of_command(folder, file, *words):
         return loaded(folder, f"sys.argv[1:] = {[*map(str, words)]}\n"

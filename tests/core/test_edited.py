@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.common import SMALL
+from tests.common import SMALL, full
 from tests.helpers import ROOT
 from zigzag.core import edited as tested
 
@@ -64,8 +64,8 @@ def module_in(folder):
 
 @pytest.mark.parametrize("words, renews", [
     (["test_all.py"], True), (["test_all.py", "test_other.py"], True),
-    (["test_all.py", "-n", "2"], True), (["test_all.py", "-k", "first"], False),
-    (["test_all.py", "-n", "2", "-k", "first"], False),
+    full(["test_all.py", "-n", "2"], True), (["test_all.py", "-k", "first"], False),
+    full(["test_all.py", "-n", "2", "-k", "first"], False),
     (["test_all.py::test_first", "test_all.py::test_second"], False), (["test_other.py"], False),
     (["test_all.py", "--deselect", "test_all.py::test_second[2]"], False),
     (["test_all.py", "--collect-only"], False)], ids=lambda words: " ".join(words) if isinstance(

@@ -101,8 +101,10 @@ def test_a_save_is_there_whatever_comes_after_it(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [
-    lambda: jnp.arange(5) % 2 == 0, lambda: jnp.bool_(True), lambda: jnp.arange(4) * (1 - 2j),
-    lambda: jnp.arange(4, dtype="float8_e4m3fn")], ids=["bools", "a bool", "complex", "float8"])
+    lambda: jnp.arange(5) % 2 == 0, full(lambda: jnp.bool_(True)),
+    full(lambda: jnp.arange(4) * (1 - 2j)),
+    full(lambda: jnp.arange(4, dtype="float8_e4m3fn"))],
+    ids=["bools", "a bool", "complex", "float8"])
 def test_a_state_keeps_what_is_no_float(tmp_path, kept):
     """45 lines of jax before the first update, for the bool of optax.apply_if_finite; a flipped bit
     in an imaginary part that restores silently."""
@@ -194,12 +196,32 @@ def test_what_was_cut_short_is_cleared_away(run):
     shutil.copytree(run / "checkpoints/6", run / "checkpoints/5.orbax-checkpoint-tmp")
     lines = (run / "metrics.jsonl").read_text()
     for cut in (1, 9):
-        (run / "metrics.jsonl").write_text(lines[:-cut])
+        (run / "metrics.jsonl").write_text(lines[:-cut] + '\n{"step": 3, "loss": "y"}' * (cut > 1))
         train_in(run, 7, 9)
         shutil.rmtree(run / "checkpoints/7")
         steps = [json.loads(line)["step"] for line in open(run / "metrics.jsonl")]
         assert steps[-1] == 7 and sorted(set(steps)) == steps
         assert not list((run / "checkpoints").glob("*tmp*"))
+
+
+def test_a_folder_that_is_moved_while_a_run_writes_there_ends_the_run(tmp_path):
+    """Status 0, and checkpoints without a config.json in a new folder of the same name."""
+    class Moves(KeepRows):
+        def step(self, row, *given, **named):
+            if row["step"] == 3:
+                (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.raises(RunError, match="step 8 was not saved, because this folder was moved"):
+        learn(make(steps=8, save_every=8, out=str(tmp_path / "run")), say=Moves([], []))
+    assert not (tmp_path / "run").exists()
+    assert train_in(tmp_path / "moved", 8)[1].step == 8
+
+
+def test_an_empty_folder_among_the_checkpoints_is_no_step(run):
+    """A run that is at step 77 already, because of a folder of that name."""
+    (run / "checkpoints/77").mkdir()
+    assert checkpoint.newest_step(run) == 6
+    assert train_in(run, 8)[1].step == 8
 
 
 def test_two_runs_do_not_write_in_one_folder(run):
@@ -326,6 +348,7 @@ def test_a_change_is_noted_at_the_step_from_which_it_holds(run):
     assert record["changes"] == [{"step": 4, "lr": [0.015625, 0.001]}]
 
 
+@pytest.mark.full
 def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itself(run):
     """A new run that overwrites the metrics of one whose checkpoints are all damaged."""
     for step in (2, 4, 6):
@@ -336,6 +359,7 @@ def test_without_a_checkpoint_that_can_be_read_a_run_does_not_begin_anew_by_itse
     assert (run / "metrics.jsonl").read_text() == lines
 
 
+@pytest.mark.full
 def test_a_flipped_byte_passes_only_where_nobody_looks(run):
     """Arrays of another dtype, which orbax casts silently; --verify off that verifies."""
     meta = largest(run / "checkpoints/6/meta")
@@ -402,6 +426,7 @@ def test_weights_of_which_no_checkpoint_is_left(run, monkeypatch):
         train_in(run, 8, loss=of_any_weights)
 
 
+@pytest.mark.full
 def test_trouble_of_this_machine_sets_nothing_aside(run, monkeypatch):
     """All checkpoints renamed because the disk could not be reached for a moment."""
     def fail(*_):

@@ -245,6 +245,7 @@ def test_token_files_that_are_none_are_refused(tmp_path, capsys):
             :9].tolist()
 
 
+@pytest.mark.full
 def test_token_files_are_trained_and_sampled_as_numbers(tmp_path, capsys):
     """A run without a tokenizer that cannot evaluate, or write; the command that it proposes."""
     TOKENS.astype(np.uint16).tofile(tmp_path / "x.bin")

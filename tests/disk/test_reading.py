@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import data
-from tests.common import data_py, json_lines, prepared, refused
+from tests.common import data_py, full, json_lines, prepared, refused
 from tests.helpers import ROOT
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.files import lock, run_has_begun
@@ -106,7 +106,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch, small_pi
     assert (np.array(whole.train) == np.array(made.train)).all()
 
 
-@pytest.mark.parametrize("field", ["", "w"])
+@pytest.mark.parametrize("field", ["", full("w")])
 def test_an_interrupted_encoding_goes_on(tmp_path, small_pieces, stopping, field):
     """Tokens, or their weights, that are lost or doubled around the place of an interruption; a
     half that looks complete, or that goes on with other settings."""

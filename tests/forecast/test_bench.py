@@ -10,6 +10,7 @@ from tests.helpers import rows_of
 SMALL = ("--layers", "1", "--d_model", "32", "--heads", "2", "--seq_len", "32")
 
 
+@pytest.mark.full
 def test_minutes_become_steps_and_a_run_keeps_them(text, tmp_path, capsys, monkeypatch):
     """A schedule that ends at 900 steps; a second start that begins to count its time again."""
     def train_some(config, mesh, task, say):

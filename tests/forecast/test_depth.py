@@ -104,6 +104,7 @@ def test_what_depth_does_not_fit_is_one_line(capsys):
     assert re.search(r"--d_model .*\[192\]", capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_run_keeps_what_its_depth_chose(text, tmp_path, capsys, monkeypatch):
     """A run that continues by rules that have changed since, or as a model of another depth; a cost
     that is printed again, or that counts the steps of the trial."""

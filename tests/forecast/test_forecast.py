@@ -183,6 +183,7 @@ def compiler_of(chips, changes):
 # The arithmetic includes a pipeline's idle ticks, equally busy experts, and two key heads on four
 # devices. A TPU's kernel computes blocks of 512 (here one), and two of the five products of its
 # backward pass twice.
+@pytest.mark.full
 @pytest.mark.parametrize("chips, mesh, changes, least, most", [
     slow("v5e:4x4", "fsdp=16", ("--remat", "full", "--pack", "documents"), 1.25, 1.35),
     slow("v5e:4x4", "fsdp=4,tensor=4", ("--remat", "selective", "--experts", 4), 1.0, 1.1),
@@ -281,6 +282,8 @@ def test_what_the_sources_train_fits_where_they_train_it(tmp_path, chips, most, 
     assert done.returncode == 0, done.stderr[-2000:]
     peak = float(re.search(r"peak ([\d.]+) GiB a device", done.stdout)[1])
     assert peak * 1.0737 < most, done.stdout[-2000:]
-    for sent, expected in re.findall(
-            r"^sends +([\d.]+ [MG]B) per device.*expected: ([\d.]+ [MG]B) in", done.stdout, re.M):
-        assert chips[0] == "v" or abs(read_size(sent) / read_size(expected) - 1) < 0.03, done.stdout
+    rows = re.findall(r"^sends +([\d.]+ [MG]B) per device.*expected: ([\d.]+ [MG]B|none)",
+                      done.stdout, re.M)
+    assert len(rows) >= (2 if chips[0] == "h" else 0), done.stdout      # (no formulas for v4)
+    for sent, expected in rows:
+        assert abs(read_size(sent) / read_size(expected) - 1) < 0.03, done.stdout

@@ -10,7 +10,7 @@ import pytest
 import data
 import model
 import sample
-from tests.common import command, net
+from tests.common import command, full, net
 from tests.helpers import learn, make, mesh_of, run_of
 from tests.readme import block
 from zigzag.commands.sampling import load_model
@@ -50,6 +50,7 @@ def test_a_run_of_fit_is_sampled_and_exported(fitted, tmp_path, capsys):
                                model.forward(again, ids, published), atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_run_without_a_tokenizer(tmp_path, capsys):
     """A tokenizer of bytes, for a run whose ids are something else."""
     config = make(steps=1, out=str(tmp_path / "run"))
@@ -61,7 +62,7 @@ def test_a_run_without_a_tokenizer(tmp_path, capsys):
         load_model(Flags(run=str(tmp_path / "run")))
 
 
-@pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2"])
+@pytest.mark.parametrize("mesh", [full(None), "data=2,fsdp=2"])
 def test_a_run_of_a_custom_task_is_loaded(tmp_path, mesh):
     """"vocab_size is 0", for a run whose weights are not the network's."""
     config = make(steps=2, out=str(tmp_path / "run"))

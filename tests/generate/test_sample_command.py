@@ -477,7 +477,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
         assert status == 2 and "error: " in rest and "Traceback" not in rest
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_lines_are_continued_at_a_terminal():
     """A model without a template that cannot be used at a terminal; an error after Ctrl-D."""
     with Terminal("") as person:
@@ -488,7 +488,7 @@ def test_lines_are_continued_at_a_terminal():
         assert person.end()[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_answers_grow_at_a_terminal(tmp_path):
     """An answer that is printed only when it is complete; a second answer without the text that was
     generated while the first was shown."""
@@ -540,7 +540,7 @@ def test_an_encoding_that_lacks_a_character():
     assert text.startswith(rb"\xe9ok \U0001f600") and json.loads(record)["text"].startswith("ok 😀")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_pipe_that_closes_early_is_one_line():
     """A traceback after `| head -1`."""
     run = subprocess.Popen(

@@ -13,7 +13,7 @@ import pytest
 import model
 import shard
 from tests.common import assert_same_on, full, slow, temporaries
-from tests.helpers import batch_of, build, learn, make, mesh_of, program_of
+from tests.helpers import batch_of, build, learn, make, mesh_of, program_of, tokens_of
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import by_path
@@ -91,6 +91,7 @@ def test_a_stage_works_in_the_order_of_the_timetable(changes):
                               out_specs=jax.P("pipe")))(
             jnp.ones(S * V), jnp.ones((M, 4)), jnp.arange(M)).block_until_ready()
         jax.effects_barrier()
+    assert len(took) == S
     for stage, found in took.items():       # (the first call is forward, the last one backward)
         places = [(t, (found if way == "f" else found[::-1]).index(work), way)
                   for t in range(ticks(S, M, "1f1b", V))
@@ -130,6 +131,16 @@ def test_a_pipelines_gradients_are_the_formulas(mesh, changes):
     """A microbatch added twice, or one that comes to a chunk before it has left the one before it,
     or never; a stage's share of the head left out."""
     assert_same_on(mesh, **{"layers": 4, **changes})
+
+
+@pytest.mark.parametrize("changes", [BOTH, slow(INTERLEAVED), slow(dict(schedule="1f1b"))], ids=str)
+def test_an_evaluation_runs_the_layers_in_their_own_order(changes):
+    """Layers in the order in which stages store them: nothing but a held-out loss would show it."""
+    found = []
+    for mesh, how in (("", {}), ("pipe=2", changes)):
+        config = make(layers=4, steps=2, batch=8, microbatches=4, lr=0.3, **how)
+        found.append(learn(config, mesh, held_out=tokens_of(config, 8, 1))[1].held_out)
+    assert found[0] == pytest.approx(found[1], rel=5e-6)
 
 
 # -------------------------------------------------------------------------------------------
@@ -340,7 +351,7 @@ def scaled(p, x, batch):
     return x, batch["weights"] * batch["scale"] * batch["table"].sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("mesh", ["seq=2", "pipe=2", full("pipe=2,seq=2")])
+@pytest.mark.parametrize("mesh", ["seq=2", full("pipe=2"), full("pipe=2,seq=2")])
 def test_an_array_as_long_as_the_time_is_cut_only_if_the_task_says_so(mesh):
     """A table of 16 numbers for each row, cut and permuted over seq because a row has 16 tokens,
     too: a wrong loss without a word."""

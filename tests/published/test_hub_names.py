@@ -165,6 +165,7 @@ def test_a_pickle_alone_is_refused_and_never_downloaded(hub):
 # -------------------------------------------------------------------------------------------
 # A run
 
+@pytest.mark.full
 def test_a_run_records_the_commit_and_continues_without_the_hub(hub, models, capsys, tmp_path):
     """A run that continues from, or is sampled with, what the name means by now, or that needs the
     hub for data that it has encoded; --field that reads another field."""

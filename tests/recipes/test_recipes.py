@@ -117,7 +117,7 @@ def test_lm_eval_gets_what_forward_says(folder):
                 params, [tokenizer.prompt("bala 3")], config, 1, temperature=0)[0])]]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_lm_eval_gives_the_accuracy_of_choices(folder, tmp_path, capsys):
     """Flags that do not reach lm_eval, or the model; a choice without its space."""
     rng = np.random.default_rng(0)

@@ -636,6 +636,7 @@ def test_what_wraps_the_transformers_loss_is_another():
         learn(make(), "data=4", loss=wraps)
 
 
+@pytest.mark.full
 def test_rounds_of_experts_are_no_difference():
     """A loss refused because tokens travel to their experts in several rounds, and one device
     needs none."""

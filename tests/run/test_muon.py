@@ -16,7 +16,7 @@ from zigzag.run import muon
 
 # Matrices of several shapes, of which some are square; key heads that tensor=4 does not divide.
 MODEL = dict(layers=4, experts=4, kv_heads=2)
-MESHES = [("data=8", {}), ("fsdp=2,tensor=2,data=2", {}), ("pipe=2,tensor=2,data=2", {}),
+MESHES = [full("data=8", {}), ("fsdp=2,tensor=2,data=2", {}), full("pipe=2,tensor=2,data=2", {}),
           ("fsdp=2,tensor=2,data=2", dict(zero=1)), full("fsdp=4,expert=2", {}),
           full("tensor=4,seq=2", {}), full("data=2,fsdp=4", dict(layers=3)),
           full("pipe=4,fsdp=2", {}), full("data=4,tensor=2", dict(collectives="compiler")),

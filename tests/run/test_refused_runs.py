@@ -50,6 +50,7 @@ def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path, text, capsys, kind)
     assert all_of(tmp_path) == before
 
 
+@pytest.mark.full
 def test_no_command_writes_among_files_that_it_did_not_make(tmp_path, text, capsys):
     """A run whose tokenizer data.py replaced, so that nothing reads it any more; a run, or tokens,
     among texts, prepared data or a published model; a folder refused for what harms nobody."""

@@ -156,6 +156,7 @@ def test_a_finished_run_with_more_steps_holds_its_last_rate(tmp_path, monkeypatc
     assert newest_step(out) == 10
 
 
+@pytest.mark.full
 def test_no_update_has_a_rate_of_zero_or_less(tmp_path, monkeypatch):
     """50 more updates of a finished run, all with the rate 0 at which its decay had ended; a last
     rate of -7.5e-11, which climbs."""

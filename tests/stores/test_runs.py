@@ -134,6 +134,7 @@ def test_a_store_without_conditions_is_refused(behind, proxy):
         lease.Lease(behind.of_run()).take()
 
 
+@pytest.mark.full
 def test_what_a_kill_left_of_a_save_does_not_count(bucket, saved, whole, tmp_path):
     """A checkpoint without its last object that a run continues from, or whose chunks are mixed
     with those of the next save of that step; a lock that is left; a log that begins again."""

@@ -97,6 +97,7 @@ def test_what_is_asked_of_the_compiler_gives_way(monkeypatch):
     assert compiler_options(few) == {gather: True}
 
 
+@pytest.mark.full
 def test_the_table_of_a_big_model_needs_no_memory():
     """Weights, or a mesh, that are made to print where they would be."""
     done = command("--model", "llama-70b", "--shards", 8, file="shard.py")

@@ -56,8 +56,9 @@ def draws(count, seed=0):
         if mesh["pipe"] > 1:
             rest |= dict(microbatches=int(rng.choice([1, 2])),
                          schedule=rng.choice(["gpipe", "interleaved", "1f1b"]).item())
-            chunks = {"gpipe": 1, "interleaved": 2, "1f1b": int(rng.choice([1, 2]))}
-            rest |= dict(chunks=chunks[rest["schedule"]])
+            some = rest["zero"] or rest["remat"] == "selective"
+            rest |= dict(chunks=2) if rest["schedule"] == "interleaved" or (
+                rest["schedule"] == "1f1b" and some) else {}
         text = ",".join(f"{a}={n}" for a, n in mesh.items() if n > 1)
         try:
             check_network(everything(**what, **rest), make_mesh(**mesh))
@@ -118,7 +119,8 @@ def test_every_axis_and_choice_is_drawn():
         for what in MODELS:
             assert any(axis in m and what.items() <= w.items() for m, w, _ in DRAWN), (axis, what)
     for choice in (dict(schedule="1f1b"), dict(schedule="interleaved"), dict(schedule="gpipe"),
-                   dict(remat="full"), dict(zero=1), dict(remat="selective"), dict(accumulate=2)):
+                   dict(schedule="1f1b", chunks=2), dict(remat="full"), dict(zero=1),
+                   dict(remat="selective"), dict(accumulate=2)):
         assert sum(choice.items() <= r.items() for *_, r in DRAWN) >= 3
 
 

@@ -47,6 +47,7 @@ def test_gradients_equal_finite_differences(mesh, changes):
                 assert found == pytest.approx((there - back) / 2e-5, rel=1e-4, abs=1e-9), path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [
     dict(d_model=12, positions="learned", d_ff=3),
     full(dict(d_model=12, positions="learned", d_ff=3, experts=3)), full({})])

@@ -8,7 +8,6 @@ The dataclass's fields are the flags; zigzag/core/options.py explains how to dec
 """
 
 import dataclasses
-import errno
 import inspect
 import math
 import os
@@ -127,10 +126,12 @@ def _value(name, kind, values, given):
         raise ConfigError(f"--{name} needs a value ({kind.__name__})")
     text = values[0] if values else "true"
     try:
+        text.encode()       # fails for bytes that aren't UTF-8
         value = BOOLS[text.lower()] if kind is bool else (
             _integer(text) if kind is int else kind(text))
     except (ValueError, KeyError):
-        expected = {int: "an integer", float: "a number", bool: "true or false"}[kind]
+        expected = {int: "an integer", float: "a number", bool: "true or false",
+                    str: "text in UTF-8"}[kind]
         raise ConfigError(f"--{name} {text}: expected {expected}") from None
     if kind in (int, float) and not abs(value) < (2**31 if kind is int else math.inf):
         raise ConfigError(f"--{name} {text}: expected a finite number"
@@ -194,7 +195,6 @@ def _help_line(name, default, text):
 
 IN_TRAINING = ("try a larger --mesh, --remat full or a larger --accumulate (python shard.py prints "
                "the memory of the weights)")
-AGAIN = "run the same command to continue from the last checkpoint, if any"
 
 
 def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[int, str]:
@@ -204,11 +204,11 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
         return 2, "error: " + " ".join(str(error).split())
     if isinstance(error, RunError):
         return 1, f"error: {error}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        what = ": ".join(filter(None, [error.strerror, error.filename]))
-        return 1, f"error: {what}; free some space, then {AGAIN}"
+    if isinstance(error, OSError) and error.errno:      # a full disk, a file that can't be written
+        return 1, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, f"interrupted: {AGAIN}"
+        return 130, ("interrupted: run the same command to continue from the last checkpoint, if "
+                     "any")
     # Match by name, because data.py runs without jax.
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return 1, f"error: out of memory: {str(error).splitlines()[0]}; {saves_memory}"
@@ -218,6 +218,9 @@ def exit_line(error: BaseException, saves_memory: str = IN_TRAINING) -> tuple[in
 def run_main(main: Callable[[], Any], saves_memory: str = IN_TRAINING) -> None:
     """Run a command. If it fails, exit with the right status, after printing a single line, or a
     traceback for a bug. Escape characters that the output can't encode."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:          # closed, as by >&-
+            setattr(sys, name, open(os.devnull, mode))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     start.has_begun()
@@ -243,8 +246,7 @@ def _run_to_the_end(main):
         _drop_output()
         raise RunError("the reader closed the output before this command finished") from None
     try:
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
 

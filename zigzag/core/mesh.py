@@ -148,6 +148,8 @@ def simulate_devices(count: int) -> None:
 
     Call this before anything touches a device. Only the CPU backend reads this setting, so it has
     no effect on a machine with an accelerator."""
+    if count > 2**16:
+        raise ConfigError(f"a mesh of {count:,} devices is too large to simulate")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):     # if devices exist, make_mesh checks their count
             jax.config.update("jax_num_cpu_devices", count)

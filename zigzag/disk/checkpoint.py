@@ -247,7 +247,7 @@ class RunFolder(contextlib.AbstractContextManager):
                 if "eval_loss" in row:
                     self.losses = []
                 elif row.get("loss") is not None:
-                    self.losses.append(row["loss"])
+                    self.losses.append(float(row["loss"]))
         write_whole(path, b"".join(lines))
         return self.files.enter_context(open(path, "a", buffering=1))       # flushes each line
 
@@ -279,13 +279,17 @@ class RunFolder(contextlib.AbstractContextManager):
         the background. Keep the checkpoints of the best steps so far (`best`)."""
         if self.saved == at:
             return
+        if self.is_process_0 and not self._is_ours():
+            raise RunError(f"--out {self.out}: step {at} was not saved, because this folder was "
+                           f"moved, deleted or replaced while the run wrote there")
         self.uploads.wait(self.saved)
         _trim_memory()
         items, self.best = state_items(state), best
         finite = _of_leaves(_finite, items["params"])
         if broken := [path for path in self.finite if not finite[path]]:
+            self.drain()        # every process gets here
             raise RunError(f"step {at}: not saved, because {listed(broken, 2)} became infinite or "
-                           f"NaN; earlier checkpoints are complete; try a smaller --lr")
+                           f"NaN; try a smaller --lr")
         meta = {"step": at, "skipped": skipped, "evaluation": as_saved(evaluation),
                 "leaves": _kinds(items), "checksums": checksums(items)}
         ocp = _orbax()
@@ -298,6 +302,10 @@ class RunFolder(contextlib.AbstractContextManager):
         self.saved = at
         if platform() == "cpu" and sum(x.nbytes for x in jax.tree.leaves(state)) > WAITS_FROM:
             self.drain(uploads=False)
+
+    def _is_ours(self):
+        with contextlib.suppress(OSError):
+            return (self.folder / "lock").read_text() == self.uploads.word
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """Return the steps of the checkpoints to keep: the last `keep` of these, and the best."""
@@ -465,7 +473,8 @@ def _saved_steps(folder):
 
 def newest_step(folder: str | Path) -> int:
     """Return the step of a run's newest checkpoint, or 0 if it has none yet."""
-    return next(iter(_saved_steps(folder)), 0)
+    return next((step for step in _saved_steps(folder)
+                 if (_checkpoint(folder, step) / "_CHECKPOINT_METADATA").exists()), 0)
 
 
 def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:

@@ -179,9 +179,10 @@ class Corpus:
         found, count = mapped(file, dtype), wanted["documents" if kind == "docs" else "tokens"]
         known = wanted.get("digest" if kind == "bin" else kind)
         if len(found) != count or isinstance(known, str) and sha256(file) != known:
-            raise ConfigError(f"{file} does not match data.json ({count:,} numbers expected, "
-                              f"{len(found):,} found): it was edited or damaged; make the folder "
-                              f"again")
+            sizes = f"{count:,} numbers expected, {len(found):,} found"
+            raise ConfigError(f"{file} does not match data.json ("
+                              f"{sizes if len(found) != count else 'another checksum'}): it was "
+                              f"edited or damaged; make the folder again")
         return found
 
     def documents(self, split: str) -> Documents:

@@ -96,7 +96,7 @@ def executed(text: str, ragged: float = 1.0, work: Callable | None = None
         for line in computations[name].splitlines():
             yield line, times, computations[name]
             callees = NAME.findall(" ".join(_CALLS.findall(line)))
-            inside = times * _repeats(line, callees, computations, ragged)
+            inside = _repeats(line, callees, computations, ragged, times)
             if work and " conditional(" in line:
                 callees = [max(callees, key=lambda name: work(visit(name, 1)))]
             for callee in callees:
@@ -105,8 +105,9 @@ def executed(text: str, ragged: float = 1.0, work: Callable | None = None
     return visit(names[entries.index("ENTRY ")], 1)
 
 
-def _repeats(line, callees, computations, ragged):
-    """Return how many times a line runs its callees: for a loop, the condition and the body."""
+def _repeats(line, callees, computations, ragged, times):
+    """Return how many times a line runs its callees if it runs `times` itself: for a loop, the
+    condition and the body."""
     if " while(" in line:
         if "/further_rounds/" in line:      # we expect tokens to reach their experts in one round
             return 0
@@ -114,9 +115,13 @@ def _repeats(line, callees, computations, ragged):
         if not trips and "direction=LT" in condition:
             # The loop counts up from 0 while the counter is below a constant.
             trips = _CONSTANT.search(condition)
-        return int(trips[1]) if trips else 1
-    # In a ragged matmul's loop over blocks, a conditional skips the empty blocks.
-    return ragged if " conditional(" in line and "/ragged/" in line else 1
+        return times * int(trips[1]) if trips else times
+    if " conditional(" in line:
+        if taken := re.search(r"/(\d+)_of_(\d+)/", line):     # 1F1B's head
+            return times * int(taken[1]) // int(taken[2])
+        # In a ragged matmul's loop over blocks, a conditional skips the empty blocks.
+        return times * ragged if "/ragged/" in line else times
+    return times
 
 
 def ints(text: str) -> list[int]:

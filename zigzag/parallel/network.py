@@ -77,7 +77,7 @@ class ComputeOptions:
                                   # micro-batches: cut a device's rows into this many parts for
                                   # the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
-                                  # pipeline schedule: gpipe, interleaved (with --chunks) or 1f1b
+                                  # pipeline schedule: gpipe, interleaved or 1f1b (both take --chunks)
     # model
     lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
     # mesh (rare)

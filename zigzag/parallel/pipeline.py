@@ -296,7 +296,8 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
     @jax.custom_vjp
     def total(params, weights):      # runs if no gradient is needed
         embed, stack, head, batch, options, gpipe = parts
-        x, aux = gpipe(stack, weights, embed(params, batch), batch, options._replace(remat="none"))
+        run = interleaved if options.chunks > 1 else gpipe
+        x, aux = run(stack, weights, embed(params, batch), batch, options._replace(remat="none"))
         return with_aux(head(params, x, batch), jax.tree.map(lambda a: a.sum(0), aux))
 
     def scaled(grads, cotangents):
@@ -322,6 +323,7 @@ def _with_gradients(parts, params, weights):
     """
     S, me = axis_size("pipe"), lax.axis_index("pipe")
     M, V = parts.options.microbatches, parts.options.chunks
+    count = ticks(S, M, "1f1b", V)
     batch, chunks = split_rows(parts.batch, M), split_rows(weights, V)
     numbers = jnp.arange(S * len(jax.tree.leaves(weights)[0])).reshape(V, S, -1)
 
@@ -357,14 +359,14 @@ def _with_gradients(parts, params, weights):
             inputs, x, (t - me) % (2 * S * V), 0), inputs)
         y, aux = skip_idle(busy, lambda x: layers(pick(chunks, chunk), x, forward, chunk), x)
 
-        # Run the head for the microbatch that the last stage just finished. All stages take part in
-        # its collectives, or all skip it.
+        # All stages run the head for what the last one just finished, or all skip it.
         finished, lap = work_in(t - (S - 1), S, V)
-        sums, next_dlast, dparams = skip_idle(
-            (finished >= 0) & (finished < M) & (lap == V - 1),
-            lambda given: head(*given, finished), (jnp.where(last, y, 0), dparams),
-            lambda given: (jax.tree.map(jnp.zeros_like, so_far), jnp.zeros_like(y), given[1]),
-            alike=True)
+        with jax.named_scope(f"{M}_of_{count}"):        # for hlo.py
+            sums, next_dlast, dparams = skip_idle(
+                (finished >= 0) & (finished < M) & (lap == V - 1),
+                lambda given: head(*given, finished), (jnp.where(last, y, 0), dparams),
+                lambda given: (jax.tree.map(jnp.zeros_like, so_far), jnp.zeros_like(y), given[1]),
+                alike=True)
 
         # Backward pass.
         dx = jnp.where(last & (back == V - 1), dlast, dx)
@@ -373,20 +375,24 @@ def _with_gradients(parts, params, weights):
             pick(inputs, turn_of(backward, back, S, V) % (2 * S * V)), dx, backward, back), dx)
         dembed, = skip_idle(turn & first & (back == 0), lambda dx: jax.vjp(
             lambda params: embed(params, backward), params)[1](dx), dx)
-        total = jax.tree.map(lambda total, new: lax.dynamic_update_index_in_dim(
-            total, add_to(pick(total, back), new), back, 0), total, dweights)
+        total = _add_at(back, total, dweights)
 
         return (send(y, "pipe", 1), send(dx, "pipe", -1), next_dlast, inputs,
-                (add_to(dparams, dembed), total),
-                add_to(so_far, sums), add_to(aux_so_far, aux))
+                (add_to(dparams, dembed), total), add_to(so_far, sums), add_to(aux_so_far, aux))
 
     x = marked(zeros_of(parts.embed, params, pick(batch, 0)))
     grads = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), (params, chunks))
     start = (x, x, x, jnp.stack([x] * 2 * S * V), mark_varying(grads, me),
              zeros_of(head, x, grads[0], 0)[0], zeros_of(layers, pick(chunks, 0), x, 0, 0)[1])
-    *_, (dparams, total), sums, aux = lax.fori_loop(0, ticks(S, M, "1f1b", V), tick, start)
+    *_, (dparams, total), sums, aux = lax.fori_loop(0, count, tick, start)
     total = jax.tree.map(lambda a, w: a.reshape(w.shape), total, weights)
     return with_aux(sums, aux), astype((dparams, total), (params, weights))
+
+
+def _add_at(index, total, more):
+    """Add a tree to entry `index` of each array of `total`."""
+    return jax.tree.map(lambda t, g: lax.dynamic_update_index_in_dim(
+        t, pick(t, index) + g.astype(t.dtype), index, 0), total, more)
 
 
 def _one_and_zeros(sums):

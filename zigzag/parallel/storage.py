@@ -5,8 +5,8 @@
                   keeps the part that the loss expects
     pipe          pipe splits the layers, but also the large weights outside them (the embedding,
                   the head): each stage stores a part, and all stages gather them before the
-                  loss. The schedule `interleaved` leaves these weights whole
-    interleaved   layers are in model order on disk, but in stage order in training:
+                  loss. With --chunks, these weights stay whole
+    --chunks      layers are in model order on disk, but in stage order in training:
                   with 2 stages of 3 chunks, stage 0 has layers 0 2 4, stage 1 has 1 3 5
 """
 
@@ -74,7 +74,7 @@ def _own(w, dim, axis, size, chunks):
 
 def split_ends(params: Any, decisions: Any, mesh: Any, config: Any) -> Any:
     """Let each stage of a pipeline store a part of each weight outside the layers that has at least
-    --fsdp_min elements. Stages need all of them, and gather them once per update. An interleaved
+    --fsdp_min elements. Stages need all of them, and gather them once per update. With chunks, a
     pipeline keeps them whole: permute_layers assumes that a dimension 0 split by pipe is layers."""
     stages = mesh.shape["pipe"]
 
@@ -100,7 +100,7 @@ def split_ends(params: Any, decisions: Any, mesh: Any, config: Any) -> Any:
 # The order of layers
 
 def layer_order(layers: int, stages: int, chunks: int, back: bool = False) -> np.ndarray | None:
-    """Return the layer indices [layers] in the order that an interleaved pipeline's stages hold
+    """Return the layer indices [layers] in the order that a pipeline's stages with chunks hold
     them, or, with `back`, the inverse permutation. Return None if nothing moves."""
     if chunks == 1 or layers % (stages * chunks):
         return None

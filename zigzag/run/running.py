@@ -9,12 +9,13 @@ last.
 
 import contextlib
 import functools
+import os
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
 
 from zigzag.core import hosts
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.files import digest
 from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_own_devices, slices_of
 from zigzag.core.options import Values
@@ -157,8 +158,15 @@ def devices_of(config: Any) -> Sequence[Any]:
     """Join this run's processes, and return the --topology devices, or all of the run's devices."""
     hosts.init_distributed(config)
     topology = getattr(config, "topology", "")      # an option of forecast/
-    devices = part("forecast.dry_run", f"--topology {topology}").topology_devices(
-        topology, config.slices) if topology else jax.devices()
+    if topology:
+        devices = part("forecast.dry_run", f"--topology {topology}").topology_devices(
+            topology, config.slices)
+    else:
+        try:
+            devices = jax.devices()
+        except (RuntimeError, AssertionError) as e:     # JAX_PLATFORMS=cuda on another machine
+            raise ConfigError(f"jax finds no device (JAX_PLATFORMS="
+                              f"{os.environ.get('JAX_PLATFORMS', '')}): {one_line(e)}") from None
     wanted, found = getattr(config, "slices", 1), slices_of(devices)
     if wanted > 1 and wanted != found:
         raise ConfigError(f"--slices {wanted}: these devices are in {found}; leave it out, or give "
