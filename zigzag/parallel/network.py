@@ -77,13 +77,13 @@ class ComputeOptions:
                                   # micro-batches: cut a device's rows into this many parts for
                                   # the pipeline
     schedule: str = flag("gpipe", one_of=("gpipe", "interleaved", "1f1b"))
-                                  # pipeline schedule: gpipe, interleaved or 1f1b (both take --chunks)
+                                  # pipeline schedule: gpipe, interleaved or 1f1b
     # model
     lora_rank: int = flag(0, same=True)     # LoRA: train only adapters of this rank; 0: all weights
     # mesh (rare)
     kernel: bool = True           # use the device's own (flash) attention kernel, if it has one
     chunks: int = flag(1, least=1, beside="schedule")
-                                  # groups of consecutive layers per pipeline stage
+                                  # groups of consecutive layers per stage, unless it's gpipe
     overlap: bool = False         # send over tensor in parts, multiplying each part while the next
                                   # one travels
     sum_dtype: str = flag("", one_of=("", "float32"))
