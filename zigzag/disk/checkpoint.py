@@ -304,8 +304,8 @@ class RunFolder(contextlib.AbstractContextManager):
             self.drain(uploads=False)
 
     def _is_ours(self):
-        with contextlib.suppress(OSError):
-            return (self.folder / "lock").read_text() == self.uploads.word
+        config, lock = self.folder / "config.json", self.folder / "lock"
+        return config.exists() and (not lock.exists() or lock.read_text() == self.uploads.word)
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """Return the steps of the checkpoints to keep: the last `keep` of these, and the best."""

@@ -117,7 +117,7 @@ def _repeats(line, callees, computations, ragged, times):
             trips = _CONSTANT.search(condition)
         return times * int(trips[1]) if trips else times
     if " conditional(" in line:
-        if taken := re.search(r"/(\d+)_of_(\d+)/", line):     # 1F1B's head
+        if taken := re.search(r'/(\d+)_of_(\d+)/cond"', line):     # 1F1B's head
             return times * int(taken[1]) // int(taken[2])
         # In a ragged matmul's loop over blocks, a conditional skips the empty blocks.
         return times * ragged if "/ragged/" in line else times
