@@ -263,7 +263,7 @@ def test_bench_trains_and_keeps_nothing(tmp_path, text):
 
 # The sources train these in float32 with AdamW: RedCoast's table 1, on two GPUs of 10 GB, four of
 # 40 GB, two and sixteen hosts of TPU v4; the notebooks' model with all three axes, on eight GPUs of
-# 24 GB (they measured 8.5 GB). Compiled for chips that are here known: what counts is the peak.
+# 24 GB (they measured 8.5 GB). We compile for GPUs that the compiler knows, and compare the peak.
 @pytest.mark.full
 @pytest.mark.parametrize("chips, most, words", [
     ("h100:1x1x2", 10, "--model gpt2-large --mesh fsdp=2 --batch 2 --seq_len 1024"),
