@@ -807,19 +807,21 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     gradient). aux is None or a pair: what the layer adds to the loss's sum, and a dict of other
     sums to log, which have no gradient. `options` is any record with Options' fields.
 
-    Without pipe, this computes just these three lines. With pipe, each stage's head gets part of
-    the sequence of x and of the batch, and returns that part's sum and count. If the head needs the
-    whole sequence (whole_time, attend, slots_of, dropout without slots, a mean over tokens), pass
-    all_time=True: then every stage computes the whole head, and it counts once."""
+    With pipe, each stage's head gets part of the sequence of x and of the batch, and returns that
+    part's sum and count. If the head needs the whole sequence (whole_time, attend, slots_of,
+    dropout without slots, a mean over tokens), pass all_time=True: every stage then computes it."""
     options, head = pipeline.options_of(options), _head_of_stage(head, all_time)
-    if options.schedule == "1f1b" and axis_size("pipe") > 1:
-        stack, options = _stack_of_stage(block, weights, batch, specs, options)
-        sums = pipeline.one_forward_one_backward(pipeline.Parts(
-            embed, stack, head, batch, options, gpipe), params, weights)
-    else:
+
+    def forward(params, weights):
         x, aux = through_layers(block, weights, embed(params, batch), batch, specs, options)
-        sums = pipeline.with_aux(head(params, x, batch), aux)
-    return named(sums[0], "pipelined_loss"), *sums[1:]
+        return pipeline.with_aux(head(params, x, batch), aux)
+
+    run = forward
+    if options.schedule == "1f1b" and axis_size("pipe") > 1:
+        run = pipeline.one_forward_one_backward(pipeline.Parts(
+            embed, *_stack_of_stage(block, weights, batch, specs, options), head, batch, forward))
+    total, *others = run(params, weights)
+    return named(total, "pipelined_loss"), *others
 
 
 # -------------------------------------------------------------------------------------------
@@ -836,8 +838,7 @@ def through_layers(block, weights, x, batch, specs, options):
 
 
 def _stack_of_stage(block, weights, batch, specs, options):
-    """Return this stage's layers as a single function, stack(weights, x, numbers, batch), and the
-    options with a number of microbatches that divides the rows."""
+    """Return this stage's layers as a `stack`, and options whose microbatches divide the rows."""
     own, stages, of_layers = len(jax.tree.leaves(weights)[0]), axis_size("pipe"), options
     if stages > 1:
         pipeline.check_stages(own * stages, options.chunks, specs)

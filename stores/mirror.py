@@ -15,10 +15,9 @@ from typing import IO, Any, Iterable
 from stores.lease import Lease
 from stores.store import Store, no_room, parts_of, time_of
 from zigzag.core.errors import ConfigError
-from zigzag.core.files import digest, fcntl, lock
+from zigzag.core.files import MARKER, digest, fcntl, lock
 from zigzag.core.parts import mirrors
 
-MARKER = "_CHECKPOINT_METADATA"         # a checkpoint's last object
 DATA = re.compile(r"(data|held_out)[\w-]*/")
 MOST = 1000             # objects to look at under an address that holds no run
 

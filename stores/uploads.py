@@ -15,9 +15,10 @@ from typing import Callable
 import jax
 
 from stores import lease
-from stores.mirror import MARKER, Mirror
+from stores.mirror import Mirror
 from zigzag.core import hosts
 from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.files import MARKER
 
 INTERVAL = 10.0         # minimum seconds between two uploads of metrics.jsonl,
 SHARE = 20              # and this many times as long as the last one took

@@ -23,6 +23,8 @@ except ImportError:         # some systems lack it
     fcntl = None
 
 
+# The file that orbax writes last: a checkpoint with it is complete.
+MARKER = "_CHECKPOINT_METADATA"
 # Harmless names in a folder that a command fills: files from git, macOS, disks, notebooks and
 # launchers, check_can_make's trial folders, and logs.
 HARMLESS = (r"\.git(ignore|keep|attributes)|\.(DS_Store|hydra|ipynb_checkpoints)"

@@ -45,6 +45,7 @@ from jax import Array
 from zigzag.core.chips import compiler_options
 from zigzag.core.errors import ConfigError, CorruptCheckpoint, RunError, listed, one_line
 from zigzag.core.files import (
+    MARKER,
     appears,
     check_format,
     lock,
@@ -474,7 +475,7 @@ def _saved_steps(folder):
 def newest_step(folder: str | Path) -> int:
     """Return the step of a run's newest checkpoint, or 0 if it has none yet."""
     return next((step for step in _saved_steps(folder)
-                 if (_checkpoint(folder, step) / "_CHECKPOINT_METADATA").exists()), 0)
+                 if (_checkpoint(folder, step) / MARKER).exists()), 0)
 
 
 def run_steps(folder: str | Path, flag: str = "--run") -> list[int]:

@@ -258,14 +258,15 @@ class Parts(NamedTuple):
     """The parts of a pipelined loss, and its options."""
     embed: Callable
     stack: Callable
+    options: Options
     head: Callable
     batch: Any              # arrays [B, ...]
-    options: Options
-    gpipe: Callable         # shard.gpipe, which runs if no gradient is needed
+    forward: Callable       # (params, weights) -> the loss, which runs if no gradient is needed
 
 
-def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
-    """Return the loss (sum, count, ...), running each backward pass as early as possible:
+def one_forward_one_backward(parts: Parts) -> Callable:
+    """Make (params, weights) -> the loss (sum, count, ...), whose gradient runs each backward pass
+    as early as possible:
 
         stage 0  |0 . |1 . |2 . |. 0'|. 1'|. 2'|       0' is the backward pass of microbatch 0; a
         stage 1  |. . |0 . |1 0'|2 1'|. 2'|. . |       tick has a forward and a backward pass
@@ -293,18 +294,13 @@ def one_forward_one_backward(parts: Parts, params: Any, weights: Any) -> tuple:
     The forward pass computes the gradient of only the sum, including the layers' term from aux, and
     the backward pass multiplies it by the sum's cotangent. The count and the extra sums have no
     gradient. This is correct because the loss is the sum over microbatches."""
-    @jax.custom_vjp
-    def total(params, weights):      # runs if no gradient is needed
-        embed, stack, head, batch, options, gpipe = parts
-        run = interleaved if options.chunks > 1 else gpipe
-        x, aux = run(stack, weights, embed(params, batch), batch, options._replace(remat="none"))
-        return with_aux(head(params, x, batch), jax.tree.map(lambda a: a.sum(0), aux))
+    total = jax.custom_vjp(parts.forward)
 
     def scaled(grads, cotangents):
         return jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), grads)
 
     total.defvjp(functools.partial(_with_gradients, parts), scaled)
-    return total(params, weights)
+    return total
 
 
 def _with_gradients(parts, params, weights):
@@ -391,8 +387,8 @@ def _with_gradients(parts, params, weights):
 
 def _add_at(index, total, more):
     """Add a tree to entry `index` of each array of `total`."""
-    return jax.tree.map(lambda t, g: lax.dynamic_update_index_in_dim(
-        t, pick(t, index) + g.astype(t.dtype), index, 0), total, more)
+    return jax.tree.map(lambda t, new: lax.dynamic_update_index_in_dim(t, new, index, 0),
+                        total, add_to(pick(total, index), more))
 
 
 def _one_and_zeros(sums):
