@@ -323,7 +323,8 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
             # Update until the last step, or until a signal (in `stop`) asks to stop after this one.
             # While the devices work on a step, the loop writes the previous step's metrics.
             while loop.at < config.steps and not stop:
-                batch = training_batch(config, mesh, task, program.batch, loop.at)
+                with say.hours.of("data"):
+                    batch = training_batch(config, mesh, task, program.batch, loop.at)
                 loop.state, metrics = loop.step(loop.state, batch)
                 loop.at += 1
                 profile(loop)

@@ -3,16 +3,22 @@
 import dataclasses
 
 from zigzag.core.options import flag
+from zigzag.core.parts import Command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
+    # measuring
+    report: tuple[str, ...] = flag((), recorded=False)
+                                    # say where the time of these runs went, then exit
+
     # training (rare)
     find_nan: bool = flag(False, recorded=False)
                                     # if an update isn't finite, find the layer, function and weight
                                     # where that begins
 
 
+COMMANDS = {"report": Command("accounts.hours")}
 # {flag: the module whose `watched(loop)` returns the step to run instead of loop.step}
 STEPS = {"find_nan": "accounts.find_nan"}

@@ -35,7 +35,7 @@ class Uploads:
         self.lease, self.word = mirror.lease, mirror.lease.word
         self.ending, self.error = threading.Event(), None
         self.thread = threading.Thread(target=self._run, daemon=True)
-        self.next, self.log = 0.0, f"log-{self.number}.txt"
+        self.next, self.log = 0.0, f"log-{self.number}."
         self.folder = mirror.folder / "checkpoints"
         self.folder.mkdir(exist_ok=True)
 
@@ -60,8 +60,8 @@ class Uploads:
                 self.lease.release()
             raise ConfigError(f"--out {self.store.address}: another run wrote there while this one "
                               f"started; give the same command again")
-        if self.log in self.mirror.there:       # the run appends to it
-            self.mirror.fetch([self.log])
+        self.mirror.fetch(name for name in self.mirror.there    # the run appends to these
+                          if name.startswith(self.log))
         self.thread.start()
 
     def check(self) -> None:
@@ -156,6 +156,6 @@ class Uploads:
 
     def _is_mine(self, name):
         if name.startswith(("log-", "profile/")) or self.number:
-            return name == self.log or name.startswith("profile/")
+            return name.startswith((self.log, "profile/"))
         return name != "lock" and not re.match(r"checkpoints/|\.", name) and not re.search(
             r"\.(part|before)(/|$)", name)

@@ -119,7 +119,7 @@ def read_flags(argv: Argv, script: str | None = None) -> Values:
             # An Unused group never covers --out: it is part of the training command we ask about.
             check_unused(given, command.unused or [
                 name for name in given if name not in (flag, *command.beside)], f"with --{flag}")
-            if command.beside:
+            if not command.unused:
                 part(command.module, f"--{flag}").run(**given)
                 sys.exit(0)
     return given

@@ -256,7 +256,7 @@ def begin() -> None:
     and exit; otherwise call start.begin."""
     words = [word.partition("=")[0] for word in sys.argv[1:]]
     for flag, command in commands().items():
-        if command.beside and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):
+        if not command.unused and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):
             run_main(lambda: _run_alone(flag, command))
             sys.exit(0)
     start.begin()

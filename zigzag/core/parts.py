@@ -37,8 +37,8 @@ class Unused(NamedTuple):
 class Command(NamedTuple):
     """The command that a part's flag runs instead of training or answering prompts."""
     module: str                     # the module that defines its `run`
-    unused: Unused | None = None    # None: no other option affects it
-    beside: tuple[str, ...] = ()    # options that do; if any, it runs before importing jax
+    unused: Unused | None = None    # None: only `beside` affects it, and it runs without jax
+    beside: tuple[str, ...] = ()
 
 
 def part(module: str, asked: str) -> ModuleType:

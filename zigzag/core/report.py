@@ -21,6 +21,7 @@ import jax
 
 from zigzag.core.errors import as_given, human_bytes, printable
 from zigzag.core.flags import flat, is_derived, recorded
+from zigzag.core.hours import Hours
 from zigzag.core.mesh import axes_in_use
 from zigzag.core.options import has_part
 
@@ -32,22 +33,11 @@ class Reporter:
         self.steps, self.verbose = steps, verbose
         self.is_terminal = sys.stdout.isatty()
         self.is_quiet = jax.process_index() > 0
-        self.clock = time.perf_counter()            # when the last step's numbers arrived
+        self.hours = Hours()                        # where the time goes
         self.times = collections.deque(maxlen=50)   # seconds of recent steps
         self.first: Any = None                      # (the first step reported, its time)
-        self.saving = 0.0                           # seconds spent on saves since the last step
         self.losses: list[float] = []               # since the last evaluation
         self.file, self.early = None, ""            # the log file; lines from before it was open
-
-    def start_clock(self) -> None:
-        """Start timing the next step."""
-        self.clock = time.perf_counter()
-
-    def lap(self) -> tuple[float, float]:
-        """Return the seconds since the last step's numbers arrived, and how many went to saves."""
-        took, saving = time.perf_counter() - self.clock, self.saving
-        self.clock, self.saving = self.clock + took, 0.0
-        return took, saving
 
     def training_loss(self) -> float | None:
         """Return the mean of the finite losses since the last evaluation, or None."""
@@ -79,6 +69,7 @@ class Reporter:
         if goes_on:
             self.file.write("\n")
         self.file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{self.early}")
+        self.hours.note_in(path.with_suffix(".hours.jsonl"))
 
     def header(self, config: Any, mesh: Any, host_names: Sequence[str]) -> None:
         """Print the devices and how the mesh arranges them. `host_names` has the host name of each

@@ -23,8 +23,11 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
+# When this process began, on the clock of time.perf_counter.
+BEGAN = time.perf_counter()
 TUNABLE = "glibc.malloc.hugetlb=1"
 # libtpu's settings for a machine without a TPU. They also let several processes compile at once.
 LIBTPU = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1", TPU_MIN_LOG_LEVEL="3",

@@ -95,6 +95,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     if not len(task.held_out):
         return False
     flush_metrics(loop)
+    before = loop.reporter.hours.begin("evaluation")
     watchdog.arm("an evaluation")
     loss, others = _held_out_means(program, task, loop.state)
     row = {"step": loop.at, "eval_loss": loss, "train_loss": loop.reporter.training_loss(),
@@ -116,7 +117,7 @@ def evaluate(loop: Loop, is_new: bool = True) -> bool:
     if is_new:
         loop.write(row)
         loop.reporter.losses = []
-    loop.reporter.start_clock()         # the next step's time begins here
+    loop.reporter.hours.begin(before)
     watchdog.arm("a step")
     return is_best
 

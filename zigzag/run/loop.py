@@ -25,7 +25,7 @@ from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.options import Values, without
-from zigzag.core.parts import place
+from zigzag.core.parts import has_part, part, place
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.disk.mixture import numbers_at
@@ -110,7 +110,8 @@ def prepare(loop: Loop) -> Callable | None:
     program, config, folder, say = loop.program, loop.program.config, loop.folder, loop.reporter
     begin = time.perf_counter()
     watchdog.arm("reading the checkpoint")
-    state = folder.restore(say.line) if folder else None
+    with say.hours.of("restore"):
+        state = folder.restore(say.line) if folder else None
     if state is None:
         watchdog.arm("initializing the weights")
         state = loop.state or first_state(program, loop.task.first_weights)
@@ -129,7 +130,8 @@ def prepare(loop: Loop) -> Callable | None:
         say.line(f"{config.out} has done its {loop.at} steps; a higher --steps continues it")
         return None
     watchdog.arm("compiling")
-    step = compiled(program)
+    with say.hours.of("compile"):
+        step = compiled(program)
     process_allgather("compiled")     # before the devices first wait for one another
     loop.loggers = Loggers(names_of(config), config.out, loop.began,
                            folder.record if folder else {}, loop.log, say.line)
@@ -151,8 +153,10 @@ def flush_metrics(loop: Loop) -> None:
     (at, metrics), loop.pending = loop.pending, None
     say, plan = loop.reporter, loop.program.plan
     watchdog.arm("a step")
-    took, saving = say.lap()
+    was_busy = not metrics["loss"].is_ready()
     values = jax.tree.map(plain, jax.device_get(metrics))
+    took, saving = say.hours.lap(was_busy)
+    say.hours.note(at)
     own = without(values, *LOGGED)
     if plan.schedule == Factor(None):       # the optimizer has its own rate, which we can't see
         values["lr"] = None
@@ -208,12 +212,11 @@ def save(loop: Loop) -> None:
         return
     flush_metrics(loop)
     watchdog.arm("a save")
-    begin = time.perf_counter()
-    state = loop.program.saved(loop.state)
-    evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
-    loop.folder.save(loop.at, loop.program.permute(state, back=True), loop.skipped, evaluation,
-                     {step for best in loop.best.values() for step in best})
-    loop.reporter.saving += time.perf_counter() - begin
+    with loop.reporter.hours.of("save"):
+        state = loop.program.saved(loop.state)
+        evaluation = loop.evaluation if loop.evaluation.get("step") == loop.at else {}
+        loop.folder.save(loop.at, loop.program.permute(state, back=True), loop.skipped, evaluation,
+                         {step for best in loop.best.values() for step in best})
     watchdog.arm("a step")
 
 
@@ -238,6 +241,8 @@ def end_run(loop: Loop) -> None:
         if out:
             raise RunError(f"{line}; this run failed, with all of it saved in {out}")
         loop.reporter.line(f"warning  {line}")
+    if loop.folder and has_part("accounts"):
+        loop.reporter.line(part("accounts.hours", "").last_line(out))
     loop.reporter.end(loop.at, out, loop.evaluation)
 
 

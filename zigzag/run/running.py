@@ -84,13 +84,16 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
             for flag, module in collections.ChainMap(*added("STEPS")).items():
                 if getattr(config, flag):
                     loop.step = part(module, f"--{flag}").watched(loop)
-        say.start_clock()
+        say.hours.begin("step")
+        say.hours.note(loop.at)
         yield loop
         flush_metrics(loop)
+        say.hours.begin("save")
         if stop:
             end_early(loop, stop)
         elif not loop.evaluation and config.eval_every:     # the run had already finished
             evaluate(loop, is_new=False)
+    say.hours.note(loop.at, is_last=True)
     if not stop:
         end_run(loop)
 

@@ -1,0 +1,145 @@
+"""python train.py --report RUN: where the time of a run went, over all its starts and processes.
+
+    accounts_of     reads a run's notes: a start's seconds by cause, for each process
+    total           adds up a process's starts, with the time between them and what was made again
+    text            the table
+
+A process notes its seconds in log-N.hours.jsonl (zigzag/core/hours.py). Nothing here imports jax.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple, Sequence
+
+import numpy as np
+
+from zigzag.core.errors import ConfigError
+from zigzag.core.hours import CAUSES
+from zigzag.core.parts import mirrors, place
+
+# The order of a table's rows, and what they say besides the names of the causes.
+ROWS = {"step": "steps that count", "again": "made again after a crash",
+        "data": "waiting for data", "evaluation": "evaluations", "save": "waiting for saves",
+        "start": "starting", "restore": "reading checkpoints", "compile": "compiling",
+        "stopped": "between a start's last note and the next start"}
+WIDTH = 40      # characters of the bar
+
+Notes = list[dict[str, float]]
+
+
+class Total(NamedTuple):
+    """A process's account of a run."""
+    seconds: dict[str, float]       # for each of ROWS
+    again: int                      # steps made again
+    starts: int
+    steps: int                      # the updates the run has made
+
+    @property
+    def wall(self) -> float:
+        return sum(self.seconds.values())
+
+
+def run(report: Sequence[str]) -> None:
+    """Print the report of each run."""
+    for number, folder in enumerate(report):
+        print("\n" * (number > 0) + text(folder, accounts_of(folder)))
+
+
+def accounts_of(run: str) -> list[Total]:
+    """Return the account of each process of a run."""
+    folder = place(run)
+    if mirror := mirrors.get(folder):       # a bucket's logs are not fetched with the run
+        mirror.fetch(filter(re.compile(r"log-\d+\.hours\.jsonl").fullmatch, mirror.there))
+    paths = sorted(folder.glob("log-*.hours.jsonl"), key=lambda path: (len(path.name), path.name))
+    found = [total(starts) for path in paths if (starts := _starts(path))]
+    if not found:
+        raise ConfigError(f"--report {run}: no log-0.hours.jsonl there; give the --out of a run "
+                          f"that has begun to train")
+    return found
+
+
+def _starts(path: Path) -> list[Notes]:
+    """Return the notes of each start, in order."""
+    starts: list[Notes] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            note = json.loads(line)
+            numbers = {name: float(note[name]) for name in ("at", "from", "now", *CAUSES)}
+        except (ValueError, TypeError, KeyError):       # a process was killed while writing it
+            continue
+        if note.get("is_first") or not starts:
+            starts.append([])
+        starts[-1].append(numbers)
+    return starts
+
+
+def total(starts: list[Notes]) -> Total:
+    """Add up a process's starts. If a start goes on from an earlier step than the previous one had
+    reached, the steps between were made again, and the previous one's notes say how long they took.
+    """
+    seconds, again = dict.fromkeys(ROWS, 0.0), 0
+    for before, notes in zip([None, *starts], starts):
+        for name in CAUSES:
+            seconds[name] += notes[-1][name]
+        if before is None:
+            continue
+        # A second fit in the same process counts its first one as its start.
+        gap = notes[0]["from"] - before[-1]["now"]
+        seconds["stopped" if gap > 0 else "start"] += gap
+        goes_on, reached = notes[0]["at"], before[-1]["at"]
+        if goes_on < reached:
+            lost = before[-1]["step"] - np.interp(goes_on, [one["at"] for one in before],
+                                                  [one["step"] for one in before])
+            seconds["step"] -= lost
+            seconds["again"] += lost
+            again += int(reached - goes_on)
+    return Total(seconds, again, len(starts), int(starts[-1][-1]["at"]))
+
+
+def share_of_progress(found: Sequence[Total]) -> float:
+    """Return the fraction of the wall clock in steps that count, over all processes."""
+    return sum(one.seconds["step"] for one in found) / sum(one.wall for one in found)
+
+
+def text(run: str, found: Sequence[Total]) -> str:
+    """Return the table: for each cause its seconds, averaged over processes, its share of the wall
+    clock, and a bar. If processes differ by more than a hundredth, give their range as well."""
+    first, count = found[0], len(found)
+    wall = sum(one.wall for one in found) / count
+    lines = [f"{run}: {first.steps:,} steps in {_time(wall)}, {share_of_progress(found):.1%} of it "
+             f"progress ({_counted(first.starts, 'start')}, {_counted(count, 'process')})"]
+    for name, what in ROWS.items():
+        shares = [one.seconds[name] / one.wall for one in found]
+        mean = sum(shares) / count
+        if not any(shares):
+            continue
+        varies = max(shares) - min(shares) > 0.01
+        lines.append(f"  {name:10} {_time(mean * wall):>10} {mean:6.1%}  "
+                     f"{'#' * round(mean * WIDTH):{WIDTH}}  {what}"
+                     + f", {_counted(first.again, 'step')}" * (name == "again")
+                     + f" ({min(shares):.0%} to {max(shares):.0%} in a process)" * varies)
+    return "\n".join(lines)
+
+
+def last_line(run: str) -> str:
+    """Return the line with which a run ends."""
+    found = accounts_of(run)
+    others = sorted((name for name in ROWS if name != "step"), reverse=True,
+                    key=lambda name: found[0].seconds[name])[:3]
+    parts = ", ".join(f"{name} {found[0].seconds[name] / found[0].wall:.0%}" for name in others)
+    return (f"time     {_time(found[0].wall)}, {share_of_progress(found):.0%} of it progress; "
+            f"{parts} (train.py --report {run})")
+
+
+def _counted(count, what):
+    plural = what + ("es" if what.endswith("s") else "s")
+    return f"{count:,} {what if count == 1 else plural}"
+
+
+def _time(seconds):
+    """Write a time as 4.2 s, 3:07 min or 12:05 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    larger, unit = (seconds, "min") if seconds < 3600 else (seconds / 60, "h")
+    return f"{int(larger // 60)}:{int(larger % 60):02} {unit}"
