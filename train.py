@@ -42,7 +42,7 @@ from zigzag.parallel.storage import stored_to_used
 from zigzag.run import continuing, modes, optimizers, schedules
 from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import evaluate
-from zigzag.run.loop import Fit, flush_metrics, is_due, profile, save
+from zigzag.run.loop import Fit, flush_metrics, is_due, save
 from zigzag.run.more_options import MoreOptions
 from zigzag.run.plan import Plan, Program, in_one, make_plan, make_program
 from zigzag.run.running import check_start, machine, running
@@ -327,7 +327,6 @@ def fit(config: Config, task: Task, *, step: Callable | None = None, optimizer: 
                     batch = training_batch(config, mesh, task, program.batch, loop.at)
                 loop.state, metrics = loop.step(loop.state, batch)
                 loop.at += 1
-                profile(loop)
                 flush_metrics(loop)         # of the previous step
                 loop.pending = loop.at, metrics
                 is_best = is_due(loop, config.eval_every) and evaluate(loop)

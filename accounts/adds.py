@@ -13,12 +13,15 @@ class OfTraining:
     report: tuple[str, ...] = flag((), recorded=False)
                                     # say where the time of these runs went, then exit
 
+    # measuring (rare)
+    profile: int = flag(0, recorded=False)  # steps to trace for Perfetto, in out/profile
+
     # training (rare)
     find_nan: bool = flag(False, recorded=False)
                                     # if an update isn't finite, find the layer, function and weight
                                     # where that begins
 
 
-COMMANDS = {"report": Command("accounts.hours")}
+COMMANDS = {"report": Command("accounts.spent")}
 # {flag: the module whose `watched(loop)` returns the step to run instead of loop.step}
-STEPS = {"find_nan": "accounts.find_nan"}
+STEPS = {"find_nan": "accounts.find_nan", "profile": "accounts.profile"}

@@ -92,7 +92,7 @@ def timed(given: Values, config: Any) -> Any:
 def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[Program, Callable]:
     """Train for say.steps updates and keep nothing. Every other update uses the first batch again.
     Return the program, and the function that makes an update's batch."""
-    config = dataclasses.replace(config, out="", profile=0, log=(), steps=say.steps + 1)
+    config = dataclasses.replace(config, out="", log=(), steps=say.steps + 1)
     shapes = batch_shapes(config.batch, task.first_row)
     program = train.build(config, mesh, task, shapes)
     next_batch = functools.partial(train.training_batch, config, mesh, task, shapes)

@@ -79,7 +79,7 @@ def test_an_option_acts_on_a_kind_of_data_or_is_refused(kind, name):
 def test_an_option_acts_beside_a_command_or_is_refused(command, name):
     """--bench --save_every 5, of which nothing is saved."""
     words = [f"--{command}", VALUES[command], f"--{name}", *VALUES[name].split()]
-    if name in ("plot", command):       # (a command of its own; a flag that is given twice)
+    if name in ("plot", "report", command):     # (commands of their own; a flag given twice)
         return
     if name in NOT_USED[command]:
         with refuses("no effect"):

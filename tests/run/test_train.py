@@ -2,7 +2,6 @@
 finite changes nothing."""
 
 import dataclasses
-import gzip
 import json
 import math
 import re
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import data
 import train
-from tests.common import SMALL, full, in_float64, net, order, refuses, slow, succeeds
+from tests.common import full, in_float64, net, order, refuses, slow
 from tests.helpers import (
     ROOT,
     assert_close,
@@ -289,17 +288,6 @@ def test_a_count_of_zero_changes_nothing():
     assert float(metrics["tokens"]) == 0 and not float(metrics["skipped"])
     assert int(after["step"]) == 1
     assert_same_bits((after["params"], after["opt"]), (before["params"], before["opt"]))
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_a_trace_of_some_steps(tmp_path):
-    text = tmp_path / "text"
-    text.write_text("to be or not to be, that is the question\n" * 200)
-    done = succeeds(*SMALL, "--steps", 8, "--profile", 3, "--data", text, "--out", tmp_path / "run")
-    assert "a trace of 3 steps" in done.stdout
-    trace, = (tmp_path / "run/profile").rglob("perfetto_trace.json.gz")
-    assert json.load(gzip.open(trace))["traceEvents"]
 
 
 # -------------------------------------------------------------------------------------------

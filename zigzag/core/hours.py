@@ -8,7 +8,7 @@
     evaluation
     save        what the loop waits for: copying the state and, at the end, the last writes
 
-A process notes these in log-N.hours.jsonl in the run's folder, from which accounts/hours.py makes
+A process notes these in log-N.hours.jsonl in the run's folder, from which accounts/spent.py makes
 the report of a run with all its starts. No clock runs inside a step.
 """
 

@@ -6,7 +6,6 @@
     save            start saving the state
     end_early       save, and print how to resume
     end_run         print that the run is done, or that its last held-out loss isn't finite
-    profile         start or stop a trace
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.options import Values, without
-from zigzag.core.parts import has_part, part, place
+from zigzag.core.parts import has_part, part
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.disk.mixture import numbers_at
@@ -242,22 +241,8 @@ def end_run(loop: Loop) -> None:
             raise RunError(f"{line}; this run failed, with all of it saved in {out}")
         loop.reporter.line(f"warning  {line}")
     if loop.folder and has_part("accounts"):
-        loop.reporter.line(part("accounts.hours", "").last_line(out))
+        loop.reporter.line(part("accounts.spent", "").last_line(out))
     loop.reporter.end(loop.at, out, loop.evaluation)
-
-
-def profile(loop: Loop) -> None:
-    """Start or stop the --profile trace at the right step. The trace skips the first two steps,
-    which are slow."""
-    config, folder = loop.program.config, str(place(loop.program.config.out or ".") / "profile")
-    first, last = loop.began + 2, min(loop.began + 2 + config.profile, config.steps)
-    if loop.at == first < last:
-        jax.profiler.start_trace(folder, create_perfetto_trace=True)
-    elif loop.at == last > first:
-        flush_metrics(loop)
-        jax.profiler.stop_trace()
-        loop.reporter.line(f"a trace of {last - first} steps is in {folder}: open its "
-                           f"perfetto_trace.json.gz in ui.perfetto.dev")
 
 
 def report_header(program: Program, say: Reporter) -> None:

@@ -107,9 +107,6 @@ class MoreOptions(*added("OfTraining"), Processes):
     verbose: bool = flag(False, recorded=False)
                                     # print how and why each weight is split, and every collective
 
-    # measuring (rare)
-    profile: int = flag(0, recorded=False)  # steps to trace for Perfetto, in out/profile
-
     def __post_init__(self) -> None:
         best = self.best.split() if isinstance(self.best, str) else self.best
         object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))

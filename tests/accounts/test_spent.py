@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from accounts import hours
+from accounts import spent
 from tests.common import SMALL, all_succeed, command, hosts, succeeds, until_step
 from tests.helpers import ROOT
 from zigzag.core.hours import CAUSES, Hours
@@ -32,7 +32,7 @@ def test_starts_add_up_to_the_wall_clock():
          note(60, 100, 232, start=10, step=120, save=2)],               # killed at step 60
         [note(50, 240, 250, start=9, restore=1), note(90, 240, 330, start=9, restore=1, step=80)],
         [note(90, 300, 340, start=40), note(95, 300, 345, start=40, step=5)]]   # a second fit
-    found = hours.total(starts)
+    found = spent.total(starts)
     assert (found.again, found.starts, found.steps) == (10, 3, 95)
     # At step 50 the first start had spent 100 seconds on steps, as the notes around it say.
     assert found.seconds == dict(step=120 + 80 + 5 - 20, again=20, data=0, evaluation=0, save=2,
@@ -110,10 +110,10 @@ def test_two_processes_that_are_killed_twice(tmp_path, text):
         expected += made - saved
     all_succeed(hosts(2, *words, file=file))
     ended = time.time()
-    found = hours.accounts_of(str(out))
+    found = spent.accounts_of(str(out))
     assert len(found) == 2
     for process, one in enumerate(found):
-        notes = hours._starts(out / f"log-{process}.hours.jsonl")
+        notes = spent._starts(out / f"log-{process}.hours.jsonl")
         assert one.wall == pytest.approx(notes[-1][-1]["now"] - notes[0][0]["from"], rel=0.01)
         assert began <= notes[0][0]["from"] and notes[-1][-1]["now"] <= ended
         assert (one.starts, one.steps) == (3, 90) and abs(one.again - expected) <= 2
