@@ -7,6 +7,7 @@ last.
     machine         make a run's mesh on the devices of one or many machines, or of --topology
 """
 
+import collections
 import contextlib
 import functools
 import os
@@ -19,7 +20,7 @@ from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.files import digest
 from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_own_devices, slices_of
 from zigzag.core.options import Values
-from zigzag.core.parts import has_part, part
+from zigzag.core.parts import added, has_part, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import RunFolder, check_kept
 from zigzag.disk.tokenizers import Tokenizer, copy_files, tokenizer_record
@@ -80,6 +81,9 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         loop.step = prepare(loop)
         if loop.step:
             say.collectives(collectives(loop.step), *expected(program))
+            for flag, module in collections.ChainMap(*added("STEPS")).items():
+                if getattr(config, flag):
+                    loop.step = part(module, f"--{flag}").watched(loop)
         say.start_clock()
         yield loop
         flush_metrics(loop)
