@@ -3,6 +3,7 @@
 import dataclasses
 
 from zigzag.core.options import flag
+from zigzag.core.parts import Command, Unused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,13 @@ class OfTraining:
                                     # if an update isn't finite, find the layer, function and weight
                                     # where that begins
 
+    # measuring
+    against: str = flag("", recorded=False)
+                                    # compare the compiled step, and a token, with another git
+                                    # revision's (HEAD~1): what an edit costs, and on which line
 
+
+COMMANDS = {"against": Command("accounts.against", Unused(
+    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes", "find_nan")))}
 # {flag: the module whose `watched(loop)` returns the step to run instead of loop.step}
 STEPS = {"find_nan": "accounts.find_nan"}
