@@ -18,6 +18,7 @@ import numpy as np
 
 import sample
 import train
+from zigzag.commands import programs
 from zigzag.generate import decoding, passes
 
 # The sizes of a compiled program's memory, as jax names them.
@@ -36,7 +37,7 @@ def facts_of(compiled):
 
 def compiled_token(config, mesh):
     """Compile the decoding of one token: one row for each device, with a context of seq_len."""
-    model, rows = config.network, mesh.size
+    model, rows = programs.resolved(config, mesh).network, mesh.size
     with jax.set_mesh(mesh):
         engine = sample.engine_of(model)
         params = engine.places(mesh)

@@ -202,13 +202,17 @@ HARMFUL = {
 
 # Edits whose cost a CPU doesn't have, because it computes and sends bfloat16 as float32.
 WIDER = {
-    "float32 queries": ([
-        ("model.py", QKV, QKV.replace("w[\"wv\"])", "w[\"wv\"], dtype=jnp.float32)"))],
-        "shard.columns(h"),
-    "a float32 stream": ([
-        ("model.py", "return x32.astype(x.dtype) * scale", "return x32 * scale")], "shard."),
+    "a float32 MLP": ([
+        ("model.py", MLP, MLP.replace('w["w_up"])', 'w["w_up"], dtype=jnp.float32)').replace(
+            "return shard.row((", "h, dtype = h.astype(jnp.float32), h.dtype\n    "
+            "return shard.row((").replace("w_down\"]))", "w_down\"])).astype(dtype)"))],
+        "swiglu(*shard.columns(h"),
+    "float32 attention": ([
+        ("model.py", ATTENDED, "q, k, v = (a.astype(jnp.float32) for a in (q, k, v))\n"
+         "    y = shard.row((attend(q, k, v), w[\"wo\"])).astype(x.dtype)\n")], "attend(q, k, v)"),
     "weights gathered in float32": ([
-        ("shard.py", '            w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
-         '            w.astype(jnp.float32), "fsdp", list(spec).index("fsdp"), spec).astype('
-         "w.dtype)")], "w.astype(jnp.float32)"),
+        ("shard.py", 'all_gather(\n            w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
+         'all_gather(\n            w, "fsdp", list(spec).index("fsdp"), spec).astype(old)'),
+        ("shard.py", "    def whole(w, spec):\n", "    def whole(w, spec):\n"
+         "        old, w = w.dtype, w.astype(jnp.float32)\n")], "all_gather("),
 }

@@ -145,7 +145,7 @@ def test_the_command_compares_a_commit_with_uncommitted_edits(repository, monkey
 
     now = json.loads(json.dumps(programs))
     now["step"]["memory"]["temp_size_in_bytes"] *= 2
-    with pytest.raises(RunError, match="compared with HEAD, 1 amount grew by over 1%"):
+    with pytest.raises(RunError, match="this tree costs more than HEAD, by over 1%"):
         run(monkeypatch)
     now = {**programs, "token": {"error": "not a decoder"}}
     run(monkeypatch)
@@ -166,7 +166,7 @@ def test_what_cannot_be_compared_is_one_line(repository, tmp_path, monkeypatch):
 
     with refuses("HEAD doesn't compile with these flags: --no_flag is not an option"):
         against.compiled_in(repository, ["--no_flag", "1"], "HEAD")
-    (repository / "model.py").write_text("this is not Python")
+    (repository / "model.py").write_text("def (")
     with refuses("HEAD doesn't compile with these flags: SyntaxError: invalid syntax"):
         against.compiled_in(repository, [], "HEAD")
 
