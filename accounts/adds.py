@@ -3,7 +3,7 @@
 import dataclasses
 
 from zigzag.core.options import flag
-from zigzag.core.parts import Command
+from zigzag.core.parts import Command, Unused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,6 +12,9 @@ class OfTraining:
     # measuring
     report: tuple[str, ...] = flag((), recorded=False)
                                     # say where the time of these runs went, then exit
+    against: str = flag("", recorded=False)
+                                    # compare the compiled step, and a token, with another git
+                                    # revision's (HEAD~1): what an edit costs, and on which line
 
     # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace for Perfetto, in out/profile
@@ -22,6 +25,7 @@ class OfTraining:
                                     # where that begins
 
 
-COMMANDS = {"report": Command("accounts.spent")}
+COMMANDS = {"report": Command("accounts.spent"), "against": Command("accounts.against", Unused(
+    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes", "find_nan")))}
 # {flag: the module whose `watched(loop)` returns the step to run instead of loop.step}
 STEPS = {"find_nan": "accounts.find_nan", "profile": "accounts.profile"}

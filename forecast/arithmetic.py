@@ -41,7 +41,7 @@ def arithmetic(compiled: Any, ragged: float = 1.0) -> float:
     in a TPU's kernel or our loop over blocks, skip rows outside all groups; `ragged` is the
     fraction of rows inside groups."""
     def work(lines):
-        return sum(times * _operations(line, computation, ragged)
+        return sum(times * operations(line, computation, ragged)
                    for line, times, computation in lines)
 
     return work(executed(compiled.as_text(), ragged, work))
@@ -53,7 +53,7 @@ def _shapes(computation):
     return {name: ints(dims) for name, dims in _RESULT.findall(computation)}
 
 
-def _operations(line, computation, ragged):
+def operations(line: str, computation: str, ragged: float = 1.0) -> float:
     """Return the FLOPs of a line with a matmul or a kernel, or 0 for any other line."""
     if 'custom_call_target="__cudnn$fmha' in line:
         return _cudnn_operations(line)

@@ -67,9 +67,9 @@ def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled]]:
         say("         (XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates eight devices "
             "here)")
     for placed, cost in costs[:SHOWN]:
-        say(f"         {placed.mesh:36} {_in_units(cost.arithmetic + cost.links, TIMES):>11}: "
-            f"arithmetic {_in_units(cost.arithmetic, TIMES)}, links "
-            f"{_in_units(cost.links, TIMES)}; about {_gib(cost.memory)} of "
+        say(f"         {placed.mesh:36} {in_units(cost.arithmetic + cost.links, TIMES):>11}: "
+            f"arithmetic {in_units(cost.arithmetic, TIMES)}, links "
+            f"{in_units(cost.links, TIMES)}; about {_gib(cost.memory)} of "
             f"{chip.memory / 2**30:.0f} GiB")
     for placed, _ in costs[:COMPILED]:
         try:
@@ -121,23 +121,19 @@ def run(config: Any) -> None:
     say(f"memory   {_gib(memory.argument_size_in_bytes)} of state and batch, "
         f"{_gib(memory.temp_size_in_bytes)} of temporaries, peak {_gib(peak)} a device" + fits)
     frozen = "; 4 per frozen weight" if config.network.lora_rank else ""
-    say(f"compute  {_in_units(done, FLOPS, 2)} a device, {done / flops:.3f} times the usual count "
+    say(f"compute  {in_units(done, FLOPS, 2)} a device, {done / flops:.3f} times the usual count "
         f"({USUAL_COUNT}{frozen})")
     say(f"links    {_gib(sent)} sent by a device" + (
         f", and {_gib(far)} between slices, whose time isn't in the bound" if far else ""))
     if not chip:
         return
-    # A step reads its arguments, writes its outputs, and writes and reads its temporary memory.
-    moved = (memory.argument_size_in_bytes + memory.output_size_in_bytes
-             + 2 * memory.temp_size_in_bytes)
-    takes = {"arithmetic": done / chip.flops, "memory": moved / chip.bandwidth,
-             "links": sent / chip.links}
+    takes = estimate.least_times(step, done, sent, chip)
     worst = max(takes, key=takes.get)
     least = takes[worst]
     speed = config.batch * config.network.seq_len / least
     speed = f"{speed:,.0f}" if speed < 1e6 else f"{speed / 1e6:,.1f} million"
-    say("bound    " + ", ".join(f"{k} {_in_units(v, TIMES)}" for k, v in takes.items())
-        + f": a step takes at least {_in_units(least, TIMES)} ({worst}), {speed} tokens/s, mfu at "
+    say("bound    " + ", ".join(f"{k} {in_units(v, TIMES)}" for k, v in takes.items())
+        + f": a step takes at least {in_units(least, TIMES)} ({worst}), {speed} tokens/s, mfu at "
         f"most {flops / chip.flops / least:.1%}, if each runs at its published rate "
         f"({chip.flops / 1e12:.0f} Tflop/s, {chip.bandwidth / 1e9:.0f} GB/s, "
         f"{chip.links / 1e9:.0f} GB/s over all links) and all at once")
@@ -148,7 +144,7 @@ FLOPS = {"Tflop": 1e12, "Gflop": 1e9, "Mflop": 1e6}
 TIMES = {"ms": 1e-3, "us": 1e-6}
 
 
-def _in_units(x, units, digits=1):
+def in_units(x: float, units: dict[str, float], digits: int = 1) -> str:
     """Format x in the largest of these units that makes it at least 0.1."""
     name, unit = next((pair for pair in units.items() if 10 * x >= pair[1]), [*units.items()][-1])
     return f"{x / unit:,.{digits}f} {name}"

@@ -41,7 +41,7 @@ VALUES = {
     "profile": "2", "edited": "true", "ema": "0.9", "eval_batch": "16",
     "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
     "distributed": "true", "patience": "9", "verbose": "true",
-    "find_nan": "true", "report": "run"}
+    "find_nan": "true", "report": "run", "against": "HEAD"}
 # {kind of data: the options that only some kinds use, and this one does}
 MODES = {
     "text": {"tokens", "mix", "field", "weight_field", "pack", "eval_tokens",
@@ -52,8 +52,9 @@ OF_A_KIND = set().union(*MODES.values())
 OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval_first",
             "eval_batch", "eval_tokens", "held_out", "metric", "beams", "best",
             "sample_temperature", "check", "profile"}
-NOT_USED = {"bench": OF_A_RUN | {"topology", "minutes"},
-            "topology": OF_A_RUN | {"max_skipped", "bench", "minutes"}}
+NOT_USED = {"bench": OF_A_RUN | {"topology", "minutes", "against"},
+            "topology": OF_A_RUN | {"max_skipped", "bench", "minutes"},
+            "against": OF_A_RUN | {"max_skipped", "bench", "minutes", "find_nan"}}
 
 
 @of_the_whole

@@ -78,8 +78,9 @@ def show_sharding(argv: Argv = None) -> None:
     given = command_line.read_flags(argv)
     command_line.check_unused(given, NOT_USED, "in python shard.py")
     config = command_line.config_of_flags(given)
-    if "topology" in commands() and config.topology:
-        return part("forecast.dry_run", "--topology").run(config)
+    for flag, command in commands().items():
+        if getattr(config, flag):
+            return part(command.module, f"--{flag}").run(config)
     mesh = abstract_mesh(mesh_sizes(config.mesh, config.shards))
     config = change(config, vocab_size=config.network.vocab_size or Bytes.vocab_size)
     network = network_of(config)

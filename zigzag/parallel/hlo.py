@@ -37,18 +37,19 @@ def collectives(compiled: Any) -> list[Collective]:
     This assumes that every branch is taken, so it includes a pipeline's idle ticks. It also assumes
     that all tokens reach their experts in the first round of shard.exchange."""
     mesh = mesh_of(compiled.input_shardings)
-    if mesh is None:
-        return []
-    rows = []
-    for line, times, computation in executed(compiled.as_text()):
-        found = _COLLECTIVE.search(line)
-        if sent := _BETWEEN_SLICES.search(line):
-            rows.append(("send between slices", "data", 1, times, _sizes(sent[0])[0]))
-        # On TPU, a collective that overlaps with other work appears in every computation of its
-        # chain. Count it only in the computation that starts it.
-        if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation):
-            rows.append(_row(found, line, mesh, times))
-    return add_up(rows)
+    return [] if mesh is None else add_up(row for found in executed(compiled.as_text())
+                                          for row in sends(*found, mesh))
+
+
+def sends(line: str, times: int, computation: str, mesh: Any) -> Iterator[tuple]:
+    """Yield the rows for add_up of a line that `executed` yields."""
+    found = _COLLECTIVE.search(line)
+    if sent := _BETWEEN_SLICES.search(line):
+        yield "send between slices", "data", 1, times, sizes_of(sent[0])[0]
+    # On TPU, a collective that overlaps with other work appears in every computation of its chain.
+    # Count it only in the computation that starts it.
+    if found and ("chain_id=" not in line or "AsyncCollectiveStart" in computation):
+        yield _row(found, line, mesh, times)
 
 
 def add_up(rows: Iterable[tuple[str, str, int, float, float]]) -> list[Collective]:
@@ -150,7 +151,7 @@ _MESH = re.compile(r"replica_groups=mesh\[(?P<axes>.*?)\](?:, device_ids=\(\[(?P
 
 def _row(found, line, mesh, times):
     """Return the collective on this line as a row for add_up."""
-    kind, groups, sizes = found["kind"], _groups(line, mesh), _sizes(found["result"])
+    kind, groups, sizes = found["kind"], _groups(line, mesh), sizes_of(found["result"])
     if found["start"] and kind != "all-reduce":     # the result is (operands, results, ...)
         k = found["operands"].count("%")
         sizes = sizes[k:2 * k]
@@ -159,7 +160,7 @@ def _row(found, line, mesh, times):
     return kind, _axes_within(groups, mesh), n, times, sum(sizes) * parts
 
 
-def _sizes(text):
+def sizes_of(text: str) -> list[float]:
     """List the size in bytes of each array whose shape is in the text."""
     return [math.prod(ints(dims)) * _bits(name) / 8 for name, dims in SHAPE.findall(text)]
 
