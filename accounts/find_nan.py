@@ -178,6 +178,8 @@ class Replay:
         if name in VIEWS:
             return [Value(outs[0], ins[0].since)]
         before = _first([v.since for v in ins if v.since is not None])
+        if axes := _axes_of(eqn):       # it may bring a NaN from another device
+            before = _first(lax.all_gather(before, axes))
         time = place.start * self.stages + place.shift
         return [Value(x, _since(x, before, time)) for x in outs]
 
@@ -257,6 +259,13 @@ def _size_of(eqn):
     """Return how many times an operation takes: more than one if it contains others."""
     return 1 + eqn.params.get("length", 1) ** (eqn.primitive.name == "scan") * sum(
         map(_size, jaxprs_in_params(eqn.params)))
+
+
+def _axes_of(eqn):
+    """Return the mesh axes over which an operation communicates."""
+    axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    return tuple(a for a in (axes if isinstance(axes, (tuple, list)) else (axes,))
+                 if isinstance(a, str))
 
 
 def _marked(tree):
@@ -391,16 +400,16 @@ def _operation(replay, time):
 def _function(eqn, above):
     """Name the user's function whose line ran an operation, and its caller."""
     # jax traces its own jitted functions (jnp.where) once, so only the call knows who called.
-    eqn = next((e for e in above if e.primitive.name == "jit" and _is_library(
-        e.params["jaxpr"].jaxpr.debug_info.func_filename or "")), eqn)
+    depth = next((d for d, e in enumerate(above) if e.primitive.name == "jit" and _is_library(
+        e.params["jaxpr"].jaxpr.debug_info.func_filename or "")), None)
     frames = []
-    for frame in eqn.source_info.traceback.frames:
-        path = Path(frame.file_name)
-        if path in (ROOT / "train.py", Path(__file__)):
-            frames = frames or [frame]
-            break
-        if not _is_library(frame.file_name):
-            frames.append(frame)
+    for e in ((eqn, *reversed(above)) if depth is None else reversed(above[:depth + 1])):
+        for frame in e.source_info.traceback.frames:
+            if Path(frame.file_name) in (ROOT / "train.py", Path(__file__)):
+                frames += [] if frames else [frame]
+                break
+            if not _is_library(frame.file_name):
+                frames.append(frame)
     inner, *outer = frames
     outer = [f for f in outer if Path(f.file_name).name != "shard.py"][:1]
     return ", called from ".join(map(_line, [inner, *outer]))
