@@ -330,7 +330,7 @@ def _lines(replay, program, task, since, state, batch, at):
     first = min(times)
     name = functools.partial(_named, replay, program, task, state, batch, at)
     lines = [f"the first {'NaN' if first == nan else 'infinity'} is {name(first)}"]
-    return lines + [f"it becomes NaN {name(nan)}"] * (first == behind and first != nan)
+    return [*lines, f"it becomes NaN: {name(nan)}"] if first == behind else lines
 
 
 def _named(replay, program, task, state, batch, at, time):
