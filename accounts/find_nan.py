@@ -88,8 +88,8 @@ def watched(loop: Any) -> Callable:
         skipped = bool(jax.device_get(metrics["skipped"]))
         if skipped and not before:
             watchdog.arm("compiling")
-            since = replay.times(state["params"], batch, state["frozen"])
-            for line in _lines(replay, program, loop.task, since, state, batch, loop.at):
+            times = replay.times(state["params"], batch, state["frozen"])
+            for line in lines(replay, times, program, loop.task, state, batch, loop.at):
                 loop.reporter.line(f"step {loop.at + 1}: {line}")
             watchdog.arm("a step")
         before = skipped
@@ -109,8 +109,8 @@ class Replay:
         self.inputs: list[tuple[str, str]] = []     # the weights and the batch's arrays: kind, name
 
     def times(self, *given: Any) -> np.ndarray:
-        """Return when the first NaN in the loss or the gradient was made, the infinity behind it,
-        and the first infinity. An input's time is negative. `given`: weights, batch, frozen."""
+        """Return the loss's times and the gradient's, [2, 3]. An input's time is negative. `given`:
+        weights, batch, frozen weights."""
         if self.compiled is None:
             self.inputs = [(kind, path) for kind, tree in zip(("weight", "batch", "weight"), given)
                            for path in by_path(tree)]
@@ -119,9 +119,10 @@ class Replay:
                                     compiler_options=self.plan.compiler_options
                                     ).lower(*given).compile()
             process_allgather("compiled")
-        return np.asarray(jax.device_get(self.compiled(*given)))
+        return np.stack(jax.device_get(self.compiled(*given)))
 
     def program(self, *given: Any) -> Callable:
+        """Make the program: (weights, batch, frozen weights) -> the times."""
         traced, made = jax.make_jaxpr(train.make_gradients(self.plan), return_shape=True)(*given)
         if (total := _size(traced.jaxpr) * self.stages) >= WRITTEN:
             raise ConfigError(f"--find_nan: this step has {total:,} operations on a device; it can "
@@ -135,7 +136,7 @@ class Replay:
             outs = self.evaluate(traced.jaxpr, traced.consts, values, Place(0, jnp.int32(0)))
             gradients, (total, count, _) = jax.tree.unflatten(jax.tree.structure(made), [
                 value.since for value in map(_filled, outs)])
-            return _first(jax.tree.leaves((gradients, total, count)))
+            return _first([total, count]), _first(jax.tree.leaves(gradients))
 
         return run
 
@@ -320,32 +321,32 @@ def _since(x, before, time):
 # -------------------------------------------------------------------------------------------
 # What a time means
 
-def _lines(replay, program, task, since, state, batch, at):
-    """Return what to print: where the first number that isn't finite was made."""
-    nan, behind, inf = map(int, since)
-    times = [time for time in (nan, behind, inf) if time < WRITTEN]
-    if not times:
-        return ["in the replay, the loss and each gradient are finite; the gradient's norm "
-                "overflows, or the compiler rounds the step differently"]
-    first = min(times)
-    name = functools.partial(_named, replay, program, task, state, batch, at)
-    lines = [f"the first {'NaN' if first == nan else 'infinity'} is {name(first)}"]
-    return [*lines, f"it becomes NaN: {name(nan)}"] if first == behind else lines
+def lines(replay: Replay, times: np.ndarray, program: Any, task: Any, state: Any, batch: Any,
+          at: int) -> list[str]:
+    """Return what to print: where the first number that isn't finite was made, in update `at`."""
+    found = [time for time in times.ravel().tolist() if time < WRITTEN]
+    if not found:
+        return ["in a replay, the loss and each gradient are finite; the gradient's norm overflows, "
+                "or the compiler rounds the step differently"]
 
+    def name(time):
+        if time >= 0:
+            return _operation(replay, time, times[0].min() >= WRITTEN)
+        kind, path = replay.inputs[time]
+        if kind == "batch":
+            row, *_ = where = _first_entry(by_path(batch)[path])
+            example, = numbers_at(task.examples, program.config.seed,
+                                  np.array([at * program.config.batch + row]))
+            return f"in the batch's {path}{where}: row {row}, example {example}"
+        weights = program.permute(in_one(state["params"], state["frozen"]), back=True)
+        where = _first_entry(by_path(weights)[path])
+        layer = f" of layer {where[0]}" if by_path(program.plan.decisions)[path].stacked else ""
+        return f"in the weight {path}{layer}, at {where}"
 
-def _named(replay, program, task, state, batch, at, time):
-    if time >= 0:
-        return _operation(replay, time)
-    kind, path = replay.inputs[time]
-    if kind == "batch":
-        row, *_ = where = _first_entry(by_path(batch)[path])
-        config = program.config
-        example, = numbers_at(task.examples, config.seed, np.array([at * config.batch + row]))
-        return f"in the batch's {path}{where}: row {row}, example {example}"
-    weights = program.permute(in_one(state["params"], state["frozen"]), back=True)
-    where = _first_entry(by_path(weights)[path])
-    layer = f" of layer {where[0]}" if by_path(program.plan.decisions)[path].stacked else ""
-    return f"in the weight {path}{layer}, at {where}"
+    first, (nan, behind, _) = min(found), times[times[:, 0].argmin()].tolist()
+    is_nan = first in times[:, 0]
+    text = [f"the first {'NaN' if is_nan else 'infinity'} is {name(first)}"]
+    return [*text, f"it becomes NaN: {name(nan)}"] if first == behind else text
 
 
 def _first_entry(x):
@@ -354,47 +355,39 @@ def _first_entry(x):
     return [int(bad.any([*range(d), *range(d + 1, x.ndim)]).argmax()) for d in range(x.ndim)]
 
 
-def _where(replay, time):
-    """Return a time's note, and the loops around it, each with its turn; and the stage."""
-    at, stage = divmod(time, replay.stages)
-    turns = []
-    for start, loop in sorted(replay.loops.items()):
-        if start <= at < start + loop.length * loop.size:
-            turn, inside = divmod(at - start, loop.size)
-            at = start + inside
-            turns.append((loop, turn))
-    return replay.notes[at], turns, stage
-
-
 def _layer(plan, turns, stage, is_differentiated):
     """Return the number of the layer that these turns of loops are in, or None."""
     depth = max((d for d, (loop, _) in enumerate(turns) if loop.first is not None), default=None)
     if depth is None:
         return None
     c, stages = plan.config.network, plan.sizes["pipe"] if "pipe" in plan.manual else 1
-    loop, turn = turns[depth]
-    entry = loop.first + (loop.length - 1 - turn if loop.is_reversed else turn)
+    numbers = [loop.length - 1 - turn if loop.is_reversed else turn for loop, turn in turns]
+    loop, entry = turns[depth][0], turns[depth][0].first + numbers[depth]
     if stages == 1 or depth == 0:
         return entry
-    ticks, tick = turns[depth - 1]
-    if ticks.is_reversed:
-        tick = ticks.length - 1 - tick
+    tick = numbers[depth - 1]
     chunk = work_in(tick - stage, stages, c.chunks)[1]
     if c.schedule == "1f1b" and is_differentiated:
         chunk = work_1f1b(tick, stage, stages, c.chunks)[1][1]
     return (chunk * stages + stage) * loop.length + entry
 
 
-def _operation(replay, time):
+def _operation(replay, time, is_loss_finite):
     """Say which operation runs at this time, of which layer, function and weight."""
-    (eqn, above, weight), turns, stage = _where(replay, time)
+    at, stage = divmod(time, replay.stages)
+    turns = []          # the loops around it, each with its turn
+    for start, loop in sorted(replay.loops.items()):
+        if start <= at < start + loop.length * loop.size:
+            turn, inside = divmod(at - start, loop.size)
+            at = start + inside
+            turns.append((loop, turn))
+    eqn, above, weight = replay.notes[at]
     names = " ".join(str(e.source_info.name_stack) for e in (*above, eqn))
     layer = _layer(replay.plan, turns, stage, "jvp" in names)
-    return (f"made by {eqn.primitive.name} in the "
-            + ("backward pass" if "transpose(" in names else "forward pass")
-            + (f" of layer {layer}" if layer is not None else "")
-            + f", {_function(eqn, above)}"
-            + (f", from the weight {weight[0]}" if weight else ""))
+    kind = ("in the backward pass" if "transpose(" in names else
+            "for the gradient" if is_loss_finite else "in the forward pass")
+    return (f"made by {eqn.primitive.name} {kind}{'' if layer is None else f' of layer {layer}'}, "
+            f"{_function(eqn, above)}{f', from the weight {weight[0]}' if weight else ''}")
 
 
 def _function(eqn, above):

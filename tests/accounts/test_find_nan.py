@@ -59,8 +59,8 @@ def lines_of(config, mesh, edits):
             edit(state["params"])
             state = program.permute(jax.tree.map(
                 lambda x, like: jax.device_put(x, like.sharding), state, program.state))
-            since = replay.times(state["params"], batch, state["frozen"])
-            found.append(find_nan._lines(replay, program, task, since, state, batch, 0))
+            times = replay.times(state["params"], batch, state["frozen"])
+            found.append(find_nan.lines(replay, times, program, task, state, batch, 0))
     return found
 
 
@@ -176,10 +176,10 @@ def run(loss, mesh="", bad=None, steps=2, **changes):
 @pytest.mark.parametrize("loss, what, mesh", [
     (log_of_zero, "step 1: the first infinity is made by log in the forward pass", ""),
     (division_by_zero, "step 1: the first infinity is made by div in the forward pass", "data=2"),
-    (root_at_zero, "made by div in the backward pass", ""),
+    (root_at_zero, "the first infinity is made by div for the gradient", ""),
     (overflow_in_16_bits, "made by convert_element_type in the forward pass", "data=2"),
     full(large_exponent, "made by exp in the forward pass", "fsdp=2,tensor=2"),
-    full(masked_too_late, "made by div in the", "data=2")])
+    full(masked_too_late, "the first NaN is made by div for the gradient", "data=2")])
 def test_a_fault_of_a_custom_loss_is_named(loss, what, mesh):
     """A line of jax's instead of the loss's; a harmless infinity before the fault; a fault that
     only the backward pass has; a replay after each of ten skipped updates."""
