@@ -27,7 +27,7 @@ from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import train
-from zigzag.core.errors import ConfigError
+from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import ambient, by_path, mark_varying
 from zigzag.core.options import ROOT
@@ -88,8 +88,12 @@ def watched(loop: Any) -> Callable:
         skipped = bool(jax.device_get(metrics["skipped"]))
         if skipped and not before:
             watchdog.arm("compiling")
-            times = replay.times(state["params"], batch, state["frozen"])
-            for line in lines(replay, times, program, loop.task, state, batch, loop.at):
+            try:
+                times = replay.times(state["params"], batch, state["frozen"])
+                found = lines(replay, times, program, loop.task, state, batch, loop.at)
+            except (ConfigError, jax.errors.JaxRuntimeError) as e:      # it doesn't fit
+                found = [one_line(e)]
+            for line in found:
                 loop.reporter.line(f"step {loop.at + 1}: {line}")
             watchdog.arm("a step")
         before = skipped
@@ -326,8 +330,8 @@ def lines(replay: Replay, times: np.ndarray, program: Any, task: Any, state: Any
     """Return what to print: where the first number that isn't finite was made, in update `at`."""
     found = [time for time in times.ravel().tolist() if time < WRITTEN]
     if not found:
-        return ["in a replay, the loss and each gradient are finite; the gradient's norm overflows, "
-                "or the compiler rounds the step differently"]
+        return ["in a replay, the loss and each gradient are finite; the gradient's norm "
+                "overflows, or the compiler rounds the step differently"]
 
     def name(time):
         if time >= 0:
