@@ -23,9 +23,12 @@ class OfTraining:
     find_nan: bool = flag(False, recorded=False)
                                     # if an update isn't finite, find the layer, function and weight
                                     # where that begins
+    accept: float = flag(0.0, recorded=False)   # with --dtype bfloat16: compare the first 32
+                                    # updates with float32; end the run if the loss differs by more
+                                    # than this fraction (0.01)
 
 
 COMMANDS = {"report": Command("accounts.spent"), "against": Command("accounts.against", Unused(
     ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes", "find_nan")))}
 # {flag: the module whose `watched(loop)` returns the step to run instead of loop.step}
-STEPS = {"find_nan": "accounts.find_nan", "profile": "accounts.profile"}
+STEPS = {name: f"accounts.{name}" for name in ("find_nan", "accept", "profile")}

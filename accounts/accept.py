@@ -1,0 +1,114 @@
+"""--accept 0.01: whether a precision is good enough, from a run's first updates.
+
+Each of the first UPDATES updates also computes its loss and gradient in float32, at the same
+weights, on the same rows and mesh. Two numbers say how far the run's own precision is from that:
+
+    loss        |loss - loss in float32| / |loss in float32|
+    gradient    the norm of the difference of the gradients / the norm of the one in float32
+
+The noise next to each is the same number between float32 values only: this batch's and the previous
+batch's, at the same weights. Noise averages out over updates and a wrong loss doesn't, so the limit
+applies to the gap of the loss itself. A run above it ends before it saves an update.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import train
+from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.flags import change
+from zigzag.core.hosts import watchdog
+from zigzag.run.plan import with_checked_sums
+
+# The first update shows errors of rounding. Errors of range need weights that have moved: 32
+# updates take a run well into its warmup, for the price of about a hundred updates.
+UPDATES = 32
+
+
+def watched(loop: Any) -> Callable:
+    """Return loop.step, preceded by a comparison with float32 in the first updates."""
+    _check(loop)
+    config, step, dtype = loop.program.config, loop.step, loop.program.plan.dtype
+    compare, last = Comparison(loop.program), min(loop.at + UPDATES, loop.program.config.steps)
+    found, before = [], None
+
+    def watch(state, batch):
+        nonlocal before
+        if (at := loop.at + 1) <= last:
+            loss, exact, *gaps = compare(state, batch, before)
+            before = batch
+            found.append(gaps)
+            if not (gaps[0] <= config.accept and np.isfinite(gaps[1])):
+                raise RunError(
+                    f"step {at}: the loss is {loss:.6g} in {dtype} and {exact:.6g} in float32, and "
+                    f"the gradient differs by {gaps[1]:.2%}: rejected by --accept "
+                    f"{config.accept:g}; no update was saved")
+        if at == last:
+            gap, gradient, *noise = np.fmax.reduce(found)
+            loop.reporter.line(
+                f"accept   {len(found)} updates in {dtype} and float32: the loss differs by up to "
+                f"{gap:.3%} (two batches: {noise[0]:.3%}), the gradient by {gradient:.2%} "
+                f"({noise[1]:.2%})")
+        return step(state, batch)
+
+    return watch
+
+
+def _check(loop):
+    """Reject a run with nothing to compare, or one that would save before the comparison ends."""
+    config, asked = loop.program.config, f"--accept {loop.program.config.accept:g}"
+    if loop.program.own:
+        raise ConfigError(f"{asked}: no effect on a custom step, fit(step=...); leave it out")
+    if loop.program.plan.dtype == "float32":
+        raise ConfigError(f"{asked}: this run computes in float32, so there is nothing to compare; "
+                          f"leave it out, or give --dtype bfloat16")
+    last = min(loop.at + UPDATES, config.steps)
+    for flag, every in ("save_every", config.save_every), ("eval_every", config.eval_every):
+        if every and loop.at + every - loop.at % every < last and (
+                flag == "save_every" or config.best):
+            raise ConfigError(f"{asked}: compares {UPDATES} updates before the run saves; give "
+                              f"--{flag} {UPDATES} or more, or 0")
+
+
+class Comparison:
+    """(state, batch, the batch before or None) -> the two losses, the gaps of loss and gradient,
+    and the noise of both."""
+
+    def __init__(self, program: Any):
+        plan, config = program.plan, change(program.config, dtype="float32")
+        loss = plan.loss
+        if plan.network:        # its loss casts to the dtype of its config
+            loss, _ = with_checked_sums(functools.partial(plan.network.loss, config=config.network))
+        exact = dataclasses.replace(plan, config=config, loss=loss, dtype="float32")
+        self.low, self.exact = (jax.jit(functools.partial(_values, p),
+                                        compiler_options=p.compiler_options) for p in (plan, exact))
+
+    def __call__(self, state: Any, batch: Any, before: Any) -> np.ndarray:
+        watchdog.arm("comparing with float32")
+        weights = state["params"], state["frozen"]
+        low, exact = self.low(*weights, batch), self.exact(*weights, batch)
+        noise = [jnp.nan] * 2 if before is None else _gaps(self.exact(*weights, before), exact)
+        found = jax.device_get([low[0], exact[0], *_gaps(low, exact), *noise])
+        watchdog.arm("a step")
+        return np.array(found)
+
+
+def _values(plan, params, frozen, batch):
+    """Return the mean loss, and its gradient in float32."""
+    precision = "highest" if plan.dtype == "float32" else None
+    with jax.default_matmul_precision(precision):
+        grads, (total, count, _) = train.make_gradients(plan)(params, batch, frozen)
+    return total / count, jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
+
+
+@jax.jit
+def _gaps(got, exact):
+    """Return the relative differences of two losses and of their gradients."""
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, got[1], exact[1]))
+    return abs(got[0] - exact[0]) / abs(exact[0]), difference / optax.tree.norm(exact[1])
