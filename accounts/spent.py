@@ -7,8 +7,8 @@
 A process notes its seconds in log-N.hours.jsonl (zigzag/core/hours.py). Nothing here imports jax.
 """
 
+import fnmatch
 import json
-import re
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
@@ -48,10 +48,11 @@ def run(report: Sequence[str]) -> None:
 
 def accounts_of(run: str) -> list[Total]:
     """Return the account of each process of a run."""
-    folder = place(run)
-    if mirror := mirrors.get(folder):       # a bucket's logs are not fetched with the run
-        mirror.fetch(filter(re.compile(r"log-\d+\.hours\.jsonl").fullmatch, mirror.there))
-    paths = sorted(folder.glob("log-*.hours.jsonl"), key=lambda path: (len(path.name), path.name))
+    folder, names = place(run), "log-*.hours.jsonl"
+    mirror = mirrors.get(folder)
+    if mirror and not list(folder.glob(names)):     # --report doesn't fetch a bucket's logs
+        mirror.fetch(fnmatch.filter(mirror.there, names))
+    paths = sorted(folder.glob(names), key=lambda path: (len(path.name), path.name))
     found = [total(starts) for path in paths if (starts := _starts(path))]
     if not found:
         raise ConfigError(f"--report {run}: no log-0.hours.jsonl there; give the --out of a run "

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 from zigzag.core.errors import ConfigError, did_you_mean, note, one_line, optional_package
-from zigzag.disk.tokenizers import BESIDE, KINDS, Tokenizer, published_tokenizer
+from zigzag.disk.tokenizers import BESIDE, FILE_OF, Tokenizer, published_tokenizer
 
 NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", re.A)
 ADDRESS = re.compile(r"hf://datasets/([\w-][\w.-]*/[\w.-]+)(?:@(refs/\w+/[\w.-]+|[\w.-]+))?/*(.*)",
@@ -161,7 +161,7 @@ def weights_of(name: str | Path) -> Path:
 def tokenizer_of(name: str | Path, rows: int) -> Tokenizer:
     """Return a model's tokenizer; `rows` is the number of rows in its embedding."""
     if repo := at_commit(name):
-        repo.fetched(*(kind.file for kind in KINDS.values()), is_first=True)
+        repo.fetched(*FILE_OF.values(), is_first=True)
         repo.fetched("config.json", *BESIDE)
     return published_tokenizer(config_of(name), rows)
 

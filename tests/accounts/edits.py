@@ -211,8 +211,8 @@ WIDER = {
         ("model.py", ATTENDED, "q, k, v = (a.astype(jnp.float32) for a in (q, k, v))\n"
          "    y = shard.row((attend(q, k, v), w[\"wo\"])).astype(x.dtype)\n")], "attend(q, k, v)"),
     "weights gathered in float32": ([
-        ("shard.py", 'all_gather(\n            w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
-         'all_gather(\n            w, "fsdp", list(spec).index("fsdp"), spec).astype(old)'),
+        ("shard.py", 'w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
+         'w, "fsdp", list(spec).index("fsdp"), spec).astype(old)'),
         ("shard.py", "    def whole(w, spec):\n", "    def whole(w, spec):\n"
          "        old, w = w.dtype, w.astype(jnp.float32)\n")], "all_gather("),
 }

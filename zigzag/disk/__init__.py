@@ -1,6 +1,6 @@
 """Reading data and writing checkpoints. Read this package to bring your own data.
 
-    tokenizers      text to ids and back: bytes, SentencePiece, tokenizer.json; tiktoken
+    tokenizers      text to ids and back: bytes, SentencePiece, tokenizer.json
     reading         files of any kind to documents
     encoding        documents to tokens on all cores; output writes the files
     corpus          the folder of tokens that --data opens, or several of them

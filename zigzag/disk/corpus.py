@@ -50,11 +50,11 @@ from zigzag.disk.reading import Options, examined, find, library_sources, named
 from zigzag.disk.token_files import TokenFiles, token_files
 from zigzag.disk.tokenizers import (
     FILES,
-    KINDS,
     Bytes,
     Pieces,
     Tokenizer,
     copy_files,
+    tokenizer_at,
     tokenizer_files,
     tokenizer_of,
     tokenizer_record,
@@ -97,7 +97,7 @@ def prepare(paths: Sequence[str], out: str | Path, vocab_size: int = 0,
                 sampled_lines(files, options), path, vocab_size)
         elif tokenizer and tokenizer.path:
             copy_files(tokenizer, unfinished)
-            tokenizer = KINDS[tokenizer.kind](unfinished / tokenizer.file)
+            tokenizer = tokenizer_at(unfinished / tokenizer.file)
         tokenizer = tokenizer or Bytes()
         # The marks file holds weights, or says which tokens are answers. Unweighted text has none.
         marks = "weights" if options.weight_field else "" if options.form == "text" else "learned"

@@ -29,7 +29,7 @@ from zigzag.core.parts import part
 from zigzag.disk.lines import Marked, Record
 from zigzag.disk.output import SPLITS, EncodedPiece, Output, dtype_of
 from zigzag.disk.reading import Document, File, Options, Piece, Trouble, counted, pieces, read
-from zigzag.disk.tokenizers import KINDS, Tokenizer, hashed, is_tenth
+from zigzag.disk.tokenizers import Tokenizer, hashed, is_tenth, tokenizer_at
 from zigzag.disk.weights import WrongWeight, as_weights
 
 # Below this many bytes of text, a second process doesn't pay off.
@@ -91,9 +91,9 @@ def serve() -> None:
     """Read pieces from stdin and write each one's result, or the exception it raised."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)               # send what libraries print to stderr, not into the results
-    kind, path, options = pickle.load(source)
+    path, options = pickle.load(source)
     gc.disable()                # it would rescan every list of ids for nothing
-    tokenizer = KINDS[kind](path)
+    tokenizer = tokenizer_at(path)
     while True:
         try:
             piece = pickle.load(source)
@@ -122,7 +122,7 @@ def on_cores(count: int, work: Iterable[Piece], tokenizer: Tokenizer, options: O
     pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
         for process in processes:
-            pickle.dump((tokenizer.kind, tokenizer.path, options), process.stdin)
+            pickle.dump((tokenizer.path, options), process.stdin)
             idle.put(process)
         for piece in work:
             waiting.append((piece, pool.submit(_result, piece, idle)))

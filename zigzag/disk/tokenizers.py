@@ -4,7 +4,7 @@
     sentencepiece   Pieces          tokenizer.model: trained by data.py, or published
     spiece.model    PiecesT5        a published T5's: sentencepiece, plus 100 ids for gaps
     tokenizer.json  TokenizerJson   a published model's, read by the tokenizers package
-    tiktoken        Tiktoken        token ranks, read by the tiktoken package (tiktoken.py)
+    tiktoken        Tiktoken        token ranks, read by the tiktoken package (in published/)
     ids             Ids             no tokenizer: the ids of token files, as numbers
 
 Each has
@@ -36,7 +36,7 @@ import numpy as np
 from zigzag.core.errors import ConfigError, one_line, optional_package
 from zigzag.core.files import as_json, digest, read_json, sha256, write_whole
 from zigzag.core.options import only
-from zigzag.disk import tiktoken
+from zigzag.core.parts import part
 from zigzag.disk.lines import Record
 
 # Files next to a published tokenizer's file, copied along with it.
@@ -64,6 +64,10 @@ class Tokenizer:
 
     def lengths(self) -> np.ndarray:
         return np.array([len(self.bytes_of(i)) for i in range(self.vocab_size)])
+
+    def content(self) -> bytes:
+        """Return what `file` contains, in a folder that gets a copy."""
+        return self.path.read_bytes()
 
 
 class Bytes(Tokenizer):
@@ -123,7 +127,7 @@ class Pieces(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         # sentencepiece takes much longer on a long text than on its lines. StringIO splits only at
         # \n, and is faster than a loop.
-        parts = [_checked(text)]
+        parts = [checked(text)]
         if self._ends_at_lines:
             parts = io.StringIO(text, newline="\n").readlines()
         ids = self.model.encode(parts, num_threads=1)
@@ -131,15 +135,15 @@ class Pieces(Tokenizer):
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found, at = [], 0
-        for part in self.between.split(_checked(text)):
-            if part in self.special:
-                found.append((self.special[part], at, at + len(part)))
-            elif part:
-                for piece in self.model.encode(part, out_type="immutable_proto").pieces:
+        for piece in self.between.split(checked(text)):
+            if piece in self.special:
+                found.append((self.special[piece], at, at + len(piece)))
+            elif piece:
+                for piece in self.model.encode(piece, out_type="immutable_proto").pieces:
                     # sentencepiece gives a position only to the last byte of a character.
                     is_inner = piece.begin == piece.end and self.model.is_byte(piece.id)
                     found.append((piece.id, at + piece.begin, at + piece.end + is_inner))
-            at += len(part)
+            at += len(piece)
         return tuple(np.array(found, np.int64).reshape(-1, 3).T)
 
     @functools.cached_property
@@ -193,8 +197,8 @@ class PiecesT5(Pieces):
                          if (i := self._id(piece)) is not None}
 
     def encode(self, text: str) -> np.ndarray:
-        ids = ([self.special[part]] if part in self.special else self.model.encode(part)
-               for part in self.between.split(_checked(text)))
+        ids = ([self.special[piece]] if piece in self.special else self.model.encode(piece)
+               for piece in self.between.split(checked(text)))
         return np.array([i for part in ids for i in part], np.int64)
 
 
@@ -216,18 +220,18 @@ class TokenizerJson(Tokenizer):
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, vocabulary.get)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self.model.encode(_checked(text), add_special_tokens=False).ids, np.int64)
+        return np.array(self.model.encode(checked(text), add_special_tokens=False).ids, np.int64)
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        found = self.model.encode(_checked(text), add_special_tokens=False)
+        found = self.model.encode(checked(text), add_special_tokens=False)
         places = np.array(found.offsets, int).reshape(-1, 2)
         return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
 
     def prompt(self, text: str) -> list[int]:
-        return self.model.encode(_checked(text)).ids or [self.separator]
+        return self.model.encode(checked(text)).ids or [self.separator]
 
     def with_ends(self, text: str) -> list[int]:
-        ids = self.model.encode(_checked(text)).ids
+        ids = self.model.encode(checked(text)).ids
         return ids if ids[-1:] == [self.ends[0]] else [*ids, self.ends[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -254,56 +258,11 @@ class TokenizerJson(Tokenizer):
         return lengths
 
 
-class Tiktoken(Tokenizer):
-    """A tiktoken vocabulary. A special token spelled out in a text becomes a single id, and
-    `decode` omits it, as with a tokenizer.json."""
-    kind, file = "tiktoken", tiktoken.FILE
-
-    def __init__(self, path: Path):
-        package = optional_package("tiktoken", path.name)
-        self.path, self.folder, record = path, path.parent, tiktoken.read_encoding(path)
-        try:
-            self.model = package.Encoding(path.name, **record)
-        except Exception as e:      # a Rust library, which raises plain Exceptions
-            raise ConfigError(f"{path} is not a vocabulary of tiktoken ({one_line(e)})") from None
-        special = record["special_tokens"]
-        self.special, self.vocab_size = set(special.values()), self.model.n_vocab
-        self.begins = [special[name] for name in tiktoken.BEGINS if name in special][:1]
-        ends = [special[name] for name in tiktoken.ENDS if name in special]
-        if not ends and not self.begins:
-            raise ConfigError(f"{path}: no special token to separate documents; expected one of "
-                              f"{', '.join(tiktoken.BEGINS + tiktoken.ENDS)}")
-        self.separator = (self.begins or ends)[0]
-        self.ends = tuple(dict.fromkeys([*ends, self.separator]))
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([i for part in tiktoken.BLANK.split(_checked(text))
-                         for i in self.model.encode(part, allowed_special="all")], np.int64)
-
-    def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ids = self.encode(text)
-        # For each byte, the index of its character. An id begins at its first byte's character.
-        characters = np.repeat(np.arange(len(text)), [len(c.encode()) for c in text])
-        size = np.array([len(self.model.decode_single_token_bytes(i)) for i in ids.tolist()], int)
-        ends = np.cumsum(size)
-        return ids, characters[ends - size], characters[ends - 1] + 1
-
-    def with_ends(self, text: str) -> list[int]:
-        return [*self.begins, *super().with_ends(text)]
-
-    def spelled(self, ids: Sequence[int]) -> str:
-        return self.model.decode(list(ids))
-
-    def bytes_of(self, i: int) -> bytes:
-        try:
-            return b"" if i in self.special else self.model.decode_single_token_bytes(i)
-        except KeyError:                # an id without a token
-            return b""
-
-
-KINDS = {kind.kind: kind for kind in (TokenizerJson, Pieces, PiecesT5, Tiktoken)}
+# {kind: the name of its file}. published/tiktoken.py reads token ranks.
+FILE_OF = {kind.kind: kind.file for kind in (TokenizerJson, Pieces, PiecesT5)} | {
+    "tiktoken": "tiktoken.json"}
 # All tokenizer files that a model's folder may have.
-FILES = (*(kind.file for kind in KINDS.values()), *BESIDE)
+FILES = *FILE_OF.values(), *BESIDE
 
 
 def tokenizer_at(path: str | Path) -> Tokenizer:
@@ -316,18 +275,24 @@ def tokenizer_at(path: str | Path) -> Tokenizer:
     if not path.exists():
         raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
                           f"tokenizer.json, a folder with one of them, or bytes")
-    # LLaMA 3's tokenizer.model is a file of tiktoken's ranks.
-    if path.name == tiktoken.FILE or tiktoken.has_ranks(path):
-        return Tiktoken(path)
+    if path.name == FILE_OF["tiktoken"] or _has_ranks(path):
+        return part("published.tiktoken", f"--tokenizer {path}").Tiktoken(path)
     return (TokenizerJson if path.suffix == ".json" else PiecesT5
             if path.name == PiecesT5.file else Pieces)(path)
+
+
+def _has_ranks(path):
+    """Return whether a file's first line is a base64 token and rank 0, as in LLaMA 3's
+    tokenizer.model."""
+    with open(path, "rb") as f:
+        return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
 
 
 def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> Tokenizer | None:
     """Open the tokenizer in a published model's folder. Reject one with ids above the embedding's
     `rows`, for which a lookup would silently take another row. If the folder has no tokenizer,
     raise ConfigError if it is `needed`; otherwise return None."""
-    files = [kind.file for kind in KINDS.values() if (Path(folder) / kind.file).exists()]
+    files = [name for name in FILE_OF.values() if (Path(folder) / name).exists()]
     if not files:
         if needed:
             raise ConfigError(f"{folder} has no tokenizer: expected tokenizer.json or "
@@ -350,9 +315,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     ids = only(read_record(tokenizer.folder / "config.json"), "bos_token_id", "eos_token_id")
     if ids:             # from config.json, which isn't copied
         found.setdefault("generation_config.json", as_json(ids))
-    is_ranks = tokenizer.kind == "tiktoken"
-    return {tokenizer.file: tiktoken.content_of(tokenizer.model) if is_ranks else
-            tokenizer.path.read_bytes(), **found}
+    return {tokenizer.file: tokenizer.content(), **found}
 
 
 def copy_files(tokenizer: Tokenizer, folder: Path) -> list[str]:
@@ -375,17 +338,17 @@ def tokenizer_of(folder: Path, record: Record) -> Tokenizer:
         return Bytes()
     if record["tokenizer"] == "ids":
         return Ids(record["vocab_size"])
-    kind = KINDS[record["tokenizer"]]
-    path, inner = folder / kind.file, folder / "data" / kind.file
+    name = FILE_OF[record["tokenizer"]]
+    path, inner = folder / name, folder / "data" / name
     if inner.exists() and not path.exists():    # a run was killed before it copied its tokenizer
         path = inner
     if path.exists() and record.get("tokenizer_sha256", "") not in ("", sha256(path)):
         raise ConfigError(f"{path} is not the tokenizer that encoded the text: it was edited or "
                           f"damaged")
-    return kind(path)
+    return tokenizer_at(path)
 
 
-def _checked(text):
+def checked(text: str) -> str:
     """Return the text, or raise UnicodeEncodeError on a lone surrogate, which is a caller's bug."""
     text.encode()
     return text

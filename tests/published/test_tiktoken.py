@@ -6,9 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from published.tiktoken import LLAMA_3, PUBLISHED, QWEN, Tiktoken, save
 from zigzag.core.errors import ConfigError
-from zigzag.disk.tiktoken import LLAMA_3, PUBLISHED, QWEN, save
-from zigzag.disk.tokenizers import Tiktoken
 
 tiktoken = pytest.importorskip("tiktoken", reason="pip install tiktoken")
 TEXTS = ("the cat sat", "", "\n\n  the\tcat's 12345", "naïve café ☃🙂 日本語", "a<|endoftext|>b")
