@@ -253,6 +253,6 @@ def worse(before: Work, after: Work, lines: Lines, unit: str) -> list[str]:
         elif grew(("collectives", kind, axis)):
             blame(("collectives", kind, axis), lambda x: f"runs {x:,} more {kind} over {axis} {per}"
                   )
-    if grew("operations") and not found:
+    if grew("operations"):
         blame("operations", lambda x: f"runs {x:,} more operations {per}")
     return found

@@ -128,8 +128,7 @@ def run(config: Any) -> None:
     if not chip:
         return
     takes = estimate.least_times(step, done, sent, chip)
-    worst = max(takes, key=takes.get)
-    least = takes[worst]
+    worst, least = max(takes.items(), key=lambda pair: pair[1])
     speed = config.batch * config.network.seq_len / least
     speed = f"{speed:,.0f}" if speed < 1e6 else f"{speed / 1e6:,.1f} million"
     say("bound    " + ", ".join(f"{k} {in_units(v, TIMES)}" for k, v in takes.items())

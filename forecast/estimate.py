@@ -124,14 +124,12 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
     return m.peak_memory_in_bytes or at_most
 
 
-def least_times(compiled: jax.stages.Compiled, flops: float, sent: float, chip: Chip
-                ) -> dict[str, float]:
-    """Return the seconds that a program takes at least for its FLOPs, memory and bytes sent."""
+def least_times(compiled: Any, flops: float, sent: float, chip: Chip) -> dict[str, float]:
+    """Return the seconds that a program takes at least. It reads its arguments, writes its outputs,
+    and writes and reads its temporary memory."""
     m = compiled.memory_analysis()
-    # It reads its arguments, writes its outputs, and writes and reads its temporary memory.
     moved = m.argument_size_in_bytes + m.output_size_in_bytes + 2 * m.temp_size_in_bytes
-    return {"arithmetic": flops / chip.flops, "memory": moved / chip.bandwidth,
-            "links": sent / chip.links}
+    return dict(arithmetic=flops / chip.flops, memory=moved / chip.bandwidth, links=sent/chip.links)
 
 
 @contextlib.contextmanager

@@ -188,8 +188,9 @@ HARMFUL = {
          "    return into_stream([ids @ table])\n")],
         "ids @ table"),
     "a loop over the vocabulary": ([
-        ("model.py", HITS, 'squares = lax.map(lambda w: jnp.sum(w * w), params["head"].T)\n'
-         f"        total += 1e-9 * squares.sum()\n        {HITS}")], "lax.map"),
+        ("model.py", HITS, "found = lax.map(lambda i: jnp.sum(x[0, 0] * i), "
+         "jnp.arange(config.vocab_size))\n"
+         f"        total += 1e-9 * found.sum()\n        {HITS}")], "lax.map"),
     "a loop over the sequence": ([
         ("shard.py", "chunks = chunks or loss_chunks(*x.shape[:2], vocabulary)",
          "chunks = 16")], "shard.token_loss"),
@@ -209,10 +210,12 @@ WIDER = {
         "swiglu(*shard.columns(h"),
     "float32 attention": ([
         ("model.py", ATTENDED, "q, k, v = (a.astype(jnp.float32) for a in (q, k, v))\n"
-         "    y = shard.row((attend(q, k, v), w[\"wo\"])).astype(x.dtype)\n")], "attend(q, k, v)"),
+         "    y = shard.row((attend(q, k, v), w[\"wo\"])).astype(x.dtype)\n")],
+        "attend(q, k, v)"),
     "weights gathered in float32": ([
-        ("shard.py", 'w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
-         'w, "fsdp", list(spec).index("fsdp"), spec).astype(old)'),
+        ("shard.py", "all_gather(\n"
+         '            w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
+         'all_gather(\n            w, "fsdp", list(spec).index("fsdp"), spec).astype(old)'),
         ("shard.py", "    def whole(w, spec):\n", "    def whole(w, spec):\n"
          "        old, w = w.dtype, w.astype(jnp.float32)\n")], "all_gather("),
 }
