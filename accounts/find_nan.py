@@ -279,17 +279,17 @@ def _marked(tree):
 
 
 def _is_float(x):
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
 def _constant(x):
-    is_infinite = _is_float(np.asarray(x)) and bool(np.isinf(np.asarray(x, np.float64)).any())
+    is_infinite = _is_float(x) and bool(np.isinf(np.asarray(x, np.complex128)).any())
     return Value(x, _marked(jnp.array([NEVER, NEVER, WRITTEN])) if is_infinite else None)
 
 
 def _filled(value):
     return value._replace(since=_marked(jnp.asarray(CLEAN))) if (
-        value.since is None and _is_float(jnp.asarray(value.x))) else value
+        value.since is None and _is_float(value.x)) else value
 
 
 def _packed(values):
@@ -359,8 +359,13 @@ def _first_entry(x):
     return [int(bad.any([*range(d), *range(d + 1, x.ndim)]).argmax()) for d in range(x.ndim)]
 
 
-def _layer(plan, turns, stage, is_differentiated):
-    """Return the number of the layer that these turns of loops are in, or None."""
+def _names(operations):
+    return " ".join(str(e.source_info.name_stack) for e in operations)
+
+
+def _layer(plan, turns, stage, path):
+    """Return the number of the layer that these turns of loops are in, or None. `path` lists the
+    operations around the one that we ask about, and that one."""
     depth = max((d for d, (loop, _) in enumerate(turns) if loop.first is not None), default=None)
     if depth is None:
         return None
@@ -371,7 +376,8 @@ def _layer(plan, turns, stage, is_differentiated):
         return entry
     tick = numbers[depth - 1]
     chunk = work_in(tick - stage, stages, c.chunks)[1]
-    if c.schedule == "1f1b" and is_differentiated:
+    scans = [d for d, e in enumerate(path) if e.primitive.name == "scan"]
+    if c.schedule == "1f1b" and "jvp" in _names(path[scans[depth - 1] + 1:]):
         chunk = work_1f1b(tick, stage, stages, c.chunks)[1][1]
     return (chunk * stages + stage) * loop.length + entry
 
@@ -386,8 +392,8 @@ def _operation(replay, time, is_loss_finite):
             at = start + inside
             turns.append((loop, turn))
     eqn, above, weight = replay.notes[at]
-    names = " ".join(str(e.source_info.name_stack) for e in (*above, eqn))
-    layer = _layer(replay.plan, turns, stage, "jvp" in names)
+    names = _names((*above, eqn))
+    layer = _layer(replay.plan, turns, stage, (*above, eqn))
     kind = ("in the backward pass" if "transpose(" in names else
             "for the gradient" if is_loss_finite else "in the forward pass")
     return (f"made by {eqn.primitive.name} {kind}{'' if layer is None else f' of layer {layer}'}, "

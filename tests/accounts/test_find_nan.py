@@ -179,7 +179,7 @@ def run(loss, mesh="", bad=None, steps=2, **changes):
     (root_at_zero, "the first infinity is made by div for the gradient", ""),
     (overflow_in_16_bits, "made by convert_element_type in the forward pass", "data=2"),
     full(large_exponent, "made by exp in the forward pass", "fsdp=2,tensor=2"),
-    full(masked_too_late, "the first NaN is made by div for the gradient", "data=2")])
+    full(masked_too_late, "for the gradient, masked", "data=2")])
 def test_a_fault_of_a_custom_loss_is_named(loss, what, mesh):
     """A line of jax's instead of the loss's; a harmless infinity before the fault; a fault that
     only the backward pass has; a replay after each of ten skipped updates."""
