@@ -57,6 +57,7 @@ class Value(NamedTuple):
 
 
 class Loop(NamedTuple):
+    """A loop with a fixed number of turns."""
     length: int
     size: int               # the operations in one turn
     is_reversed: bool
@@ -165,6 +166,7 @@ class Replay:
             v.val if isinstance(v, Literal) else fixed[v]), operation)
 
     def operation(self, eqn, ins, place):
+        """Run one operation: as jax would, with its times, or by evaluating what it contains."""
         name, inside = eqn.primitive.name, place._replace(
             start=place.start + 1, above=(*place.above, eqn))
         if control := {"scan": self.scan, "while": self.while_loop, "cond": self.cond,
@@ -189,6 +191,7 @@ class Replay:
         return [Value(x, _since(x, before, time)) for x in outs]
 
     def scan(self, eqn, ins, place):
+        """Run a loop whose turns have times of their own."""
         fixed, carry, stacks = scan_operands(eqn, ins)
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         is_reversed, size = eqn.params["reverse"], _size(body.jaxpr)
@@ -212,7 +215,8 @@ class Replay:
                 for v, weight in zip(_values([*carry, *outs]), [None] * len(carry)
                                      + weights[len(carry):])]
 
-    def while_loop(self, eqn, ins, place):      # its turns share their times
+    def while_loop(self, eqn, ins, place):
+        """Run a loop whose turns share their times, because their number isn't known."""
         p = eqn.params
         n, m, is_on, body = (p["cond_nconsts"], p["body_nconsts"], jaxpr_as_fun(p["cond_jaxpr"]),
                              p["body_jaxpr"])
@@ -225,6 +229,7 @@ class Replay:
             *[v.x for v in ins[:n]], *[x for x, _ in carry])[0], turn, _packed(ins[n + m:])))
 
     def cond(self, eqn, ins, place):
+        """Run a branch. The times of the branches don't overlap."""
         index, *operands = ins
         start, branches = place.start, []
         for closed in eqn.params["branches"]:
@@ -236,6 +241,7 @@ class Replay:
         return _values(lax.switch(index.x, branches))
 
     def shard_map(self, eqn, ins, place):
+        """Run on each device, then merge what the devices found."""
         p = eqn.params
         axes = tuple(sorted(p["newly_manual_axes"]))
 
