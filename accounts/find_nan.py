@@ -57,6 +57,7 @@ class Value(NamedTuple):
 
 
 class Loop(NamedTuple):
+    """A loop with a fixed number of turns."""
     length: int
     size: int               # the operations in one turn
     is_reversed: bool
@@ -165,6 +166,7 @@ class Replay:
             v.val if isinstance(v, Literal) else fixed[v]), operation)
 
     def operation(self, eqn, ins, place):
+        """Run one operation: as jax would, with its times, or by evaluating what it contains."""
         name, inside = eqn.primitive.name, place._replace(
             start=place.start + 1, above=(*place.above, eqn))
         if control := {"scan": self.scan, "while": self.while_loop, "cond": self.cond,
@@ -189,6 +191,7 @@ class Replay:
         return [Value(x, _since(x, before, time)) for x in outs]
 
     def scan(self, eqn, ins, place):
+        """Run a loop whose turns have times of their own."""
         fixed, carry, stacks = scan_operands(eqn, ins)
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         is_reversed, size = eqn.params["reverse"], _size(body.jaxpr)
@@ -212,7 +215,8 @@ class Replay:
                 for v, weight in zip(_values([*carry, *outs]), [None] * len(carry)
                                      + weights[len(carry):])]
 
-    def while_loop(self, eqn, ins, place):      # its turns share their times
+    def while_loop(self, eqn, ins, place):
+        """Run a loop whose turns share their times, because their number isn't known."""
         p = eqn.params
         n, m, is_on, body = (p["cond_nconsts"], p["body_nconsts"], jaxpr_as_fun(p["cond_jaxpr"]),
                              p["body_jaxpr"])
@@ -225,6 +229,7 @@ class Replay:
             *[v.x for v in ins[:n]], *[x for x, _ in carry])[0], turn, _packed(ins[n + m:])))
 
     def cond(self, eqn, ins, place):
+        """Run a branch. The times of the branches don't overlap."""
         index, *operands = ins
         start, branches = place.start, []
         for closed in eqn.params["branches"]:
@@ -236,6 +241,7 @@ class Replay:
         return _values(lax.switch(index.x, branches))
 
     def shard_map(self, eqn, ins, place):
+        """Run on each device, then merge what the devices found."""
         p = eqn.params
         axes = tuple(sorted(p["newly_manual_axes"]))
 
@@ -279,17 +285,17 @@ def _marked(tree):
 
 
 def _is_float(x):
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
 def _constant(x):
-    is_infinite = _is_float(np.asarray(x)) and bool(np.isinf(np.asarray(x, np.float64)).any())
+    is_infinite = _is_float(x) and bool(np.isinf(np.asarray(x, np.complex128)).any())
     return Value(x, _marked(jnp.array([NEVER, NEVER, WRITTEN])) if is_infinite else None)
 
 
 def _filled(value):
     return value._replace(since=_marked(jnp.asarray(CLEAN))) if (
-        value.since is None and _is_float(jnp.asarray(value.x))) else value
+        value.since is None and _is_float(value.x)) else value
 
 
 def _packed(values):
@@ -359,8 +365,13 @@ def _first_entry(x):
     return [int(bad.any([*range(d), *range(d + 1, x.ndim)]).argmax()) for d in range(x.ndim)]
 
 
-def _layer(plan, turns, stage, is_differentiated):
-    """Return the number of the layer that these turns of loops are in, or None."""
+def _names(operations):
+    return " ".join(str(e.source_info.name_stack) for e in operations)
+
+
+def _layer(plan, turns, stage, path):
+    """Return the number of the layer that these turns of loops are in, or None. `path` lists the
+    operations around the one that we ask about, and that one."""
     depth = max((d for d, (loop, _) in enumerate(turns) if loop.first is not None), default=None)
     if depth is None:
         return None
@@ -371,7 +382,8 @@ def _layer(plan, turns, stage, is_differentiated):
         return entry
     tick = numbers[depth - 1]
     chunk = work_in(tick - stage, stages, c.chunks)[1]
-    if c.schedule == "1f1b" and is_differentiated:
+    scans = [d for d, e in enumerate(path) if e.primitive.name == "scan"]
+    if c.schedule == "1f1b" and "jvp" in _names(path[scans[depth - 1] + 1:]):
         chunk = work_1f1b(tick, stage, stages, c.chunks)[1][1]
     return (chunk * stages + stage) * loop.length + entry
 
@@ -386,8 +398,8 @@ def _operation(replay, time, is_loss_finite):
             at = start + inside
             turns.append((loop, turn))
     eqn, above, weight = replay.notes[at]
-    names = " ".join(str(e.source_info.name_stack) for e in (*above, eqn))
-    layer = _layer(replay.plan, turns, stage, "jvp" in names)
+    names = _names((*above, eqn))
+    layer = _layer(replay.plan, turns, stage, (*above, eqn))
     kind = ("in the backward pass" if "transpose(" in names else
             "for the gradient" if is_loss_finite else "in the forward pass")
     return (f"made by {eqn.primitive.name} {kind}{'' if layer is None else f' of layer {layer}'}, "

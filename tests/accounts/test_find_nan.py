@@ -147,6 +147,12 @@ def masked_too_late(params, batch):
     return jnp.where(y < 2, y, y / (y - y)).sum(), len(y)       # here
 
 
+def all_masked(params, batch):
+    y = jnp.where(batch["mark"] > 2, layer_output(params, batch), -jnp.inf)
+    y = y - y.max(-1, keepdims=True)        # here: the mask's infinity isn't a fault, this is
+    return y.sum(), len(y)
+
+
 def harmless(params, batch):
     y = layer_output(params, batch)
     return y.sum(), len(y)
@@ -178,8 +184,9 @@ def run(loss, mesh="", bad=None, steps=2, **changes):
     (division_by_zero, "step 1: the first infinity is made by div in the forward pass", "data=2"),
     (root_at_zero, "the first infinity is made by div for the gradient", ""),
     (overflow_in_16_bits, "made by convert_element_type in the forward pass", "data=2"),
+    (all_masked, "the first NaN is made by sub in the forward pass", ""),
     full(large_exponent, "made by exp in the forward pass", "fsdp=2,tensor=2"),
-    full(masked_too_late, "the first NaN is made by div for the gradient", "data=2")])
+    full(masked_too_late, "for the gradient, masked", "data=2")])
 def test_a_fault_of_a_custom_loss_is_named(loss, what, mesh):
     """A line of jax's instead of the loss's; a harmless infinity before the fault; a fault that
     only the backward pass has; a replay after each of ten skipped updates."""
