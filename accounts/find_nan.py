@@ -408,11 +408,9 @@ def _operation(replay, time, is_loss_finite):
 
 def _function(eqn, above):
     """Name the user's function whose line ran an operation, and its caller."""
-    # jax traces its own jitted functions (jnp.where) once, so only the call knows who called.
-    depth = next((d for d, e in enumerate(above) if e.primitive.name == "jit" and _is_library(
-        e.params["jaxpr"].jaxpr.debug_info.func_filename or "")), None)
+    # jax ends a traceback where it began to trace a nested jaxpr, so those above have the rest.
     frames = []
-    for e in ((eqn, *reversed(above)) if depth is None else reversed(above[:depth + 1])):
+    for e in (eqn, *reversed(above)):
         for frame in e.source_info.traceback.frames:
             if Path(frame.file_name) in (ROOT / "train.py", Path(__file__)):
                 frames += [] if frames else [frame]

@@ -85,6 +85,7 @@ PLACES = {
         (grow("wv", "wo", layer=1), "forward pass of layer 1, row (shard.py")]),
     "pipe=2 1f1b": (dict(layers=4, microbatches=2, schedule="1f1b"), [
         (grow("w_gate", "w_up", layer=3), "forward pass of layer 3, swiglu (model.py"),
+        (grow("wq", "wk", layer=1), ATTENTION.format(1)),
         (put("norm", np.nan, 3), "NaN is in the weight norm, at [3]")]),
     "pipe=2 1f1b chunks": (dict(layers=4, microbatches=2, schedule="1f1b", chunks=2), [
         (grow("wq", "wk", layer=1), ATTENTION.format(1)),
@@ -147,6 +148,14 @@ def masked_too_late(params, batch):
     return jnp.where(y < 2, y, y / (y - y)).sum(), len(y)       # here
 
 
+def second_call(params, batch):
+    """jax traces jnp.var once for both calls, so its operations know only the first."""
+    y = layer_output(params, batch)
+    fine = jnp.var(y, axis=0)
+    large = jnp.var(1e30 * y, axis=0)       # here
+    return (fine + large).sum(), len(y)
+
+
 def all_masked(params, batch):
     y = jnp.where(batch["mark"] > 2, layer_output(params, batch), -jnp.inf)
     y = y - y.max(-1, keepdims=True)        # here: the mask's infinity isn't a fault, this is
@@ -185,6 +194,7 @@ def run(loss, mesh="", bad=None, steps=2, **changes):
     (root_at_zero, "the first infinity is made by div for the gradient", ""),
     (overflow_in_16_bits, "made by convert_element_type in the forward pass", "data=2"),
     (all_masked, "the first NaN is made by sub in the forward pass", ""),
+    (second_call, "the first infinity is made by", ""),
     full(large_exponent, "made by exp in the forward pass", "fsdp=2,tensor=2"),
     full(masked_too_late, "for the gradient, masked", "data=2")])
 def test_a_fault_of_a_custom_loss_is_named(loss, what, mesh):
