@@ -215,7 +215,9 @@ WIDER = {
     "weights gathered in float32": ([
         ("shard.py", '        return w if "fsdp" not in spec else all_gather(\n'
          '            w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
-         '        whole = w if "fsdp" not in spec else all_gather(w.astype(jnp.float32), "fsdp", list('
-         'spec).index("fsdp"), spec)\n        return whole.astype(w.dtype)')],
+         '        whole = w if "fsdp" not in spec else all_gather('
+         'w.astype(jnp.float32), "fsdp", list('
+         'spec).index("fsdp"), spec)\n'
+         "        return whole.astype(w.dtype)")],
         "all_gather(w.as"),
 }
