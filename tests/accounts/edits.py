@@ -213,9 +213,11 @@ WIDER = {
          "    y = shard.row((attend(q, k, v), w[\"wo\"])).astype(x.dtype)\n")],
         "attend(q, k, v)"),
     "weights gathered in float32": ([
-        ("shard.py", "all_gather(\n"
+        ("shard.py", '        return w if "fsdp" not in spec else all_gather(\n'
          '            w, "fsdp", list(spec).index("fsdp"), spec, sum_dtype)',
-         'all_gather(\n            w, "fsdp", list(spec).index("fsdp"), spec).astype(old)'),
-        ("shard.py", "    def whole(w, spec):\n", "    def whole(w, spec):\n"
-         "        old, w = w.dtype, w.astype(jnp.float32)\n")], "all_gather("),
+         '        whole = w if "fsdp" not in spec else all_gather('
+         'w.astype(jnp.float32), "fsdp", list('
+         'spec).index("fsdp"), spec)\n'
+         "        return whole.astype(w.dtype)")],
+        "all_gather(w.as"),
 }
