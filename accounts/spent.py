@@ -123,16 +123,6 @@ def text(run: str, found: Sequence[Total]) -> str:
     return "\n".join(lines)
 
 
-def last_line(run: str) -> str:
-    """Return the line with which a run ends."""
-    found = accounts_of(run)
-    others = sorted((name for name in ROWS if name != "step"), reverse=True,
-                    key=lambda name: found[0].seconds[name])[:3]
-    parts = ", ".join(f"{name} {found[0].seconds[name] / found[0].wall:.0%}" for name in others)
-    return (f"time     {_time(found[0].wall)}, {share_of_progress(found):.0%} of it progress; "
-            f"{parts} (train.py --report {run})")
-
-
 def _counted(count, what):
     plural = what + ("es" if what.endswith("s") else "s")
     return f"{count:,} {what if count == 1 else plural}"

@@ -73,8 +73,7 @@ def test_a_run_ends_with_its_account_and_the_report_has_it(tmp_path, text):
     """A cause that nobody measures; a report that needs the run to have ended."""
     out = tmp_path / "run"
     said = succeeds(*SMALL, "--steps", 20, "--data", text, "--out", out).stdout
-    assert re.search(r"^time +\d.*% of it progress; (\w+ \d+%, ){2}\w+ \d+% \(train.py --report",
-                     said, re.M)
+    assert re.search(r"^time +\d+ s: \w+ \d+%(, \w+ \d+%){3}$", said, re.M)
     with open(out / "log-0.hours.jsonl", "a") as f:
         f.write('{"at": 21, "fro')          # a killed process was writing
     lines = succeeds("--report", out).stdout.splitlines()

@@ -62,6 +62,13 @@ class Hours:
         self.lapped = dict(self.seconds)
         return step + data, save
 
+    def summary(self) -> str:
+        """Say how long this process has taken, and what took most of it."""
+        passed = sum(self.seconds.values())
+        most = sorted(self.seconds, key=self.seconds.get, reverse=True)[:4]
+        return f"{passed:.0f} s: " + ", ".join(
+            f"{name} {self.seconds[name] / passed:.0%}" for name in most)
+
     def note_in(self, path: Path) -> None:
         """Append the notes to this file from now on."""
         self.file = open(path, "a", buffering=1)

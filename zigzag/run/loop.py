@@ -24,7 +24,6 @@ from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.core.mesh import row_groups
 from zigzag.core.options import Values, without
-from zigzag.core.parts import has_part, part
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
 from zigzag.disk.mixture import numbers_at
@@ -240,8 +239,7 @@ def end_run(loop: Loop) -> None:
         if out:
             raise RunError(f"{line}; this run failed, with all of it saved in {out}")
         loop.reporter.line(f"warning  {line}")
-    if loop.folder and has_part("accounts"):
-        loop.reporter.line(part("accounts.spent", "").last_line(out))
+    loop.reporter.line(f"time     {loop.reporter.hours.summary()}")
     loop.reporter.end(loop.at, out, loop.evaluation)
 
 
