@@ -23,7 +23,7 @@ import optax
 import train
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.flags import change
-from zigzag.core.hosts import watchdog
+from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.run.plan import with_checked_sums
 
 # The first update shows errors of rounding. Errors of range need weights that have moved: 32
@@ -41,10 +41,11 @@ def watched(loop: Any) -> Callable:
     def watch(state, batch):
         nonlocal before
         if (at := loop.at + 1) <= last:
-            loss, exact, *gaps = compare(state, batch, before)
+            with loop.reporter.hours.of("evaluation"):
+                loss, exact, *gaps = compare(state, batch, before)
             before = batch
             found.append(gaps)
-            if not (gaps[0] <= config.accept and np.isfinite(gaps[1])):
+            if np.isfinite(exact) and not (gaps[0] <= config.accept and np.isfinite(gaps[1])):
                 raise RunError(
                     f"step {at}: the loss is {loss:.6g} in {dtype} and {exact:.6g} in float32, and "
                     f"the gradient differs by {gaps[1]:.2%}: rejected by --accept "
@@ -86,12 +87,18 @@ class Comparison:
         if plan.network:        # its loss casts to the dtype of its config
             loss, _ = with_checked_sums(functools.partial(plan.network.loss, config=config.network))
         exact = dataclasses.replace(plan, config=config, loss=loss, dtype="float32")
+        self.is_compiled = False
         self.low, self.exact = (jax.jit(functools.partial(_values, p),
                                         compiler_options=p.compiler_options) for p in (plan, exact))
 
     def __call__(self, state: Any, batch: Any, before: Any) -> np.ndarray:
         watchdog.arm("comparing with float32")
         weights = state["params"], state["frozen"]
+        if not self.is_compiled:
+            self.low, self.exact = (fn.lower(*weights, batch).compile()
+                                    for fn in (self.low, self.exact))
+            process_allgather("compiled")       # before devices first wait for one another
+            self.is_compiled = True
         low, exact = self.low(*weights, batch), self.exact(*weights, batch)
         noise = [jnp.nan] * 2 if before is None else _gaps(self.exact(*weights, before), exact)
         found = jax.device_get([low[0], exact[0], *_gaps(low, exact), *noise])

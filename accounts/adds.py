@@ -9,14 +9,12 @@ from zigzag.core.parts import Command, Unused
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfTraining:
     """Flags of train.py."""
-    # measuring
+    # measuring (rare)
     report: tuple[str, ...] = flag((), recorded=False)
                                     # say where the time of these runs went, then exit
     against: str = flag("", recorded=False)
                                     # compare the compiled step, and a token, with another git
                                     # revision's (HEAD~1): what an edit costs, and on which line
-
-    # measuring (rare)
     profile: int = flag(0, recorded=False)  # steps to trace for Perfetto, in out/profile
 
     # training (rare)
@@ -29,6 +27,7 @@ class OfTraining:
 
 
 COMMANDS = {"report": Command("accounts.spent"), "against": Command("accounts.against", Unused(
-    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes", "find_nan")))}
+    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes", "find_nan",
+                               "accept")))}
 # {flag: the module whose `watched(loop)` returns the step to run instead of loop.step}
 STEPS = {name: f"accounts.{name}" for name in ("find_nan", "accept", "profile")}

@@ -21,16 +21,18 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 from accounts.work import Call, Work, total, work_of
-from forecast.dry_run import FLOPS, TIMES, in_units
 from zigzag.core.errors import ConfigError, RunError, human_bytes
 from zigzag.core.options import ROOT
+from zigzag.core.parts import part
 
+units = part("forecast.dry_run", "--against")
 # An amount that grows by more than this share of itself got worse.
 MORE = 0.01
 # How many lines to blame for it, and the least of what the first one added that another one must.
@@ -39,23 +41,29 @@ ONCE = ROOT / "accounts/compile_once.py"
 
 
 def flops(x: float) -> str:
-    return in_units(x, {**FLOPS, "kflop": 1e3}, 2)
+    return units.in_units(x, {**units.FLOPS, "kflop": 1e3}, 2)
 
 
 # {what work_of counts: how to print it}
 SHOWN = {"arithmetic": flops, "peak memory": human_bytes, "sends": human_bytes,
          "collectives": "{:,}".format, "operations": "{:,}".format,
-         "at least": lambda x: in_units(x, TIMES)}
+         "at least": lambda x: units.in_units(x, units.TIMES)}
 
 
 def run(config: Any) -> None:
     """Print what differs between this tree and the revision in config.against. Fail, with status 1,
     if anything got worse. The flags are the command line's."""
     revision, words = config.against, sys.argv[1:]
-    at = next(i for i, word in enumerate(words) if word.startswith("--against"))
+    at = next((i for i, word in enumerate(words) if word.startswith("--against")), None)
+    if at is None:
+        raise ConfigError("--against is for a command line: python shard.py --against HEAD")
     del words[at:at + 1 + ("=" not in words[at])]
     with checked_out(revision) as old:
         programs = compiled_in(old, words, revision), compiled_in(ROOT, words, "this tree")
+        meshes = [one["step"]["mesh"] for one in programs]
+        if meshes[0] != meshes[1]:
+            raise ConfigError(f"--against {revision}: it chose the mesh {meshes[0]}, and this tree "
+                              f"{meshes[1]}; give --mesh")
         if compared(*programs, Lines(old, ROOT)):
             raise RunError(f"this tree costs more than {revision}, by over {MORE:.0%}")
     print("nothing got worse")
@@ -67,6 +75,8 @@ def compared(before: dict[str, Any], after: dict[str, Any], lines: "Lines") -> l
     for name, unit in ("step", "update"), ("token", "token"):
         if failed := before[name].get("error") or after[name].get("error"):
             say(name, f"not compared: {failed}")
+            if "error" not in before[name]:
+                found.append(f"the {name} no longer compiles")
             continue
         works, amounts = (work_of(before[name]), work_of(after[name])), []
         for what, shown in SHOWN.items():
@@ -96,23 +106,21 @@ def git(*words: str, otherwise: str = "needs a git repository") -> str:
     except FileNotFoundError:
         raise ConfigError("--against needs git, which isn't installed") from None
     if found.returncode:
-        raise ConfigError(f"--against {otherwise} {' '.join(found.stderr.split())[:200]}")
+        raise ConfigError(f"--against {otherwise}: {' '.join(found.stderr.split())[:200]}")
     return found.stdout.strip()
 
 
 @contextlib.contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
     """Yield a temporary folder with this tree as it was at a revision."""
-    inside = git("rev-parse", "--show-prefix")      # the path, if a larger repository has this tree
     commit = git("rev-parse", "--quiet", "--verify", f"{revision}^{{commit}}",
                  otherwise=f"{revision}: git finds no such commit")
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder).resolve() / "tree"
-        try:
-            git("worktree", "add", "--detach", str(tree), commit, otherwise=f"{revision}:")
-            yield tree / inside
-        finally:
-            git("worktree", "remove", "--force", str(tree), otherwise=f"{revision}:")
+        tree, file = Path(folder).resolve() / "tree", Path(folder) / "tree.tar"
+        git("archive", f"--output={file}", commit, otherwise=revision)
+        with tarfile.open(file) as archive:
+            archive.extractall(tree, filter="data")
+        yield tree
 
 
 def compiled_in(tree: Path, words: Sequence[str], name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ token, on a few functions of sample.py's engine. FILE becomes a JSON object: {"s
 ...}. A program that doesn't compile is {"error": why}.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -16,10 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import sample
 import train
-from zigzag.commands import programs
-from zigzag.generate import decoding, passes
 
 # The sizes of a compiled program's memory, as jax names them.
 SIZES = ("argument", "output", "alias", "temp", "host_temp")
@@ -37,6 +35,10 @@ def facts_of(compiled):
 
 def compiled_token(config, mesh):
     """Compile the decoding of one token: one row for each device, with a context of seq_len."""
+    # Loaded here, because an older tree may lack some of these.
+    sample, programs, decoding, passes = map(importlib.import_module, (
+        "sample", "zigzag.commands.programs", "zigzag.generate.decoding",
+        "zigzag.generate.passes"))
     model, rows = programs.resolved(config, mesh).network, mesh.size
     with jax.set_mesh(mesh):
         engine = sample.engine_of(model)

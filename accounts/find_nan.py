@@ -88,11 +88,12 @@ def watched(loop: Any) -> Callable:
         state, metrics = step(state, batch)
         skipped = bool(jax.device_get(metrics["skipped"]))
         if skipped and not before:
-            watchdog.arm("compiling")
+            watchdog.arm("a replay")
             try:
-                times = replay.times(state["params"], batch, state["frozen"])
-                found = lines(replay, times, program, loop.task, state, batch, loop.at)
-            except (ConfigError, jax.errors.JaxRuntimeError) as e:      # it doesn't fit
+                with loop.reporter.hours.of("evaluation"):
+                    times = replay.times(state["params"], batch, state["frozen"])
+                    found = lines(replay, times, program, loop.task, state, batch, loop.at)
+            except Exception as e:      # it doesn't fit, or we can't name the place: train on
                 found = [one_line(e)]
             for line in found:
                 loop.reporter.line(f"step {loop.at + 1}: {line}")
@@ -120,10 +121,15 @@ class Replay:
             self.inputs = [(kind, path) for kind, tree in zip(("weight", "batch", "weight"), given)
                            for path in by_path(tree)]
             place = jax.NamedSharding(self.plan.mesh, P())
-            self.compiled = jax.jit(self.program(*given), out_shardings=place,
-                                    compiler_options=self.plan.compiler_options
-                                    ).lower(*given).compile()
-            process_allgather("compiled")
+            problem = ""
+            try:
+                self.compiled = jax.jit(self.program(*given), out_shardings=place,
+                                        compiler_options=self.plan.compiler_options
+                                        ).lower(*given).compile()
+            except Exception as e:
+                problem = one_line(e)
+            if problems := [*filter(None, process_allgather(problem))]:     # of any process
+                raise ConfigError(f"--find_nan: {problems[0]}")
         return np.stack(jax.device_get(self.compiled(*given)))
 
     def program(self, *given: Any) -> Callable:

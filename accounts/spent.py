@@ -19,7 +19,7 @@ from zigzag.core.hours import CAUSES
 from zigzag.core.parts import mirrors, place
 
 # The order of a table's rows, and what they say besides the names of the causes.
-ROWS = {"step": "steps that count", "again": "made again after a crash",
+ROWS = {"step": "steps that count", "again": "repeated after a crash",
         "data": "waiting for data", "evaluation": "evaluations", "save": "waiting for saves",
         "start": "starting", "restore": "reading checkpoints", "compile": "compiling",
         "stopped": "between a start's last note and the next start"}
@@ -76,25 +76,27 @@ def _starts(path: Path) -> list[Notes]:
 
 
 def total(starts: list[Notes]) -> Total:
-    """Add up a process's starts. If a start goes on from an earlier step than the previous one had
-    reached, the steps between were made again, and the previous one's notes say how long they took.
-    """
+    """Add up a process's starts. If a start goes on from an earlier step than those before it had
+    reached, the steps between were made again, and the notes say how long they had taken."""
     seconds, again = dict.fromkeys(ROWS, 0.0), 0
-    for before, notes in zip([None, *starts], starts):
+    kept = [notes[-1]["at"] for notes in starts]        # the last step of each start that counts
+    for number, notes in enumerate(starts):
         for name in CAUSES:
             seconds[name] += notes[-1][name]
-        if before is None:
-            continue
-        # A second fit in the same process counts its first one as its start.
-        gap = notes[0]["from"] - before[-1]["now"]
-        seconds["stopped" if gap > 0 else "start"] += gap
-        goes_on, reached = notes[0]["at"], before[-1]["at"]
-        if goes_on < reached:
-            lost = before[-1]["step"] - np.interp(goes_on, [one["at"] for one in before],
-                                                  [one["step"] for one in before])
-            seconds["step"] -= lost
-            seconds["again"] += lost
-            again += int(reached - goes_on)
+        if number:
+            # A second run in the same process counts the first one as its start.
+            gap = notes[0]["from"] - starts[number - 1][-1]["now"]
+            seconds["stopped" if gap > 0 else "start"] += gap
+        goes_on = notes[0]["at"]
+        for i in range(number):
+            if kept[i] > goes_on:
+                at, spent = ([note[name] for note in starts[i]] for name in ("at", "step"))
+                begin, end = np.interp([goes_on, kept[i]], at, spent)
+                seconds["step"] -= end - begin
+                seconds["again"] += end - begin
+                first = max(goes_on, at[0])
+                again += int(kept[i] - first)
+                kept[i] = first
     return Total(seconds, again, len(starts), int(starts[-1][-1]["at"]))
 
 

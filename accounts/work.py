@@ -5,11 +5,13 @@ import re
 import types
 from typing import Any, NamedTuple
 
-from forecast.arithmetic import operations
-from forecast.estimate import least_times, peak_memory
 from zigzag.core.chips import chip_of
 from zigzag.core.mesh import abstract_mesh
+from zigzag.core.parts import part
 from zigzag.parallel.hlo import NAME, add_up, executed, sends, sizes_of
+
+arithmetic, estimate = (part(f"forecast.{name}", "--against") for name in (
+    "arithmetic", "estimate"))
 
 
 class Call(NamedTuple):
@@ -66,7 +68,7 @@ def work_of(facts: dict[str, Any]) -> Work:
         # In a fusion, an operation without calls has the fusion's.
         if (frame := _FRAME.search(line)) or computation not in inner:
             calls = stacks[frame[1]] if frame else ()
-        if flops := times * operations(line, computation):
+        if flops := times * arithmetic.operations(line, computation):
             work["arithmetic"][calls] += flops
             operand = NAME.findall(line)[1]
             work["float32"][calls] += flops * (f"%{operand} = f32[" in computation)
@@ -83,9 +85,9 @@ def work_of(facts: dict[str, Any]) -> Work:
         work["arguments"][Call("", 0, name),] += sum(sizes_of(result))
     compiled = types.SimpleNamespace(
         memory_analysis=lambda: types.SimpleNamespace(**facts["memory"]))
-    work["peak memory"][()] = peak_memory(compiled)
+    work["peak memory"][()] = estimate.peak_memory(compiled)
     if chip := chip_of(types.SimpleNamespace(device_kind=facts["device_kind"])):
-        work["at least"][()] = max(least_times(
+        work["at least"][()] = max(estimate.least_times(
             compiled, total(work, "arithmetic"), total(work, "sends"), chip).values())
     return work
 

@@ -29,7 +29,9 @@ class OfTraining:
 
 
 COMMANDS = {
-    "bench": Command("forecast.bench", Unused(("saving", "evaluation"),
-                                              ("check", "profile", "topology", "minutes"))),
+    "bench": Command("forecast.bench", Unused(
+        ("saving", "evaluation"),
+        ("check", "profile", "topology", "minutes", "find_nan", "accept"))),
     "topology": Command("forecast.dry_run", Unused(
-        ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes")))}
+        ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes",
+                                   "find_nan", "accept")))}

@@ -100,6 +100,7 @@ def train_some(config: Any, mesh: Any, task: Task, say: BenchReporter) -> tuple[
     with jax.set_mesh(program.mesh):
         report_header(program, say)
         step, same = prepare(loop), next_batch(0)
+        say.hours.begin("step")
         for at in range(config.steps):
             batch = same if at % 2 else next_batch(at)
             loop.state, metrics = step(loop.state, batch)

@@ -5,7 +5,7 @@ optional: delete it if you only train the decoder in model.py.
                   general.py, its weights in tables.py, the rest in positions.py and stems.py
     clip  swin  sam  blip2      vision models built from transformer.py, general.py, windows.py
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
-    record  arrays_of_folder  folders  tiktoken     read and write a folder; its vocabulary
+    record  arrays_of_folder  folders           read and write a folder
     hub_names   names on the Hugging Face hub: models, and datasets as --data
     reference   check that an edited network still computes the published model
     presets     model shapes by name

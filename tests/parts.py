@@ -25,7 +25,7 @@ PARTS = {
     "published": Part("published models: networks, reading and writing folders, presets",
                       pages=("published.md", "networks.md")),
     "forecast": Part("`--topology`, `--mesh auto`, `--bench`, `--minutes`, `--depth`"),
-    "tools": Part("chat, chats as `--data`, choices, scoring, beam search, plots, loggers"),
+    "tools": Part("chat, chats as `--data`, scoring, beam search, plots, loggers, tiktoken"),
     "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, custom steps"),
     "accounts": Part("`--report`, `--against`, `--find_nan`, `--accept`, `--profile`",
                      frozenset({"forecast"})),
@@ -44,8 +44,8 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 14_860, "published": 5_690, "forecast": 1_095, "tools": 1_270, "tasks": 1_010,
-           "accounts": 1_200, "stores": 710, "recipes": 1_530, "learn": 3_050}
+BUDGETS = {"zigzag": 14_870, "published": 5_560, "forecast": 1_100, "tools": 1_400, "tasks": 1_010,
+           "accounts": 1_210, "stores": 710, "recipes": 1_530, "learn": 3_050}
 
 
 def is_there(part: str, root: Path = ROOT) -> bool:

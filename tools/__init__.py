@@ -4,6 +4,7 @@
     generation_speed                sample.py --bench
     chats                           conversations, completions and preferences as --data
     plots  trackers                 train.py --plot, --log
+    tiktoken                        vocabularies of token ranks, for --tokenizer
     synonyms                        what to use instead of other codebases' flags
     adds                            the flags that these files add
 

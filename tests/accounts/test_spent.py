@@ -40,32 +40,47 @@ def test_starts_add_up_to_the_wall_clock():
     assert found.wall == 345 - 100
 
 
+def test_a_start_may_go_on_from_before_several(tmp_path):
+    """A damaged checkpoint, after which steps of two earlier starts are repeated; half a line that
+    a killed process left, to which the next start appends."""
+    starts = [[note(0, 0, 1), note(60, 0, 61, step=60)],
+              [note(40, 61, 62), note(80, 61, 102, step=40)],
+              [note(20, 102, 103), note(30, 102, 113, step=10)]]
+    found = spent.total(starts)
+    assert (found.again, found.seconds["again"], found.seconds["step"]) == (80, 80, 30)
+    path = tmp_path / "log-0.hours.jsonl"
+    path.write_text(json.dumps({**note(9, 0, 9), "is_first": True}) + '\n{"at": 10, "fr')
+    after = Hours(time.perf_counter())
+    after.note_in(path)
+    after.note(9)
+    assert [len(notes) for notes in spent._starts(path)] == [1, 1]
+
+
 def test_a_second_has_one_cause(monkeypatch):
     """A cause inside another that is counted twice; a batch made while the devices worked."""
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    spent = Hours()
-    spent.since = 0.0
+    hours = Hours(0.0)
 
     def passes(seconds):
         clock[0] += seconds
 
     passes(5)
-    with spent.of("compile"):
+    with hours.of("compile"):
         passes(3)
-    spent.begin("step")
-    with spent.of("data"):
+    hours.begin("step")
+    with hours.of("data"):
         passes(1)
     passes(2)
-    assert spent.lap(was_busy=False) == (3, 0)
-    with spent.of("data"):
+    assert hours.lap(was_busy=False) == (3, 0)
+    with hours.of("data"):
         passes(7)
-    with spent.of("save"):
+    with hours.of("save"):
         passes(4)
-        with spent.of("step"):
+        with hours.of("step"):
             passes(10)
-    assert spent.lap(was_busy=True) == (17, 4)
-    assert spent.seconds == dict(start=5, compile=3, step=2 + 17, data=1, save=4, restore=0,
+    assert hours.lap(was_busy=True) == (17, 4)
+    assert hours.seconds == dict(start=5, compile=3, step=2 + 17, data=1, save=4, restore=0,
                                  evaluation=0)
 
 

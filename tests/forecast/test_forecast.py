@@ -154,9 +154,9 @@ def test_a_small_programs_numbers_are_not_all_zero():
     the docs quote."""
     assert [dry_run._gib(2**30 * x) for x in (2.15, 0.29, 0.01)] == [
         "2.15 GiB", "0.29 GiB", "10.7 MB"]
-    assert [dry_run._in_units(x, dry_run.FLOPS, 2) for x in (2.4e11, 2.4e8, 2.4e3)] == [
+    assert [dry_run.in_units(x, dry_run.FLOPS, 2) for x in (2.4e11, 2.4e8, 2.4e3)] == [
         "0.24 Tflop", "0.24 Gflop", "0.00 Mflop"]
-    assert [dry_run._in_units(x, dry_run.TIMES) for x in (12.0, 1e-4, 9.8e-6)] == [
+    assert [dry_run.in_units(x, dry_run.TIMES) for x in (12.0, 1e-4, 9.8e-6)] == [
         "12,000.0 ms", "0.1 ms", "9.8 us"]
 
 

@@ -51,10 +51,10 @@ MODES = {
 OF_A_KIND = set().union(*MODES.values())
 OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval_first",
             "eval_batch", "eval_tokens", "held_out", "metric", "beams", "best",
-            "sample_temperature", "check", "profile"}
+            "sample_temperature", "check", "profile", "find_nan", "accept"}
 NOT_USED = {"bench": OF_A_RUN | {"topology", "minutes", "against"},
             "topology": OF_A_RUN | {"max_skipped", "bench", "minutes"},
-            "against": OF_A_RUN | {"max_skipped", "bench", "minutes", "find_nan"}}
+            "against": OF_A_RUN | {"max_skipped", "bench", "minutes"}}
 
 
 @of_the_whole

@@ -277,6 +277,8 @@ def test_a_full_scratch_disk_is_one_line_and_the_bucket_stays_whole(bucket, text
     words = ("--data", text, "--out", bucket.run(), *SMALL, "--save_every", 20)
     run = started(*words, "--steps", 4000)
     until_step_in_scratch(bucket, 41, [run])
+    while 40 not in bucket.steps() and run.poll() is None:      # on a busy machine, later
+        time.sleep(0.02)
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
     error = run.communicate(timeout=300)[1]
     assert run.returncode == 1 and "Traceback" not in error, error

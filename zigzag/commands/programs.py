@@ -27,7 +27,8 @@ from zigzag.run.running import machine
 from zigzag.run.task import without_data
 
 # The options that python shard.py doesn't use.
-NOT_USED = Unused(("saving", "evaluation"), ("check", "profile", "max_skipped", "minutes"))
+NOT_USED = Unused(("saving", "evaluation"), (
+    "check", "profile", "max_skipped", "minutes", "find_nan", "accept", "bench"))
 
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:

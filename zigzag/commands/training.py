@@ -20,6 +20,7 @@ from zigzag.core.errors import ConfigError
 from zigzag.core.flags import Argv
 from zigzag.core.parts import commands, mirrors, part, place
 from zigzag.core.report import Reporter
+from zigzag.core.start import BEGAN
 from zigzag.disk.checkpoint import newest_step
 from zigzag.disk.tokenizers import tokenizer_of
 from zigzag.run import continuing, loggers, source
@@ -77,7 +78,7 @@ def opened(config: Any, is_quiet: bool = False) -> Iterator[tuple[Any, Task, Rep
                 mirror.send_data()
             hosts.process_allgather(record["fingerprint"])
         config = learned.config
-        say = Reporter(config.steps, config.verbose)
+        say = Reporter(config.steps, config.verbose, BEGAN)
         say.is_quiet |= is_quiet
         if config.init_from:
             say.line(f"model    {config.init_from}, fine-tuned on rows of "

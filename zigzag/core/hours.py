@@ -5,7 +5,7 @@
     compile     compiling the step
     step        the steps, and whatever else happens while the devices work on one
     data        making a batch while no device works
-    evaluation
+    evaluation  evaluations, and the comparisons of --accept and --find_nan
     save        what the loop waits for: copying the state and, at the end, the last writes
 
 A process notes these in log-N.hours.jsonl in the run's folder, from which accounts/spent.py makes
@@ -18,26 +18,27 @@ import time
 from pathlib import Path
 from typing import Iterator
 
-from zigzag.core.start import BEGAN
-
 CAUSES = "start", "restore", "compile", "step", "data", "evaluation", "save"
 # A note is due after this many seconds, or after this fraction of the time so far.
 INTERVAL, SHARE = 1.0, 1e-3
 
 
 class Hours:
-    """The seconds of each cause since this process began."""
+    """The seconds of each cause since `began`, a time of time.perf_counter."""
 
-    def __init__(self):
+    def __init__(self, began: float):
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.lapped = dict(self.seconds)        # at the last lap
-        self.cause, self.since = "start", BEGAN
+        self.cause, self.since, self.began = "start", began, began
+        self.batch = 0.0                        # the seconds that the newest batch took
         self.file, self.due = None, 0.0
 
     def begin(self, cause: str) -> str:
         """Let the time from now on have this cause. Return the cause of the time until now."""
         before, now = self.cause, time.perf_counter()
         self.seconds[before] += now - self.since
+        if before == "data":
+            self.batch = now - self.since
         self.cause, self.since = cause, now
         return before
 
@@ -52,13 +53,13 @@ class Hours:
 
     def lap(self, was_busy: bool) -> tuple[float, float]:
         """Return the seconds of a step (with its data) and of saves since the last lap. If the
-        devices `was_busy` while the batch was made, nothing waited for the batch."""
+        devices `was_busy` while the newest batch was made, nothing waited for it."""
         self.begin(self.cause)
         step, data, save = (self.seconds[name] - self.lapped[name]
                             for name in ("step", "data", "save"))
         if was_busy:
-            self.seconds["data"] -= data
-            self.seconds["step"] += data
+            self.seconds["data"] -= self.batch
+            self.seconds["step"] += self.batch
         self.lapped = dict(self.seconds)
         return step + data, save
 
@@ -72,12 +73,13 @@ class Hours:
     def note_in(self, path: Path) -> None:
         """Append the notes to this file from now on."""
         self.file = open(path, "a", buffering=1)
+        self.file.write("\n")       # a killed process may have left half a line
 
     def note(self, at: int, is_last: bool = False) -> None:
         """If a note is due, write how much time each cause took, with the number of updates so far
-        (`at`), the time at which this process began and the time now."""
+        (`at`), the time at which this began and the time now."""
         self.begin(self.cause)
-        passed = self.since - BEGAN
+        passed = self.since - self.began
         if self.file and (passed >= self.due or is_last):
             numbers = {"from": time.time() - passed, "now": time.time(), **self.seconds}
             self.file.write(json.dumps({"at": at, "is_first": self.due == 0, **{

@@ -29,11 +29,11 @@ from zigzag.core.options import has_part
 class Reporter:
     """Prints the progress of a run of `steps` steps, and keeps the times and losses it needs."""
 
-    def __init__(self, steps: int, verbose: bool = False):
+    def __init__(self, steps: int, verbose: bool = False, began: float | None = None):
         self.steps, self.verbose = steps, verbose
         self.is_terminal = sys.stdout.isatty()
         self.is_quiet = jax.process_index() > 0
-        self.hours = Hours()                        # where the time goes
+        self.hours = Hours(began or time.perf_counter())    # where the time goes
         self.times = collections.deque(maxlen=50)   # seconds of recent steps
         self.first: Any = None                      # (the first step reported, its time)
         self.losses: list[float] = []               # since the last evaluation

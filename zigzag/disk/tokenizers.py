@@ -4,7 +4,7 @@
     sentencepiece   Pieces          tokenizer.model: trained by data.py, or published
     spiece.model    PiecesT5        a published T5's: sentencepiece, plus 100 ids for gaps
     tokenizer.json  TokenizerJson   a published model's, read by the tokenizers package
-    tiktoken        Tiktoken        token ranks, read by the tiktoken package (in published/)
+    tiktoken        Tiktoken        token ranks, read by the tiktoken package (tools/)
     ids             Ids             no tokenizer: the ids of token files, as numbers
 
 Each has
@@ -135,15 +135,15 @@ class Pieces(Tokenizer):
 
     def with_places(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found, at = [], 0
-        for piece in self.between.split(checked(text)):
-            if piece in self.special:
-                found.append((self.special[piece], at, at + len(piece)))
-            elif piece:
-                for piece in self.model.encode(piece, out_type="immutable_proto").pieces:
+        for words in self.between.split(checked(text)):
+            if words in self.special:
+                found.append((self.special[words], at, at + len(words)))
+            elif words:
+                for piece in self.model.encode(words, out_type="immutable_proto").pieces:
                     # sentencepiece gives a position only to the last byte of a character.
                     is_inner = piece.begin == piece.end and self.model.is_byte(piece.id)
                     found.append((piece.id, at + piece.begin, at + piece.end + is_inner))
-            at += len(piece)
+            at += len(words)
         return tuple(np.array(found, np.int64).reshape(-1, 3).T)
 
     @functools.cached_property
@@ -258,7 +258,7 @@ class TokenizerJson(Tokenizer):
         return lengths
 
 
-# {kind: the name of its file}. published/tiktoken.py reads token ranks.
+# {kind: the name of its file}. tools/tiktoken.py reads token ranks.
 FILE_OF = {kind.kind: kind.file for kind in (TokenizerJson, Pieces, PiecesT5)} | {
     "tiktoken": "tiktoken.json"}
 # All tokenizer files that a model's folder may have.
@@ -276,7 +276,7 @@ def tokenizer_at(path: str | Path) -> Tokenizer:
         raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
                           f"tokenizer.json, a folder with one of them, or bytes")
     if path.name == FILE_OF["tiktoken"] or _has_ranks(path):
-        return part("published.tiktoken", f"--tokenizer {path}").Tiktoken(path)
+        return part("tools.tiktoken", f"--tokenizer {path}").Tiktoken(path)
     return (TokenizerJson if path.suffix == ".json" else PiecesT5
             if path.name == PiecesT5.file else Pieces)(path)
 

@@ -93,6 +93,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
             end_early(loop, stop)
         elif not loop.evaluation and config.eval_every:     # the run had already finished
             evaluate(loop, is_new=False)
+        say.hours.note(loop.at, is_last=True)       # a bucket gets this one
     say.hours.note(loop.at, is_last=True)
     if not stop:
         end_run(loop)

@@ -113,7 +113,7 @@ def read_encoding(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} has {len(ranks):,} ranks, but not the pattern that splits text, "
                           f"which is known only for {known} ranks (LLaMA 3 and Qwen). Build the "
                           f"tiktoken.Encoding in Python and write it with "
-                          f"published.tiktoken.save")
+                          f"tools.tiktoken.save")
     pattern, special = PUBLISHED[len(ranks)]
     return {"pat_str": pattern, "mergeable_ranks": ranks,
             "special_tokens": {name: len(ranks) + i for i, name in enumerate(special)}}

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from published.tiktoken import LLAMA_3, PUBLISHED, QWEN, Tiktoken, save
+from tools.tiktoken import LLAMA_3, PUBLISHED, QWEN, Tiktoken, save
 from zigzag.core.errors import ConfigError
 
 tiktoken = pytest.importorskip("tiktoken", reason="pip install tiktoken")
