@@ -808,8 +808,8 @@ def pipelined_loss(embed: Callable, block: Callable, head: Callable, params: Any
     sums to log, which have no gradient. `options` is any record with Options' fields.
 
     With pipe, each stage's head gets part of the sequence of x and of the batch, and returns that
-    part's sum and count. If the head needs the whole sequence (whole_time, attend, slots_of,
-    dropout without slots, a mean over tokens), pass all_time=True: every stage then computes it."""
+    part's sum and count. For a head that needs the whole sequence (whole_time, attend, slots_of,
+    dropout without slots, a mean over tokens), pass all_time=True: each stage computes it whole."""
     options, head = pipeline.options_of(options), _head_of_stage(head, all_time)
 
     def forward(params, weights):

@@ -33,10 +33,9 @@ UPDATES = 32
 
 def watched(loop: Any) -> Callable:
     """Return loop.step, preceded by a comparison with float32 in the first updates."""
-    _check(loop)
+    last = last_compared(loop)
     config, step, dtype = loop.program.config, loop.step, loop.program.plan.dtype
-    compare, last = Comparison(loop.program), min(loop.at + UPDATES, loop.program.config.steps)
-    found, before = [], None
+    compare, found, before = Comparison(loop.program), [], None
 
     def watch(state, batch):
         nonlocal before
@@ -61,8 +60,9 @@ def watched(loop: Any) -> Callable:
     return watch
 
 
-def _check(loop):
-    """Reject a run with nothing to compare, or one that would save before the comparison ends."""
+def last_compared(loop: Any) -> int:
+    """Return the last update that is compared. Reject a run with nothing to compare, or one that
+    would save before that update."""
     config, asked = loop.program.config, f"--accept {loop.program.config.accept:g}"
     if loop.program.own:
         raise ConfigError(f"{asked}: no effect on a custom step, fit(step=...); leave it out")
@@ -75,6 +75,7 @@ def _check(loop):
                 flag == "save_every" or config.best):
             raise ConfigError(f"{asked}: compares {UPDATES} updates before the run saves; give "
                               f"--{flag} {UPDATES} or more, or 0")
+    return last
 
 
 class Comparison:

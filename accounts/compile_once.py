@@ -23,10 +23,13 @@ import train
 SIZES = ("argument", "output", "alias", "temp", "host_temp")
 
 
+def mesh_in(compiled):
+    return next(x.mesh for x in jax.tree.leaves(compiled.input_shardings) if hasattr(x, "mesh"))
+
+
 def facts_of(compiled):
     """Return the facts that a comparison needs, as JSON values."""
-    found, memory = jax.tree.leaves(compiled.input_shardings), compiled.memory_analysis()
-    mesh = next(x.mesh for x in found if hasattr(x, "mesh"))
+    mesh, memory = mesh_in(compiled), compiled.memory_analysis()
     return {"text": compiled.as_text(), "mesh": dict(mesh.shape),
             "device_kind": mesh.devices.flat[0].device_kind,
             "memory": {"peak_memory_in_bytes": memory.peak_memory_in_bytes, **{
@@ -56,8 +59,7 @@ def main(file, words):
     step = train.compile_step(config)
     found = {"step": facts_of(step)}
     try:
-        mesh = next(x.mesh for x in jax.tree.leaves(step.input_shardings) if hasattr(x, "mesh"))
-        found["token"] = facts_of(compiled_token(config, mesh))
+        found["token"] = facts_of(compiled_token(config, mesh_in(step)))
     except Exception as e:      # not a decoder, or an older tree, whose functions differ
         found["token"] = {"error": f"{type(e).__name__}: {e}"}
     Path(file).write_text(json.dumps(found))
