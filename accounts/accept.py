@@ -24,6 +24,7 @@ import train
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.flags import change
 from zigzag.core.hosts import process_allgather, watchdog
+from zigzag.run import modes
 from zigzag.run.plan import with_checked_sums
 
 # The first update shows errors of rounding. Errors of range need weights that have moved: 32
@@ -43,8 +44,13 @@ def watched(loop: Any) -> Callable:
             with loop.reporter.hours.of("evaluation"):
                 loss, exact, *gaps = compare(state, batch, before)
             before = batch
+            # With float16, the loss scale may still be too large; then the step halves it.
+            overflows = "scale" in state and np.isfinite(loss) and not np.isfinite(gaps[1])
+            if overflows:
+                gaps[1] = np.nan
             found.append(gaps)
-            if np.isfinite(exact) and not (gaps[0] <= config.accept and np.isfinite(gaps[1])):
+            is_good = gaps[0] <= config.accept and (overflows or np.isfinite(gaps[1]))
+            if np.isfinite(exact) and not is_good:
                 raise RunError(
                     f"step {at}: the loss is {loss:.6g} in {dtype} and {exact:.6g} in float32, and "
                     f"the gradient differs by {gaps[1]:.2%}: rejected by --accept "
@@ -94,24 +100,25 @@ class Comparison:
 
     def __call__(self, state: Any, batch: Any, before: Any) -> np.ndarray:
         watchdog.arm("comparing with float32")
-        weights = state["params"], state["frozen"]
+        weights, scale = (state["params"], state["frozen"]), state.get("scale")
         if not self.is_compiled:
-            self.low, self.exact = (fn.lower(*weights, batch).compile()
-                                    for fn in (self.low, self.exact))
+            self.low = self.low.lower(*weights, batch, scale).compile()
+            self.exact = self.exact.lower(*weights, batch).compile()
             process_allgather("compiled")       # before devices first wait for one another
             self.is_compiled = True
-        low, exact = self.low(*weights, batch), self.exact(*weights, batch)
+        low, exact = self.low(*weights, batch, scale), self.exact(*weights, batch)
         noise = [jnp.nan] * 2 if before is None else _gaps(self.exact(*weights, before), exact)
         found = jax.device_get([low[0], exact[0], *_gaps(low, exact), *noise])
         watchdog.arm("a step")
         return np.array(found)
 
 
-def _values(plan, params, frozen, batch):
+def _values(plan, params, frozen, batch, scale=None):
     """Return the mean loss, and its gradient in float32."""
     precision = "highest" if plan.dtype == "float32" else None
     with jax.default_matmul_precision(precision):
-        grads, (total, count, _) = train.make_gradients(plan)(params, batch, frozen)
+        gradients = modes.unscaled(train.make_gradients(plan), plan)
+        grads, (total, count, _) = gradients(params, batch, frozen, scale)
     return total / count, jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
 
 

@@ -86,7 +86,8 @@ def watched(loop: Any) -> Callable:
     def watch(state, batch):
         nonlocal before
         state, metrics = step(state, batch)
-        skipped = bool(jax.device_get(metrics["skipped"]))
+        skipped, scale = jax.device_get((metrics["skipped"], metrics.get("loss_scale", 0)))
+        skipped = skipped and scale <= 1    # (with float16, a larger one may be what overflows)
         if skipped and not before:
             watchdog.arm("a replay")
             try:

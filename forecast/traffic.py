@@ -169,14 +169,15 @@ class _Run:
 
 def _data(weights, run):
     """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that
-    don't split them. With --zero 1, it scatters them over data and gathers the new weights."""
+    don't split them. With --zero 1, it scatters them over data and gathers the new weights. With
+    --zero 2, it scatters those of each part of the batch."""
     reduced = collections.Counter()
     for leaf, decision, of_optimizer in weights:
         split = spec_axes(decision.spec)
         axes = [a for a in WITHOUT_TENSOR if a not in split]
         G = 4 * leaf.size / devices_over(split, run.sizes)
         if "data" in spec_axes(of_optimizer) - split:       # --zero 1
-            yield run.scatter("data", 1, G)
+            yield run.scatter("data", run.config.accumulate if run.config.zero == 2 else 1, G)
             yield "all-gather", "data", 1, G
             axes.remove("data")
             G /= run.sizes["data"]

@@ -31,7 +31,7 @@ VALUES = {
     "decay_steps": "5", "first_share": "0.1", "final_share": "0.1", "weight_decay": "0.2",
     "clip": "2", "optimizer": "muon", "beta1": "0.8", "beta2": "0.8", "accumulate": "2",
     "seed": "1", "batch": "16", "max_skipped": "3", "model": "tiny", "init_from": "run",
-    "shards": "1", "mesh": "data=8", "zero": "1", "override": "wq=-,-,-", "fsdp_min": "9",
+    "shards": "1", "mesh": "data=8", "zero": "2", "override": "wq=-,-,-", "fsdp_min": "9",
     "collectives": "compiler", "check": "true", "out": "run", "change": "lr", "save_every": "3",
     "keep": "2",
     "log": "wandb", "verify": "off", "eval_every": "3", "eval_first": "true", "eval_tokens": "99",

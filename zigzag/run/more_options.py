@@ -26,7 +26,8 @@ class MoreOptions(*added("OfTraining"), Processes):
     init_from: str = flag("", same=True)    # a run to take the model and first weights from
 
     # mesh
-    zero: int = flag(0, one_of=(0, 1))      # 1: split the optimizer's state over data
+    zero: int = flag(0, one_of=(0, 1, 2))   # 1: split the optimizer's state over data; 2: also the
+                                    # gradients, in each part of the batch
 
     # saving
     change: tuple[str, ...] = flag((), recorded=False)
