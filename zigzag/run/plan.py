@@ -9,6 +9,7 @@ A step takes its weights as two trees: trained weights and frozen weights. The s
 --lora_rank or a custom step. Checkpoints hold only the first; a loss gets both as a single tree.
 """
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -40,6 +41,7 @@ from zigzag.core.mesh import (
     without_axis,
 )
 from zigzag.core.options import only, without
+from zigzag.core.parts import added, part
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel import low_rank
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -442,9 +444,17 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
     batch = jax.tree.map(lambda x: x.update(sharding=rows), plan.batch)
     start = jit(start, donate_argnums=1, out_shardings=places)
     return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
-                   jit(averages.with_average(step, c.ema), donate_argnums=0,
+                   jit(rewritten(averages.with_average(step, c.ema), plan), donate_argnums=0,
                        out_shardings=(places, whole)),
                    jit(evaluate, out_shardings=whole))
+
+
+def rewritten(step: Callable, plan: Plan) -> Callable:
+    """Return the step, or the one that parts compile instead (PROGRAMS in their adds.py)."""
+    for flag, module in collections.ChainMap(*added("PROGRAMS")).items():
+        if getattr(plan.config, flag):
+            step = part(module, f"--{flag}").rewritten(step, plan)
+    return step
 
 
 def compiled(program: Program) -> jax.stages.Compiled:
