@@ -150,12 +150,14 @@ def psum(x: jax.Array, axis: str, n: int, to: str) -> jax.Array:
 
 def packed(x: jax.Array, along: int) -> jax.Array:
     """Return x as bytes: along `along`, each number's float8 and then the exponent, PAD times."""
-    x = x.astype(jnp.float32)
+    # The barrier keeps XLA from multiplying by our factor inside the expression that makes x, whose
+    # parts may then overflow (on a CPU, it made NaN of a row of zeros).
+    x = lax.optimization_barrier(x).astype(jnp.float32)
     peak = jnp.abs(x).max(along, keepdims=True)
-    # Float8 ends at 448, 7/8 of a power of two. Rows that aren't finite get 255, which restores
-    # NaN or infinity.
+    # Float8 ends at 448, 7/8 of a power of two. A row that isn't finite gets 255, which restores
+    # NaN or infinity. The least exponent keeps the factor moderate; such a row is 0 in effect.
     exponent = lax.bitcast_convert_type(peak * (8 / 7), jnp.uint32) >> 23
-    exponent = jnp.where(exponent == 255, 255, jnp.maximum(exponent, 9) - 8)
+    exponent = jnp.where(exponent == 255, 255, jnp.maximum(exponent, 40) - 8)
     numbers = (x * _power_of_two(254 - jnp.minimum(exponent, 254))).astype(jnp.float8_e4m3fn)
     return jnp.concatenate([lax.bitcast_convert_type(numbers, jnp.uint8),
                             jnp.repeat(exponent.astype(jnp.uint8), PAD, along)], along)
