@@ -22,7 +22,7 @@ bytes as bytes. (We pad the exponent to 4 bytes to keep rows aligned.)
 """
 
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,13 @@ ROW, PAD = 32, 4
 DIMS = {"all_gather": ["all_gather_dimension"], "all_gather_invariant": ["all_gather_dimension"],
         "all_to_all": ["split_axis", "concat_axis"], "ppermute": [],
         "reduce_scatter": ["scatter_dimension"], "psum": [], "psum_invariant": []}
+# {a collective that adds: the collectives that take its place}
+SENT = {"reduce-scatter": ["all-to-all"], "all-reduce": ["all-to-all", "all-gather"]}
 
 
 def rewritten(step: Callable, plan: Any) -> Callable:
     """Return the step that sends 8 bits, or say why there is none."""
-    config, asked = plan.config, "--send_dtype float8"
+    asked = "--send_dtype float8"
     if jnp.dtype(plan.dtype).itemsize != 2:
         raise ConfigError(f"{asked}: rounds what would otherwise be sent in 16 bits, and this run "
                           f"computes in {plan.dtype}; give --dtype bfloat16")
@@ -123,6 +125,17 @@ def sender(eqn: Any) -> Callable | None:
         rows = x.size // x.shape[-1]
         return functools.partial(psum, axis=axis, n=n, to=name) if rows >= n else None
     return lambda x: unpacked(eqn.primitive.bind(packed(x, along), **p), along).astype(x.dtype)
+
+
+def row_in_8_bits(kind: str, axes: list[str], count: float, numbers: float, row: int,
+                  itemsize: int) -> Iterator[tuple]:
+    """Yield the rows of forecast/traffic.py that take the place of a collective of so many numbers,
+    in rows of this length, each number otherwise sent as `itemsize` bytes."""
+    if row < ROW or len(axes) != 1 or axes[0] not in AXES:
+        yield kind, "+".join(axes), count, numbers * itemsize
+        return
+    for sent in SENT.get(kind, [kind]):
+        yield sent, axes[0], count, numbers * (1 + PAD / row)
 
 
 # -------------------------------------------------------------------------------------------
