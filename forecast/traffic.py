@@ -45,8 +45,11 @@ def expected_traffic(plan: Any) -> list[Collective]:
     cover the weights and, for our own decoders' losses, the activations (between blocks and stages,
     around the ring, to experts). Return [] if the update sends anything else."""
     sizes, slices = plan.mesh.shape, slices_of(plan.mesh.devices.flat)
-    rows = []
-    for kind, axes, count, size in () if _sends_more(plan) else _as_sent(plan):
+    rows, found = [], () if _sends_more(plan) else _rows(plan)
+    if asked := getattr(plan.config, "send_dtype", ""):
+        itemsize = _Run(plan.config, plan.mesh).itemsize
+        found = part("precision.send", asked).rows_in_8_bits(found, sizes, itemsize)
+    for kind, axes, count, size, *_ in found:
         names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
         if slices > 1 and "data" in names:      # sum within a slice, then with the other slices
             rows.append(("send between slices", "data", 1, count, size))
@@ -54,18 +57,6 @@ def expected_traffic(plan: Any) -> list[Collective]:
         if names and count * size:
             rows.append((kind, "+".join(names), devices_over(names, sizes), count, size))
     return add_up(rows)
-
-
-def _as_sent(plan):
-    """Yield the rows of _rows without the lengths, in 8 bits where --send_dtype sends so."""
-    to_8_bits = getattr(plan.config, "send_dtype", "") and part("precision.send", "").row_in_8_bits
-    itemsize = _Run(plan.config, plan.mesh).itemsize
-    for kind, axes, count, size, *length in _rows(plan):
-        names = [a for a in axes.split("+") if plan.sizes.get(a, 1) > 1]
-        if length and to_8_bits:
-            yield from to_8_bits(kind, names, count, size / itemsize, *length, itemsize)
-        else:
-            yield kind, axes, count, size
 
 
 def is_complete(plan: Any) -> bool:

@@ -22,7 +22,7 @@ bytes as bytes. (We pad the exponent to 4 bytes to keep rows aligned.)
 """
 
 import functools
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,9 @@ def rewritten(step: Callable, plan: Any) -> Callable:
     if jnp.dtype(plan.dtype).itemsize != 2:
         raise ConfigError(f"{asked}: rounds what would otherwise be sent in 16 bits, and this run "
                           f"computes in {plan.dtype}; give --dtype bfloat16")
+    if getattr(plan.config, "accept", 0):
+        raise ConfigError(f"{asked}: --accept compares gradients that are sent without it; leave "
+                          f"one of the two out")
     if plan.mode == JIT:
         raise ConfigError(f"{asked}: needs --collectives explicit")
 
@@ -127,15 +130,16 @@ def sender(eqn: Any) -> Callable | None:
     return lambda x: unpacked(eqn.primitive.bind(packed(x, along), **p), along).astype(x.dtype)
 
 
-def row_in_8_bits(kind: str, axes: list[str], count: float, numbers: float, row: int,
-                  itemsize: int) -> Iterator[tuple]:
-    """Yield the rows of forecast/traffic.py that take the place of a collective of so many numbers,
-    in rows of this length, each number otherwise sent as `itemsize` bytes."""
-    if row < ROW or len(axes) != 1 or axes[0] not in AXES:
-        yield kind, "+".join(axes), count, numbers * itemsize
-        return
-    for sent in SENT.get(kind, [kind]):
-        yield sent, axes[0], count, numbers * (1 + PAD / row)
+def rows_in_8_bits(rows: Iterable[tuple], sizes: Any, itemsize: int) -> Iterator[tuple]:
+    """Yield what is sent in place of the rows of forecast/traffic.py: (kind, axes, count, bytes),
+    and, if each number takes `itemsize` bytes there, the length of the array's rows."""
+    for kind, axes, count, size, *length in rows:
+        names = [axis for axis in axes.split("+") if sizes.get(axis, 1) > 1]
+        if len(names) == 1 and names[0] in AXES and length and length[0] >= ROW:
+            for sent in SENT.get(kind, [kind]):
+                yield sent, axes, count, size / itemsize * (1 + PAD / length[0])
+        else:
+            yield kind, axes, count, size
 
 
 # -------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """--send_dtype float8: what is rounded, by how much, and what isn't."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_a_collective_differs_by_its_rounding(name):
     assert got.shape == want.shape and (got != want).any()
     size = np.abs(np.float32(x))        # a row's largest number is rounded to 1/16 of itself
     size, _ = both_ways(collective, spec, jnp.asarray(size, jnp.bfloat16))
-    # Each number is off by at most 1/16 of itself, or by 2^-17 of its row's largest. A sum is off by
+    # A number is off by at most 1/16 of itself, or by 2^-17 of its row's largest. A sum is off by
     # as much of its terms' magnitudes; an all-reduce rounds the sum once more. (bfloat16 rounds
     # sums, too: 1/15.)
     times = 2 if name.startswith("sum") else 1
@@ -143,5 +144,7 @@ def test_what_it_cannot_do_is_one_line():
         program_of(make(send_dtype="float8"), "fsdp=2")
     with refuses("--send_dtype float8: needs --collectives explicit"):
         program_of(make(send_dtype="float8", dtype="bfloat16", collectives="compiler"), "fsdp=2")
+    with refuses("--send_dtype float8: --accept compares"):
+        program_of(make(send_dtype="float8", dtype="bfloat16", accept=0.01), "fsdp=2")
     with refuses("--send_dtype float9: expected float8"):
         make(send_dtype="float9")

@@ -5,8 +5,6 @@ import pytest
 from tests.common import full
 from tests.forecast.test_traffic import ONE_F_ONE_B, sent_and_expected
 from tests.helpers import make, program_of
-from zigzag.parallel.hlo import collectives
-from zigzag.run.plan import compiled
 
 
 @pytest.mark.parametrize("mesh, changes", [

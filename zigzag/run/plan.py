@@ -421,9 +421,10 @@ class Program:
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
-    """Make the Program of a step and an evaluation, with the shapes and shardings of their
-    arguments and results."""
+    """Make the Program of a step and an evaluation: with shapes, and as parts rewrite the step."""
     mesh, c = plan.mesh, plan.config
+    for flag, module in collections.ChainMap(*added("PROGRAMS")).items():
+        step = part(module, f"--{flag}").rewritten(step, plan) if getattr(c, flag) else step
 
     def state(trained, frozen, opt, step):
         average = {"average": trained} if c.ema else {}
@@ -444,17 +445,9 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
     batch = jax.tree.map(lambda x: x.update(sharding=rows), plan.batch)
     start = jit(start, donate_argnums=1, out_shardings=places)
     return Program(plan, jax.eval_shape(start, jax.random.key(0)), batch, start,
-                   jit(rewritten(averages.with_average(step, c.ema), plan), donate_argnums=0,
+                   jit(averages.with_average(step, c.ema), donate_argnums=0,
                        out_shardings=(places, whole)),
                    jit(evaluate, out_shardings=whole))
-
-
-def rewritten(step: Callable, plan: Plan) -> Callable:
-    """Return the step, or the one that parts compile instead (PROGRAMS in their adds.py)."""
-    for flag, module in collections.ChainMap(*added("PROGRAMS")).items():
-        if getattr(plan.config, flag):
-            step = part(module, f"--{flag}").rewritten(step, plan)
-    return step
 
 
 def compiled(program: Program) -> jax.stages.Compiled:
