@@ -18,3 +18,5 @@ class OfTraining:
                                     # bits per number, with a scale for each row
 
 
+# {flag: the module whose `rewritten(step, plan)` returns the step to compile}
+PROGRAMS = {"send_dtype": "precision.send"}

@@ -64,7 +64,8 @@ ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model
         "stores": (["train.py", "--out", "s3://bucket/run"],
                    ["sample.py", "--run", "gs://bucket/run"])}
 FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": ("plot", "log"),
-         "tasks": ("metric", "beams")}
+         "tasks": ("metric", "beams"), "precision": ("send_dtype", "initial_scale"),
+         "accounts": ("report", "against", "find_nan", "accept", "profile")}
 
 
 @pytest.mark.full

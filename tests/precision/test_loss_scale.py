@@ -11,6 +11,7 @@ from tests.common import full, refuses
 from tests.helpers import StopAt, batch_of, learn, losses_of, make, placed, program_of, rows_of
 from zigzag.core.errors import RunError
 from zigzag.core.mesh import by_path
+from zigzag.core.options import has_part
 
 HALF = dict(dtype="float16", batch=8, steps=12, save_every=0, eval_every=0)
 MESHES = ["fsdp=2,tensor=2", full("data=2"), full("pipe=2"), full("data=4"), full("seq=2,data=2"),
@@ -110,3 +111,10 @@ def test_what_float16_refuses():
     with refuses("--dtype float16: --schedule 1f1b computes the gradient of the loss without"):
         program_of(half(schedule="1f1b", microbatches=2), "pipe=2")
     program_of(half(schedule="gpipe", microbatches=2), "pipe=2")
+
+    def custom(state, batch, gradients):
+        return state, {}
+
+    if has_part("tasks"):
+        with refuses("--dtype float16: a custom step has no loss scale"):
+            learn(half(), step=custom)

@@ -41,7 +41,8 @@ VALUES = {
     "profile": "2", "edited": "true", "ema": "0.9", "eval_batch": "16",
     "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
     "distributed": "true", "patience": "9", "verbose": "true",
-    "find_nan": "true", "report": "run", "against": "HEAD", "accept": "0.01"}
+    "find_nan": "true", "report": "run", "against": "HEAD", "accept": "0.01",
+    "send_dtype": "float8", "initial_scale": "8"}
 # {kind of data: the options that only some kinds use, and this one does}
 MODES = {
     "text": {"tokens", "mix", "field", "weight_field", "pack", "eval_tokens",

@@ -165,7 +165,8 @@ def flush_metrics(loop: Loop) -> None:
     learned = int(learned) if learned.is_integer() else learned     # a sum of weights
     # The devices compute padding as well.
     computed = tokens.size if tokens is not None and len(tokens.shape) == 2 else learned
-    row = {"step": at, "loss": values["loss"], **values, "tokens": learned, "skipped": loop.skipped or int(values["skipped"]),
+    row = {"step": at, "loss": values["loss"], **values, "tokens": learned,
+           "skipped": loop.skipped or int(values["skipped"]),
            "tokens_per_second": round(computed / took, 1), "save_seconds": round(saving, 4),
            "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh)}
     loop.write(row)

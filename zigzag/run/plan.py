@@ -9,6 +9,7 @@ A step takes its weights as two trees: trained weights and frozen weights. The s
 --lora_rank or a custom step. Checkpoints hold only the first; a loss gets both as a single tree.
 """
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -40,7 +41,7 @@ from zigzag.core.mesh import (
     without_axis,
 )
 from zigzag.core.options import only, without
-from zigzag.core.parts import part
+from zigzag.core.parts import added, part
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel import low_rank
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -420,13 +421,14 @@ class Program:
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
-    """Make the Program of a step and an evaluation, with the shapes and shardings of their
-    arguments and results."""
+    """Make the Program of a step and an evaluation: with shapes, and as parts rewrite the step."""
     mesh, c = plan.mesh, plan.config
     scales = {}
     if plan.dtype == "float16":     # the loss scale is part of the state
         loss_scale = part("precision.loss_scale", "--dtype float16").LossScale(plan)
         step, scales = loss_scale.around(step), loss_scale.first()
+    for flag, module in collections.ChainMap(*added("PROGRAMS")).items():
+        step = part(module, f"--{flag}").rewritten(step, plan) if getattr(c, flag) else step
 
     def state(trained, frozen, opt, step, scales):
         average = {"average": trained} if c.ema else {}
