@@ -75,6 +75,9 @@ CASES = {
     "bert classes of 6 heads": text("Bert", CLASSES, 6, hidden_act="gelu_new"),
     "bert untied": text("Bert", "ForMaskedLM", 3, tie_word_embeddings=False),
     "bert bare": text("Bert", "Model"),
+    "ernie": text("Ernie", "ForMaskedLM", use_task_id=True, task_type_vocab_size=4),
+    "ernie classes": text("Ernie", CLASSES, 3, use_task_id=True, type_vocab_size=3),
+    "ernie bare": text("Ernie", "Model", 3),
     "roberta": text("Roberta", "ForMaskedLM", 6, layers=4, pad_token_id=1),
     "roberta classes": text("Roberta", CLASSES, pad_token_id=3, type_vocab_size=1,
                             hidden_act="relu"),
@@ -135,6 +138,9 @@ def new_batch(name, rows=ROWS):
     batch |= {"tokens": tokens.astype(np.int32), "mask": mask.astype(np.float32),
               "token_types": rng.integers(0, config_of(name).type_vocab_size, (rows, T)).astype(
                   np.int32)}
+    if fields.get("use_task_id"):
+        batch["task_types"] = rng.integers(0, config_of(name).task_type_vocab_size, (rows, T)
+                                           ).astype(np.int32)
     if kind.endswith("MaskedLM"):
         asked = mask & (rng.random((rows, T)) < 0.4)
         batch |= {"targets": rng.integers(0, V, (rows, T)).astype(np.int32),
@@ -144,13 +150,13 @@ def new_batch(name, rows=ROWS):
 
 def inputs(batch):
     """The arrays of a batch that forward takes."""
-    given = {k: batch[k] for k in ("mask", "token_types") if k in batch}
+    given = {k: batch[k] for k in ("mask", "token_types", "task_types") if k in batch}
     return batch.get("tokens", batch.get("source")), given
 
 
 def their_output(theirs, batch):
     names = {"tokens": "input_ids", "mask": "attention_mask", "token_types": "token_type_ids",
-             "source": "pixel_values"}
+             "task_types": "task_type_ids", "source": "pixel_values"}
     out = theirs(**as_theirs(batch, names))
     return out["logits"] if "logits" in out else out.last_hidden_state
 
