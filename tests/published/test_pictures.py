@@ -49,10 +49,16 @@ OTHERS = dict(prompt_encoder_config=dict(hidden_size=20, image_embedding_size=6,
                                          patch_size=16, mask_input_channels=4),
               mask_decoder_config=dict(hidden_size=20, mlp_dim=24, num_attention_heads=2,
                                        iou_head_hidden_dim=16))
+# The last stage of V2 has 4 x 4 tokens, fewer than a window.
+V2 = {**SWIN, "window_size": 5, "pretrained_window_sizes": [6, 0]}
+V2_DEEP = {**DEEP, "image_size": 34, "window_size": 5, "pretrained_window_sizes": [0, 12, 3, 9]}
 CASES = {"swin": ("SwinForImageClassification", SWIN), "sam": ("SamModel", SAM),
+         "swin v2": ("Swinv2ForImageClassification", V2),
+         "swin v2 deep": ("Swinv2ForImageClassification", V2_DEEP),
+         "swin v2 bare": ("Swinv2Model", {**V2_DEEP, "pretrained_window_sizes": [0, 0, 0]}),
          "swin deep": ("SwinForImageClassification", DEEP),
          "swin bare": ("SwinModel", DEEP), "sam plain": ("SamVisionModel", PLAIN)}
-TRAINED = [name for name in CASES if name != "swin bare"]
+TRAINED = [name for name in CASES if "bare" not in name]
 each = functools.partial(cases, quick=("swin", "sam"), slow=CASES, names=CASES)
 
 
@@ -64,7 +70,7 @@ def theirs_of(name):
     elif kind == "SamVisionModel":
         config = transformers.SamVisionConfig(**fields)
     else:
-        config = transformers.SwinConfig(**fields)
+        config = getattr(transformers, kind).config_class(**fields)
     return getattr(transformers, kind)(config).eval()
 
 
