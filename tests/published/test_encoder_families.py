@@ -99,7 +99,7 @@ CASES = {
     "beit bare first": picture("Beit", "Model", use_mean_pooling=False),
 }
 QUICK = ("bert", "vit")
-SLOW = ("bert classes", "roberta", "roberta classes", "albert", "albert classes", "beit",
+SLOW = ("bert classes", "ernie", "roberta", "roberta classes", "albert", "albert classes", "beit",
         "beit of 6 heads", "beit bare")
 TRAINED = [name for name in CASES if "bare" not in name]
 
@@ -281,6 +281,12 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
         assert_same_step(name, mesh)
 
 
+@pytest.mark.slow
+def test_task_types_on_a_mesh():
+    """Task types of other rows than this device's, or a table whose gradient is not summed."""
+    assert_same_step("ernie", "data=2,tensor=2")
+
+
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)
 @pytest.mark.parametrize("name", of((), (), PIPED))
 def test_a_step_of_any_schedule_is_that_of_one_device(name, changes):
@@ -402,6 +408,7 @@ def test_a_model_may_have_no_pooler(name, tmp_path):
 
 
 REFUSED = [
+    ("ernie", dict(position_embedding_type="relative_key")), ("ernie", dict(is_decoder=True)),
     ("bert", dict(position_embedding_type="relative_key")), ("bert", dict(is_decoder=True)),
     ("roberta", dict(add_cross_attention=True)), ("roberta", dict(hidden_act="relu")),
     ("bert", dict(architectures=["BertForTokenClassification"])),
@@ -423,6 +430,7 @@ def test_options_that_we_do_not_compute_are_refused(name, changes):
 
 
 HOSTILE = [
+    ("ernie", dict(task_type_vocab_size=0)), ("ernie", dict(use_task_id="yes")),
     ("bert classes", dict(id2label=["a"], num_labels="two")), ("vit", dict(id2label={})),
     ("vit", dict(id2label=None, num_labels=-1)), ("bert", dict(architectures=3)),
     ("bert", dict(architectures=[["BertModel"]])), ("bert", dict(type_vocab_size=0)),
