@@ -1,4 +1,4 @@
-"""Published encoders: BERT, RoBERTa, ALBERT; ViT, BEiT.
+"""Published encoders: BERT, ERNIE, RoBERTa, ALBERT; ViT, BEiT.
 
 `architectures` names the class of a folder's weights, which determines the head: masked tokens,
 classes, or none. We read and write a model with two heads (BertForPreTraining) as a masked language
@@ -25,6 +25,7 @@ from published.record import (
     an_id,
     classed,
     count,
+    named,
     pictures,
     refuse,
     sizes,
@@ -102,9 +103,9 @@ BERT = under("embeddings.", EMBEDDINGS) | under(
     {"attention.output.LayerNorm": "attn_norm", "output.LayerNorm": "mlp_norm"})
 
 
-def _bert_arrays(c):
+def _bert_arrays(c, prefix="bert."):
     part = "cls.predictions."
-    return under("bert.", BERT) | {"bert.pooler.dense": "pool", "classifier": "classifier"} | (
+    return under(prefix, BERT) | {f"{prefix}pooler.dense": "pool", "classifier": "classifier"} | (
         _masked(c, f"{part}transform.dense", f"{part}transform.LayerNorm", f"{part}bias",
                 f"{part}decoder"))
 
@@ -113,6 +114,21 @@ ENCODERS["bert"] = Family(
     lambda r: _text(r, "Bert"), _bert_arrays, TEXT, "bert.", LEFT_OUT, older=OLDER, seen=_pooler,
     neutral=keys("""directionality pooler_fc_size pooler_num_attention_heads
                     pooler_num_fc_layers pooler_size_per_head pooler_type"""))
+
+
+def _ernie(r):
+    """Return the fields of an ERNIE: a BERT that may also have an embedding of task types."""
+    types = named(r, task_types="task_type_vocab_size")
+    return {**_text(r, "Ernie"), **(types if r["use_task_id"] else {})}
+
+
+def _ernie_arrays(c):
+    return _bert_arrays(c, "ernie.") | {"ernie.embeddings.task_type_embeddings": "task_types"}
+
+
+ENCODERS["ernie"] = Family(
+    _ernie, _ernie_arrays, {**TEXT, "task_type_vocab_size": 3, "use_task_id": False}, "ernie.",
+    LEFT_OUT, seen=_pooler)
 
 
 def _roberta(r):

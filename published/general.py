@@ -56,6 +56,7 @@ class Config(ComputeOptions):
     patch_size: int = flag(16, least=1)  # side of a patch, in pixels
     channels: int = flag(3, least=1)  # numbers per pixel, or per frame of sound
     token_types: int = 0          # number of token types, each with its own embedding; 0: none
+    task_types: int = 0           # number of task types, each with its own embedding; 0: none
     head: str = flag("tokens", one_of=("tokens", "masked", "classes", "none"))
                                   # prediction: tokens, masked (tokens, with BERT's head), classes
                                   # (one per row) or none

@@ -272,7 +272,7 @@ def factor(r: Record, name: str) -> float:
 # false.
 COUNTS = {**dict.fromkeys("""d_model heads encoder_heads vocab_size seq_len source_len d_ff
     encoder_d_ff head_dim expert_d_ff shared_experts experts kv_rank layer_groups embed_dim
-    token_types channels image_size patch_size""".split(), MOST),
+    token_types task_types channels image_size patch_size""".split(), MOST),
     "layers": MOST_LAYERS, "encoder_layers": MOST_LAYERS}
 FLAGS = ("tied", "parallel_block", "router_norm")
 

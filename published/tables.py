@@ -2,8 +2,8 @@
 axis that splits each dimension, and the initial standard deviation (None: all ones). The letters
 are transformer.py's, plus these:
 
-J rows of learned distance biases, Z token types, A classes, C channels (of an image or a sound
-frame), y and x the sides of a patch, k frames that a convolution covers, d a second D.
+J rows of learned distance biases, Z token types (or task types), A classes, C channels (of an image
+or a sound frame), y and x the sides of a patch, k frames that a convolution covers, d a second D.
 """
 
 from typing import Any
@@ -48,6 +48,9 @@ def _embed_weights(c, make):
                                     stems.sound_positions if c.positions == "fixed" else None)
     if c.token_types:
         weights["token_types"] = make(f"Z {inner}/fsdp", 0.02)
+    if c.task_types:
+        make_tasks = Table(Z=c.task_types, D=c.d_model, W=W)
+        weights["task_types"] = make_tasks(f"Z {inner}/fsdp", 0.02)
     if W != c.d_model:
         weights["project_in"] = make("W D/fsdp", W**-0.5)
         if _has_bias(c, "embed"):

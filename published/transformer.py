@@ -322,14 +322,19 @@ def embedding(params, batch, c):
         table = lax.stop_gradient(table) if c.positions == "fixed" else table
         places = shard.my_time_slice(batch["positions"], x) + c.position_offset
         x = x + lookup(table, places).astype(x.dtype)
-    if c.token_types:
-        check_ids(batch["token_types"], c.token_types, "the table of token types")
-        x = x + lookup(params["token_types"], shard.my_time_slice(batch["token_types"], x))
+    for name in _kinds(c):
+        check_ids(batch[name], len(params[name]), f"the table of {name.replace('_', ' ')}")
+        x = x + lookup(params[name], shard.my_time_slice(batch[name], x))
     if c.embed_norm:
         x = norm(params, "embed_norm", x, c)
         if "project_in" in params:
             x = _plus_bias(params, matmul(x, params["project_in"]), "project_in")
     return x
+
+
+def _kinds(c):
+    """Return the names of a model's embeddings of kinds of tokens."""
+    return [name for name in ("token_types", "task_types") if getattr(c, name)]
 
 
 def block(w, x, i, c, batch, cache=None):
@@ -402,8 +407,7 @@ def with_positions(batch, c):
         known["document"] = batch.get("segments", jnp.zeros_like(slots))
     if "mask" in batch:
         known["document"] = jnp.where(batch["mask"] > 0, known["document"], -1)
-    if c.token_types:
-        known["token_types"] = jnp.zeros_like(slots)
+    known |= {name: jnp.zeros_like(slots) for name in _kinds(c)}
     if c.pad_id >= 0:
         known["positions"] = counted(shard.whole_time(batch["tokens"]) != c.pad_id, slots)
     if c.pad_id == -2 and "mask" in batch:
@@ -466,8 +470,8 @@ def head_logits(params, x, c):
 def forward(params: Params, tokens: Array | None, config: Config, source: Array | None = None,
             positions: Array | None = None, segments: Array | None = None,
             mask: Array | None = None, source_mask: Array | None = None,
-            token_types: Array | None = None, attend: Callable | None = None,
-            embed: Callable = embedding) -> Array:
+            token_types: Array | None = None, task_types: Array | None = None,
+            attend: Callable | None = None, embed: Callable = embedding) -> Array:
     """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. An encoder
     returns logits for the tokens themselves, or for classes [B, labels], or, without a head,
     vectors [B, T, D]. `source` is the input to an encoder or a stem. A mask is 0 where a row has
@@ -479,7 +483,8 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
         raise ConfigError("this model has no encoder: give it no source" if source is not None else
                           "this model has an encoder: give it a source")
     given = dict(tokens=tokens, source=source, positions=positions, segments=segments, mask=mask,
-                 source_mask=source_mask, token_types=token_types, attend=attend)
+                 source_mask=source_mask, token_types=token_types,
+                 task_types=task_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}
     c, params, batch = prepare_batch(params, batch, c)
     x = trunk(params, c, batch, embed=embed)
@@ -736,7 +741,7 @@ def gives(c: Config) -> str:
 
 def limits(c: Config) -> dict[str, int]:
     return {"tokens": c.vocab_size, "targets": c.vocab_size, "labels": c.labels,
-            "source": c.vocab_size, "token_types": c.token_types}
+            "source": c.vocab_size, "token_types": c.token_types, "task_types": c.task_types}
 
 
 def block_traffic(c: Config) -> Traffic | None:

@@ -32,9 +32,10 @@ def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: 
           shift: Any = None) -> Array:
     """Run a block with windowed attention on the stream x [B, T, D] of images with `size` = (h,
     w) tokens. Roll each image by `shift` before cutting it. attend(w, q, k, v, size) computes
-    attention for each window's tokens [B W, t, H, N], where `size` includes the padding."""
-    w = low_rank.adapted(w)
-    h = norm(w, "attn_norm", x, c)
+    attention for each window's tokens [B W, t, H, N], where `size` includes the padding. The norms
+    are before attention and the MLP, or with norm_place "out" on their outputs."""
+    w, is_first = low_rank.adapted(w), c.norm_place == "out"
+    h = x if is_first else norm(w, "attn_norm", x, c)
     picture = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
     picture = padded(picture, window)           # tokens see the padding (zeros plus bias)
     whole = picture.shape[1:3]
@@ -44,7 +45,11 @@ def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: 
     out = join(attend(w, q, k, v, whole), window, *whole)
     out = out if shift is None else jnp.roll(out, (shift, shift), (1, 2))
     out = out[:, :size[0], :size[1]].reshape(len(h), -1, *out.shape[3:])        # [B, T, H, N]
-    x = x + (shard.row((out, w["wo"])) + w["wo_bias"])
+    out = shard.row((out, w["wo"])) + w["wo_bias"]
+    if is_first:
+        x = x + norm(w, "attn_out_norm", out, c)
+        return x + norm(w, "mlp_out_norm", feed_forward(w, x, c)[0], c)
+    x = x + out
     return x + feed_forward(w, norm(w, "mlp_norm", x, c), c)[0]
 
 

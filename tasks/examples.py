@@ -170,7 +170,8 @@ def _jsonl_files(path):
 # Arrays
 
 # Optional arrays in a batch of token ids: {name: whether they are integers}.
-OPTIONAL = {"mask": False, "token_types": True, "segments": True, "positions": True}
+OPTIONAL = {"mask": False, "token_types": True, "task_types": True, "segments": True,
+            "positions": True}
 
 
 class Arrays:

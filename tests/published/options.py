@@ -156,7 +156,11 @@ def batch_of(base, config):
         tokens[0, 2:9:3], tokens[0, 9:14] = padding, range(5)
         tokens = np.where(mask, tokens, padding).astype(np.int32)
         types = max(1, min(2, config.type_vocab_size))
-        return {"tokens": tokens, "mask": mask, "token_types": _ids(rng, (rows, time)) % types}
+        batch = {"tokens": tokens, "mask": mask, "token_types": _ids(rng, (rows, time)) % types}
+        if getattr(config, "use_task_id", False):
+            tasks = max(1, min(2, config.task_type_vocab_size))
+            batch["task_types"] = _ids(rng, (rows, time)) % tasks
+        return batch
     if base.kind == "pair":
         tokens = _ids(rng, (rows, time))
         if base.family == "whisper":
@@ -179,7 +183,8 @@ def batch_of(base, config):
 
 
 THEIR_NAMES = dict(tokens="input_ids", mask="attention_mask", token_types="token_type_ids",
-                   source="pixel_values", source_mask="attention_mask")
+                   task_types="task_type_ids", source="pixel_values",
+                   source_mask="attention_mask")
 
 
 def _their_inputs(base, batch):

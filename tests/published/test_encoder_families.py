@@ -75,6 +75,9 @@ CASES = {
     "bert classes of 6 heads": text("Bert", CLASSES, 6, hidden_act="gelu_new"),
     "bert untied": text("Bert", "ForMaskedLM", 3, tie_word_embeddings=False),
     "bert bare": text("Bert", "Model"),
+    "ernie": text("Ernie", "ForMaskedLM", use_task_id=True, task_type_vocab_size=4),
+    "ernie classes": text("Ernie", CLASSES, 3, use_task_id=True, type_vocab_size=3),
+    "ernie bare": text("Ernie", "Model", 3),
     "roberta": text("Roberta", "ForMaskedLM", 6, layers=4, pad_token_id=1),
     "roberta classes": text("Roberta", CLASSES, pad_token_id=3, type_vocab_size=1,
                             hidden_act="relu"),
@@ -96,7 +99,7 @@ CASES = {
     "beit bare first": picture("Beit", "Model", use_mean_pooling=False),
 }
 QUICK = ("bert", "vit")
-SLOW = ("bert classes", "roberta", "roberta classes", "albert", "albert classes", "beit",
+SLOW = ("bert classes", "ernie", "roberta", "roberta classes", "albert", "albert classes", "beit",
         "beit of 6 heads", "beit bare")
 TRAINED = [name for name in CASES if "bare" not in name]
 
@@ -135,6 +138,9 @@ def new_batch(name, rows=ROWS):
     batch |= {"tokens": tokens.astype(np.int32), "mask": mask.astype(np.float32),
               "token_types": rng.integers(0, config_of(name).type_vocab_size, (rows, T)).astype(
                   np.int32)}
+    if fields.get("use_task_id"):
+        batch["task_types"] = rng.integers(0, config_of(name).task_type_vocab_size, (rows, T)
+                                           ).astype(np.int32)
     if kind.endswith("MaskedLM"):
         asked = mask & (rng.random((rows, T)) < 0.4)
         batch |= {"targets": rng.integers(0, V, (rows, T)).astype(np.int32),
@@ -144,13 +150,13 @@ def new_batch(name, rows=ROWS):
 
 def inputs(batch):
     """The arrays of a batch that forward takes."""
-    given = {k: batch[k] for k in ("mask", "token_types") if k in batch}
+    given = {k: batch[k] for k in ("mask", "token_types", "task_types") if k in batch}
     return batch.get("tokens", batch.get("source")), given
 
 
 def their_output(theirs, batch):
     names = {"tokens": "input_ids", "mask": "attention_mask", "token_types": "token_type_ids",
-             "source": "pixel_values"}
+             "task_types": "task_type_ids", "source": "pixel_values"}
     out = theirs(**as_theirs(batch, names))
     return out["logits"] if "logits" in out else out.last_hidden_state
 
@@ -275,6 +281,12 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
         assert_same_step(name, mesh)
 
 
+@pytest.mark.slow
+def test_task_types_on_a_mesh():
+    """Task types of other rows than this device's, or a table whose gradient is not summed."""
+    assert_same_step("ernie", "data=2,tensor=2")
+
+
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)
 @pytest.mark.parametrize("name", of((), (), PIPED))
 def test_a_step_of_any_schedule_is_that_of_one_device(name, changes):
@@ -396,6 +408,7 @@ def test_a_model_may_have_no_pooler(name, tmp_path):
 
 
 REFUSED = [
+    ("ernie", dict(position_embedding_type="relative_key")), ("ernie", dict(is_decoder=True)),
     ("bert", dict(position_embedding_type="relative_key")), ("bert", dict(is_decoder=True)),
     ("roberta", dict(add_cross_attention=True)), ("roberta", dict(hidden_act="relu")),
     ("bert", dict(architectures=["BertForTokenClassification"])),
@@ -417,6 +430,7 @@ def test_options_that_we_do_not_compute_are_refused(name, changes):
 
 
 HOSTILE = [
+    ("ernie", dict(task_type_vocab_size=0)), ("ernie", dict(use_task_id="yes")),
     ("bert classes", dict(id2label=["a"], num_labels="two")), ("vit", dict(id2label={})),
     ("vit", dict(id2label=None, num_labels=-1)), ("bert", dict(architectures=3)),
     ("bert", dict(architectures=[["BertModel"]])), ("bert", dict(type_vocab_size=0)),

@@ -80,6 +80,16 @@ def test_a_tokenizer_that_transformers_saves(tmp_path):
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+SECOND = "swinv2.encoder.layers.0.blocks.0.attention.self"
+
+
+def far_apart(window, trained):
+    """Swin V2's table of distances in windows of this side, by its formula."""
+    apart = 8 * (np.arange(2 * window - 1) - window + 1) / (trained - 1)
+    apart = np.sign(apart) * np.log2(np.abs(apart) + 1) / np.log2(8)
+    return np.stack(np.meshgrid(apart, apart, indexing="ij"), -1)[None]
+
+
 @pytest.mark.parametrize("name, array, value, words", [
     ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", lambda: 500.0 ** (
         -np.arange(0, 12, 2) / 12), None),
@@ -94,6 +104,8 @@ def test_a_tokenizer_that_transformers_saves(tmp_path):
     ("bert", "cls.seq_relationship.bias", lambda: np.ones(2), None),
     ("roberta classes", "roberta.pooler.dense.bias", lambda: np.ones(48), None),
     ("bert", "cls.other.bias", lambda: np.ones(2), "arrays that are not part of its model: cls"),
+    ("swin v2", f"{SECOND}.relative_coords_table", lambda: far_apart(5, 6), None),
+    ("swin v2", f"{SECOND}.relative_coords_table", lambda: far_apart(5, 4), "not the constant"),
     ("vit bare", "pooler.bias", lambda: np.ones(36), "is not part of a model of architectures"),
 ])
 def test_an_ignored_array_has_a_reason(name, array, value, words):

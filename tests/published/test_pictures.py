@@ -49,11 +49,18 @@ OTHERS = dict(prompt_encoder_config=dict(hidden_size=20, image_embedding_size=6,
                                          patch_size=16, mask_input_channels=4),
               mask_decoder_config=dict(hidden_size=20, mlp_dim=24, num_attention_heads=2,
                                        iou_head_hidden_dim=16))
+# The last stage of V2 has 4 x 4 tokens, fewer than a window.
+V2 = {**SWIN, "window_size": 5, "pretrained_window_sizes": [6, 0]}
+V2_DEEP = {**DEEP, "image_size": 34, "window_size": 5, "pretrained_window_sizes": [0, 12, 3, 9]}
 CASES = {"swin": ("SwinForImageClassification", SWIN), "sam": ("SamModel", SAM),
+         "swin v2": ("Swinv2ForImageClassification", V2),
+         "swin v2 deep": ("Swinv2ForImageClassification", V2_DEEP),
+         "swin v2 bare": ("Swinv2Model", {**V2_DEEP, "pretrained_window_sizes": [0, 0, 0]}),
          "swin deep": ("SwinForImageClassification", DEEP),
          "swin bare": ("SwinModel", DEEP), "sam plain": ("SamVisionModel", PLAIN)}
-TRAINED = [name for name in CASES if name != "swin bare"]
-each = functools.partial(cases, quick=("swin", "sam"), slow=CASES, names=CASES)
+TRAINED = [name for name in CASES if "bare" not in name]
+SLOW = [name for name in CASES if name not in ("swin v2 deep", "swin v2 bare")]
+each = functools.partial(cases, quick=("swin", "sam"), slow=SLOW, names=CASES)
 
 
 def theirs_of(name):
@@ -64,7 +71,7 @@ def theirs_of(name):
     elif kind == "SamVisionModel":
         config = transformers.SamVisionConfig(**fields)
     else:
-        config = transformers.SwinConfig(**fields)
+        config = getattr(transformers, kind).config_class(**fields)
     return getattr(transformers, kind)(config).eval()
 
 
@@ -167,7 +174,8 @@ def test_a_bare_model_is_read_and_written(tmp_path):
 
 @pytest.mark.parametrize("name, mesh", [
     ("swin", "fsdp=2,tensor=2"), full("sam", "fsdp=2,tensor=2"),
-    full("swin deep", "fsdp=2,tensor=2"),
+    full("swin deep", "fsdp=2,tensor=2"), slow("swin v2", "data=2,tensor=2"),
+    full("swin v2", "tensor=4"), full("swin v2 deep", "fsdp=2,tensor=2"),
     slow("swin", "data=2"), slow("sam", "data=2"), slow("swin", "tensor=4"),
     slow("swin deep", "tensor=4"), slow("sam plain", "tensor=4"), slow("sam", "tensor=4"),
     full("sam plain", "fsdp=2,tensor=2"), full("swin", "expert=2,fsdp=2")])
@@ -195,13 +203,14 @@ def test_in_bfloat16(name):
 
 
 # Megatron's table: heads and hidden out of the stream are columns, into it rows.
-BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.relative$", P(None, None, "tensor")),
-           (r"\.(wo|w_down)$", P(None, "tensor"))]
+BY_HAND = [(r"\.(w[qkv]|w_up)(_bias)?$|\.(relative|distance_down)$", P(None, None, "tensor")),
+           (r"\.(wo|w_down|logit_scale)$", P(None, "tensor"))]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name, shards", [
-    full("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2)])
+    full("swin deep", 4), slow("sam", 4), full("swin", 2), full("swin deep", 2), full("sam", 2),
+    full("swin v2", 2)])
 def test_no_more_is_sent_than_by_hand(name, shards):
     """A part of these models that the rule prices wrongly: more collectives, or more bytes than by
     hand. In a merge, the four neighbours side by side must not be split, because nothing makes them
@@ -225,7 +234,7 @@ def test_no_more_is_sent_than_by_hand(name, shards):
 
 @pytest.mark.parametrize("mesh, why", [
     ("pipe=2", "mesh axis pipe=2: .* layers"), ("seq=2", "mesh axis seq=2: .*windows")])
-@pytest.mark.parametrize("kind", ["swin", "sam_vision_model"])
+@pytest.mark.parametrize("kind", ["swin", "swinv2", "sam_vision_model"])
 def test_meshes_that_would_compute_nonsense(kind, mesh, why):
     """Stages of layers with other windows than the first's; windows of half of the time."""
     config = config_of(kind)
@@ -236,11 +245,11 @@ def test_meshes_that_would_compute_nonsense(kind, mesh, why):
 
 
 CLASSES = {"swin": "SwinForImageClassification", "sam": "SamModel",
-           "sam_vision_model": "SamVisionModel"}
+           "swinv2": "Swinv2ForImageClassification", "sam_vision_model": "SamVisionModel"}
 
 
 def config_of(kind, **changes):
-    record = {"model_type": kind, **(SWIN if kind == "swin" else SAM),
+    record = {"model_type": kind, **{"swin": SWIN, "swinv2": V2}.get(kind, SAM),
               "architectures": [CLASSES[kind]], **changes}
     return run_of(published.KINDS[kind].config(**fields_of(record, published.KINDS[kind].families)))
 
@@ -258,6 +267,11 @@ def config_of(kind, **changes):
     ("swin", dict(hidden_act="tanh"), "the activation 'tanh'"),
     ("swin", dict(architectures="SwinModel"), "architectures 'SwinModel'"),
     ("swin", dict(num_labels=0.5), "labels 0.5"),
+    ("swinv2", dict(use_absolute_embeddings=True), "use_absolute_embeddings True is not supported"),
+    ("swinv2", dict(pretrained_window_sizes=[1, 0]), r"_sizes \[1, 0\]: .* 0 or at least 2"),
+    ("swinv2", dict(pretrained_window_sizes=[4]), r"_sizes \[4\]: .* for each stage"),
+    ("swinv2", dict(image_size=7), "image_size 7: the last stage has no tokens"),
+    ("swinv2", dict(architectures=["SwinModel"]), "SwinModel.* is not supported"),
     ("sam_vision_model", dict(global_attn_indexes=3), "global_attn_indexes 3"),
     ("sam_vision_model", dict(global_attn_indexes=["a"]), r"global_attn_indexes \['a'\]"),
     ("sam_vision_model", dict(num_attention_heads=5), "does not divide by --heads 5"),
