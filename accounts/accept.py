@@ -32,9 +32,20 @@ from zigzag.run.plan import with_checked_sums
 UPDATES = 32
 
 
+def check(program: Any) -> None:
+    """Reject a run with nothing to compare."""
+    asked = f"--accept {program.config.accept:g}"
+    if program.own:
+        raise ConfigError(f"{asked}: no effect on a custom step, fit(step=...); leave it out")
+    if program.plan.dtype == "float32":
+        raise ConfigError(f"{asked}: this run computes in float32, so there is nothing to compare; "
+                          f"leave it out, or give --dtype bfloat16")
+    last_compared(program.config, 0)
+
+
 def watched(loop: Any) -> Callable:
     """Return loop.step, preceded by a comparison with float32 in the first updates."""
-    last = last_compared(loop)
+    last = last_compared(loop.program.config, loop.at)
     config, step, dtype = loop.program.config, loop.step, loop.program.plan.dtype
     compare, found, before = Comparison(loop.program), [], None
 
@@ -66,21 +77,14 @@ def watched(loop: Any) -> Callable:
     return watch
 
 
-def last_compared(loop: Any) -> int:
-    """Return the last update that is compared. Reject a run with nothing to compare, or one that
-    would save before that update."""
-    config, asked = loop.program.config, f"--accept {loop.program.config.accept:g}"
-    if loop.program.own:
-        raise ConfigError(f"{asked}: no effect on a custom step, fit(step=...); leave it out")
-    if loop.program.plan.dtype == "float32":
-        raise ConfigError(f"{asked}: this run computes in float32, so there is nothing to compare; "
-                          f"leave it out, or give --dtype bfloat16")
-    last = min(loop.at + UPDATES, config.steps)
+def last_compared(config: Any, at: int) -> int:
+    """Return the last update that a run at step `at` compares. Reject one that would save before
+    that update."""
+    last = min(at + UPDATES, config.steps)
     for flag, every in ("save_every", config.save_every), ("eval_every", config.eval_every):
-        if every and loop.at + every - loop.at % every < last and (
-                flag == "save_every" or config.best):
-            raise ConfigError(f"{asked}: compares {UPDATES} updates before the run saves; give "
-                              f"--{flag} {UPDATES} or more, or 0")
+        if every and at + every - at % every < last and (flag == "save_every" or config.best):
+            raise ConfigError(f"--accept {config.accept:g}: compares {UPDATES} updates before the "
+                              f"run saves; give --{flag} {UPDATES} or more, or 0")
     return last
 
 

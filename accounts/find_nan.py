@@ -74,12 +74,16 @@ class Place(NamedTuple):
 # -------------------------------------------------------------------------------------------
 # The replay
 
+def check(program: Any) -> None:
+    """Reject a custom step."""
+    if program.own:
+        raise ConfigError("--find_nan: no effect on a custom step, fit(step=...); leave it out")
+
+
 def watched(loop: Any) -> Callable:
     """Return loop.step, with a replay after each update that is the first in a row to be
     skipped."""
     program = loop.program
-    if program.own:
-        raise ConfigError("--find_nan: no effect on a custom step, fit(step=...); leave it out")
     step, replay = loop.step, Replay(program.plan)
     before = loop.skipped > 0
 

@@ -124,6 +124,7 @@ def test_what_accept_refuses(tmp_path):
         run(good, tmp_path / "a", dtype="float32")
     with refuses("--accept 0.01: compares 32 updates before the run saves; give --save_every 32"):
         run(good, tmp_path / "b", save_every=20)
+    assert not [*tmp_path.iterdir()]        # not even a config.json
     with refuses("give --eval_every 32 or more"):
         run(good, tmp_path / "c", eval_every=5, best=("smallest:eval_loss",))
     assert not saved(tmp_path / "b") and not saved(tmp_path / "c")

@@ -14,7 +14,8 @@ part's adds.py declares what it adds to the command lines:
     COMMANDS        {flag: Command}: what train.py does instead of training
     SAMPLING        {flag: module}: what sample.py does instead of answering prompts
     NOT_USED        {sample.py flag: Unused}; NEEDS, {sample.py flag: flags that it needs}
-    STEPS           {flag: module}: the module's `watched(loop)` returns the step to run instead
+    STEPS           {flag: module}: the module's `check(program)` may refuse the run, and its
+                    `watched(loop)` returns the step to run instead
     PROGRAMS        {flag: module}: `rewritten(step, plan)` returns the step to compile instead
 """
 
