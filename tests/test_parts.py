@@ -82,7 +82,7 @@ def test_what_is_gone_is_one_line_and_not_in_the_help(bare):
     assert not shown & {flag for flags in FLAGS.values() for flag in flags}
     said, status = run(bare, "train.py", "--bench")
     assert status == 2 and said.startswith("error: --bench is not an option") and (
-        "tools/ or tasks/, which this copy does not have" in said)
+        "tools/ or tasks/ or accounts/ or precision/, which this copy does not have" in said)
     (bare / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Why?"}]}\n')
     said, status = run(bare, "data.py", "chats.jsonl", "--out", "tokens")
     assert (status, said) == (2, "error: chats.jsonl: messages: needs tools/, which this copy does "
