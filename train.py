@@ -31,14 +31,14 @@ import model
 import shard
 from zigzag.core import hosts
 from zigzag.core.flags import run_main as run_main
-from zigzag.core.mesh import add_to, cast, mark_varying, pmean_all, split_rows, zeros_of
+from zigzag.core.mesh import add_to, cast, float32_zeros, mark_varying, pmean_all, split_rows
 from zigzag.core.options import flag
 from zigzag.core.parts import part
 from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import mix, numbers_at
 from zigzag.parallel.network import network_of_loss
-from zigzag.parallel.storage import stored_to_used
+from zigzag.parallel.storage import split_over_data, stored_to_used
 from zigzag.run import continuing, modes, optimizers, schedules
 from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import evaluate
@@ -151,15 +151,7 @@ def make_gradients(plan: Plan) -> Callable:
     modes.as_one_device changes nothing in that case. If a custom loss calls nothing from shard.py,
     `marked` is empty. With --collectives compiler, on_device runs once, on whole arrays, and the
     compiler inserts every sum."""
-    axes = plan.axes
-    each = axes.sums & {"data"} if plan.config.zero == 2 else set()     # summed in each part
-
-    def sum_over(some, grads):      # with --zero, over data, each device gets only its part
-        return shard.sum_gradients(grads, some, plan.pair_at_rest[0], plan.optimizer_specs)
-
-    def in_part(grads):
-        grads = cast(grads, "float32")
-        return sum_over(each, grads) if each else grads
+    axes, specs = plan.axes, (plan.pair_at_rest[0], plan.accumulated_specs)
 
     def on_device(trained, frozen, batch, scale):   # the weights as stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
@@ -179,12 +171,13 @@ def make_gradients(plan: Plan) -> Callable:
         def add_part(total, part):              # (a part: 2 rows)
             value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
             (_, sums), grads = value_and_grad(whole, whole_frozen, part)
-            grads, = scatter(grads)
-            return add_to(total, (in_part(grads), sums)), None
+            grads = split_over_data(*scatter(grads), *specs)    # --zero 2
+            return add_to(total, (grads, sums)), None
 
         # Accumulate over the parts of the batch, in float32.
-        total = zeros_of(in_part, trained), mark_varying(optax.tree.zeros_like(plan.sums),
-                                                         also=axes.marked)
+        shapes = jax.eval_shape(lambda w: split_over_data(w, *specs), trained)
+        total = float32_zeros(shapes), mark_varying(optax.tree.zeros_like(plan.sums),
+                                                    also=axes.marked)
         if plan.accumulate == 1:
             total, _ = add_part(total, batch)
         else:
@@ -193,7 +186,8 @@ def make_gradients(plan: Plan) -> Callable:
         # Sum once over the remaining axes. `scatter` (in layers, the transpose of their own gather)
         # has summed over fsdp, and the ends over pipe; jax has summed over tensor in each part.
         grads, sums = total
-        return sum_over(axes.sums - each, grads), shard.sum_gradients(sums, axes.sums)
+        return (shard.sum_gradients(grads, axes.sums, plan.accumulated_specs, plan.optimizer_specs),
+                shard.sum_gradients(sums, axes.sums))
 
     def gradients(params, batch, frozen={}, scale=None):    # of scale times the sum (float16)
         batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.row_axes, axes.untimed)

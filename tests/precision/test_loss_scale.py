@@ -4,9 +4,11 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from precision import loss_scale
 from tests.common import full, refuses
 from tests.helpers import StopAt, batch_of, learn, losses_of, make, placed, program_of, rows_of
 from zigzag.core.errors import RunError
@@ -66,6 +68,15 @@ def test_the_scale_divides_out():
     exact = learn(half(dtype="float32", steps=2))[0][0]["grad_norm"]
     assert norms == pytest.approx([exact] * 2, rel=2e-3)
     assert norms[0] != exact
+
+
+def test_a_sum_beyond_the_range_is_an_overflow():
+    """Parts of a sum that are within float16's range on each device, while one device's are not."""
+    def gradients(params, batch, frozen, scale):
+        return {"w": jnp.array([66000.0, -66000.0, 65000.0])}, ()
+
+    grads, _ = loss_scale.unscaled(gradients)({}, {}, {}, 2.0)
+    assert grads["w"].tolist() == [np.inf, np.inf, 32500.0]
 
 
 def test_the_scale_follows_the_gradients(monkeypatch):

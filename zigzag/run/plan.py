@@ -199,6 +199,11 @@ class Plan:
         shapes, _ = self.in_two(self.params)
         return moment_specs(shapes, self.trained, self.mesh, self.config)
 
+    @property
+    def accumulated_specs(self) -> Any:
+        """Return the specs of the gradients that a device accumulates over the parts of a batch."""
+        return self.optimizer_specs if self.config.zero == 2 else self.pair_at_rest[0]
+
     def in_two(self, tree: Any) -> tuple[Any, Any]:
         """Split a tree shaped like the weights: return its trained part and its frozen part."""
         if self.learned is not None:
