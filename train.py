@@ -171,7 +171,8 @@ def make_gradients(plan: Plan) -> Callable:
         def add_part(total, part):              # (a part: 2 rows)
             value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
             (_, sums), grads = value_and_grad(whole, whole_frozen, part)
-            grads = split_over_data(*scatter(grads), *specs)    # --zero 2
+            grads, = scatter(grads)
+            grads = split_over_data(grads, *specs)      # --zero 2
             return add_to(total, (grads, sums)), None
 
         # Accumulate over the parts of the batch, in float32.
