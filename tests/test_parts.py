@@ -64,7 +64,8 @@ ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model
         "stores": (["train.py", "--out", "s3://bucket/run"],
                    ["sample.py", "--run", "gs://bucket/run"])}
 FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": ("plot", "log"),
-         "tasks": ("metric", "beams")}
+         "tasks": ("metric", "beams"),
+         "accounts": ("report", "against", "find_nan", "accept", "profile")}
 
 
 @pytest.mark.full
@@ -81,7 +82,7 @@ def test_what_is_gone_is_one_line_and_not_in_the_help(bare):
     assert not shown & {flag for flags in FLAGS.values() for flag in flags}
     said, status = run(bare, "train.py", "--bench")
     assert status == 2 and said.startswith("error: --bench is not an option") and (
-        "tools/ or tasks/, which this copy does not have" in said)
+        "tools/ or tasks/ or accounts/, which this copy does not have" in said)
     (bare / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Why?"}]}\n')
     said, status = run(bare, "data.py", "chats.jsonl", "--out", "tokens")
     assert (status, said) == (2, "error: chats.jsonl: messages: needs tools/, which this copy does "
