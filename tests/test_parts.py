@@ -1,5 +1,6 @@
 """What may be deleted is deleted, and the rest runs."""
 
+import inspect
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.parts import PARTS, is_there, needs_of_test
+from zigzag.core.parts import added
 
 there = [part for part in PARTS if is_there(part)]
 SMALL = ("--d_model", 32, "--layers", 2, "--heads", 4, "--seq_len", 32)
@@ -63,9 +65,6 @@ ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model
         "forecast": (["train.py", "--mesh", "auto"],),
         "stores": (["train.py", "--out", "s3://bucket/run"],
                    ["sample.py", "--run", "gs://bucket/run"])}
-FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": ("plot", "log"),
-         "tasks": ("metric", "beams"), "precision": ("send_dtype", "initial_scale"),
-         "accounts": ("report", "against", "find_nan", "accept", "profile")}
 
 
 @pytest.mark.full
@@ -79,7 +78,7 @@ def test_what_is_gone_is_one_line_and_not_in_the_help(bare):
     said, _ = run(bare, "train.py", "--help", "all")
     shown = set(re.findall(r"--(\w+)", said))
     assert {"steps", "mesh", "d_model"} <= shown
-    assert not shown & {flag for flags in FLAGS.values() for flag in flags}
+    assert not shown & {"edited"}.union(*map(inspect.get_annotations, added("OfTraining")))
     said, status = run(bare, "train.py", "--bench")
     assert status == 2 and said.startswith("error: --bench is not an option") and (
         "tools/ or tasks/ or accounts/ or precision/, which this copy does not have" in said)
