@@ -109,10 +109,12 @@ def engine_of(config: Any) -> Engine:
 
 def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens: int = 128,
              sampling: Sampling | float = Sampling(), *, stop: Sequence[int | str] = (),
-             tokenizer: Any = None, logprobs: bool = False, **options: Any) -> list:
+             tokenizer: Any = None, logprobs: bool = False, exact: bool = False, **options: Any
+             ) -> list:
     """Return the new ids for each prompt: `tokens` of them, or fewer if an id or a text in `stop`
     comes first (texts need the tokenizer). With logprobs, return pairs (ids, their
-    log-probabilities). The other options are the same as `stream`'s, except piece and ended."""
+    log-probabilities); with exact, the training pass computes these once more. The other options
+    are the same as `stream`'s, except piece and ended."""
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [one for one in stop if isinstance(one, str)]
     if texts and tokenizer is None:
@@ -123,6 +125,10 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
                       piece=16 if texts else tokens, ended=lambda n: answers[n].reason, **options):
         for answer, pair in zip(answers, new):
             answer.add(pair)
+    if exact:
+        found = [answer.ids for answer in answers]
+        return [*zip(found, part("accounts.exact", "generate(exact=True)").logprobs_of(
+            params, config, prompts, found))]
     return [(answer.ids, answer.logprobs) if logprobs else answer.ids for answer in answers]
 
 
@@ -194,14 +200,14 @@ def score(params: Any, rows: Sequence[Sequence[int]], config: Any, sources: Any 
 # Models on disk, and the command line
 
 def load(folder: str | Path, mesh: Any = None, checkpoint: int | None = None,
-         edited: bool = False) -> tuple[Any, Any, Tokenizer | None]:
+         edited: bool = False, dtype: str = "float32") -> tuple[Any, Any, Tokenizer | None]:
     """Load (weights, network config, tokenizer or None) from a run (this checkpoint or the newest)
     or from a published model (with `edited`, even if its edited network may compute a different
-    function). The weights are float32, and split over the mesh if you pass one."""
+    function). The weights have this dtype, and are split over the mesh if you pass one."""
     if is_published(folder):
-        params, config = part("published", f"{folder}").load_hf(folder, mesh, edited)
+        params, config = part("published", f"{folder}").load_hf(folder, mesh, edited, stored=dtype)
         return params, config, published_tokenizer(folder, config.vocab_size, needed=False)
-    params, config = load_run(folder, mesh, checkpoint)
+    params, config = load_run(folder, mesh, checkpoint, dtype)
     if config.published and has_part("published"):      # use the model's context, not its rows'
         config = part("published.llama", "").whole_context(config)
     return params, config, tokenizer_of_run(folder)

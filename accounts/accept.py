@@ -25,7 +25,7 @@ from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.flags import change
 from zigzag.core.hosts import process_allgather, watchdog
 from zigzag.run import modes
-from zigzag.run.plan import with_checked_sums
+from zigzag.run.plan import rewritten, with_checked_sums
 
 # The first update shows errors of rounding. Errors of range need weights that have moved: 32
 # updates take a run well into its warmup, for the price of about a hundred updates.
@@ -98,23 +98,25 @@ class Comparison:
         if plan.network:        # its loss casts to the dtype of its config
             loss, _ = with_checked_sums(functools.partial(plan.network.loss, config=config.network))
         exact = dataclasses.replace(plan, config=config, loss=loss, dtype="float32")
-        self.is_compiled = False
-        self.low, self.exact = (jax.jit(functools.partial(_values, p),
-                                        compiler_options=p.compiler_options) for p in (plan, exact))
+        values = rewritten(functools.partial(_values, plan), plan)
+        state = program.state
+        args = state["params"], state["frozen"], program.batch
+        self.low = _compiled(values, plan, *args, state.get("scale"))
+        self.exact = _compiled(functools.partial(_values, exact), exact, *args)
+        process_allgather("compiled")       # before devices first wait for one another
 
     def __call__(self, state: Any, batch: Any, before: Any) -> np.ndarray:
         watchdog.arm("comparing with float32")
         weights, scale = (state["params"], state["frozen"]), state.get("scale")
-        if not self.is_compiled:
-            self.low = self.low.lower(*weights, batch, scale).compile()
-            self.exact = self.exact.lower(*weights, batch).compile()
-            process_allgather("compiled")       # before devices first wait for one another
-            self.is_compiled = True
         low, exact = self.low(*weights, batch, scale), self.exact(*weights, batch)
         noise = [jnp.nan] * 2 if before is None else _gaps(self.exact(*weights, before), exact)
         found = jax.device_get([low[0], exact[0], *_gaps(low, exact), *noise])
         watchdog.arm("a step")
         return np.array(found)
+
+
+def _compiled(values, plan, *args):
+    return jax.jit(values, compiler_options=plan.compiler_options).lower(*args).compile()
 
 
 def _values(plan, params, frozen, batch, scale=None):

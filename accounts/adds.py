@@ -21,7 +21,7 @@ class OfTraining:
     find_nan: bool = flag(False, recorded=False)
                                     # if an update isn't finite, find the layer, function and weight
                                     # where that begins
-    accept: float = flag(0.0, recorded=False)   # with --dtype bfloat16: compare the first 32
+    accept: float = flag(0.0, recorded=False)   # with a --dtype of 16 bits: compare the first 32
                                     # updates with float32; end the run if the loss differs by more
                                     # than this fraction (0.01)
 

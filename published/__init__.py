@@ -106,8 +106,8 @@ def load_hf(folder: str | Path, mesh: Any = None, edited: bool = False, **fields
             ) -> tuple[Params, Any]:
     """Load (weights, config) from a Hugging Face folder, or a name on the hub (org/name@REVISION).
     Weights go straight into their shards on the mesh, or onto one device if `mesh` is None.
-    `fields` override options for training and running the model. With `edited`, load even if the
-    network's code computes something else."""
+    `fields` override options for training and running the model, and `stored` is the weights'
+    dtype. With `edited`, load even if the network's code computes something else."""
     folder = hub_names.with_commit(folder)
     return folders.load_hf(network_of_folder(folder), folder, mesh, edited, **fields)
 

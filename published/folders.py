@@ -15,6 +15,7 @@ from published.record import as_config
 from published.reference import code_difference
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import from_flags
+from zigzag.core.mesh import cast
 from zigzag.core.options import check_values, flag
 from zigzag.core.parts import place
 from zigzag.disk.checkpoint import run_record
@@ -45,13 +46,15 @@ def _may_change(network):
 
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
-            **fields: Any) -> tuple[Params, Any]:
+            stored: str = "float32", **fields: Any) -> tuple[Params, Any]:
     """Load (weights, config) from a Hugging Face folder. Weights go straight into their shards on
-    the mesh, or onto one device if `mesh` is None. `fields` override options for training and
-    running the model. With `edited`, load even if the network's code computes something else."""
+    the mesh, or onto one device if `mesh` is None, in the dtype `stored`. `fields` override options
+    for training and running the model. With `edited`, load even if the network's code computes
+    something else."""
     config = hf_config(network, folder, **fields)
     check_hf(network, folder, config, edited)       # before building large shapes
-    return read_hf(network, folder, config, network.places(config, mesh)), config
+    places = cast(network.places(config, mesh), stored)
+    return read_hf(network, folder, config, places), config
 
 
 def check_hf(network: Network, folder: str | Path, config: Any, edited: bool = False) -> None:

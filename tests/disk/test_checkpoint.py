@@ -25,14 +25,16 @@ import model
 import sample
 import train
 from tests.common import SMALL, command, full, refused, rewrite, started, survives_kills
-from tests.helpers import KeepRows, learn, make, mesh_of, needed
+from tests.helpers import KeepRows, learn, losses_of, make, mesh_of, needed
 from zigzag.core import flags
 from zigzag.core.errors import ConfigError, RunError
+from zigzag.core.mesh import cast
 from zigzag.disk import checkpoint
 from zigzag.parallel.network import NETWORKS
 from zigzag.parallel.saved import load_run
 from zigzag.parallel.table import Weight
 from zigzag.run.continuing import check_folder
+from zigzag.run.plan import Program
 
 transformer = needed("published.transformer")
 
@@ -70,6 +72,43 @@ def flip(file, byte=None, bit=2):
 
 # -------------------------------------------------------------------------------------------
 # Continuing a run
+
+@pytest.mark.parametrize("mesh, ema", [("", 0), full("fsdp=2,tensor=2", 0), full("pipe=2", 0.9)])
+def test_weights_in_16_bits_are_those_of_the_run_rounded(tmp_path, monkeypatch, mesh, ema):
+    """--save_dtype that rounds the optimizer's state, or what training goes on with; a reader that
+    expects 32 bits; a run that resumes from anything but the rounded weights."""
+    narrow, wide = tmp_path / "narrow", tmp_path / "wide"
+    asked = dict(save_dtype="bfloat16", ema=ema)
+    rows = train_in(narrow, 3, 3, asked, mesh=mesh)[0]
+    assert losses_of(rows) == losses_of(train_in(wide, 3, 3, dict(ema=ema), mesh=mesh)[0])
+    meta, meta_of_wide = (json.loads((folder / "checkpoints/3/meta/metadata").read_text())
+                          for folder in (narrow, wide))
+    for path, kind in meta["leaves"].items():
+        is_weight = path.startswith("params")
+        assert kind == meta_of_wide["leaves"][path].replace("float32", "bfloat16" if is_weight
+                                                            else "float32")
+        assert is_weight or meta["checksums"][path] == meta_of_wide["checksums"][path], path
+    for a, b in zip(*(jax.tree.leaves(load_run(folder)[0]) for folder in (narrow, wide))):
+        assert a.dtype == np.float32 and (a == b.astype("bfloat16").astype(np.float32)).all()
+
+    def rounded(program, on_disk):
+        params = cast(cast(on_disk["params"], "bfloat16"), "float32")
+        return restored(program, {**on_disk, "params": params})
+
+    found = train_in(narrow, 6, 3, asked, mesh="data=2")
+    restored = Program.restored
+    monkeypatch.setattr(Program, "restored", rounded)
+    assert losses_of(found[0]) == pytest.approx(
+        losses_of(train_in(wide, 6, 3, dict(ema=ema), mesh=mesh)[0]), rel=2e-6)
+
+
+def test_a_model_is_loaded_in_the_dtype_that_is_asked(run):
+    """sample.load(dtype=) that returns 32 bits, or rounds to 16 and back."""
+    exact, rounded = (jax.tree.leaves(sample.load(run, dtype=dtype)[0])
+                      for dtype in ("float32", "bfloat16"))
+    for a, b in zip(exact, rounded, strict=True):
+        assert b.dtype == jnp.bfloat16 and (b == a.astype(b.dtype)).all()
+
 
 @pytest.mark.full
 def test_kills_at_random_moments_change_nothing(tmp_path, text):

@@ -12,6 +12,7 @@ import train
 from test_all import DENSE, EXPERTS, MESHES
 from tests.common import full
 from tests.helpers import make, placed, program_of
+from zigzag.core.parts import has_part
 
 PROMPTS = [[1, 2, 3, 4], [10, 12, 14], [5], list(range(20, 26))] * 2
 NEW = 6
@@ -24,7 +25,7 @@ CASES = [(mesh, what, more | dict(dtype=dtype), bound) for dtype, bound in (
     if dtype == "float32" or what is DENSE]
 
 
-def gap(mesh, what, planted=None, **choices):
+def gap(mesh, what, planted=None, exact=False, **choices):
     """Return the largest difference between the log-probabilities that generate returns and those
     of the run's compiled loss on held-out rows, one token at a time. `planted` changes the options
     of the model that generates."""
@@ -35,7 +36,7 @@ def gap(mesh, what, planted=None, **choices):
         written = sample.generate(
             program.permute(program.weights(state), back=True), PROMPTS,
             dataclasses.replace(program.config.network, **planted or {}), NEW, 1.0, seed=3,
-            logprobs=True)
+            logprobs=True, exact=exact)
         rows = np.zeros((len(PROMPTS), T + 1), np.int32)
         for row, prompt, (ids, _) in zip(rows, PROMPTS, written):
             row[:len(prompt) + NEW] = prompt + ids
@@ -56,6 +57,15 @@ def test_what_is_generated_is_what_the_loss_says(mesh, what, choices, bound):
     """A cache with other positions, masks, scales or experts than the loss; dropout that stays on;
     probabilities after the temperature; those of the next token."""
     assert gap(mesh, what, **choices) < bound
+
+
+@pytest.mark.skipif(not has_part("accounts"), reason="accounts/ is gone")
+@pytest.mark.parametrize("mesh, what, choices", [
+    CASES[3][:3], *(full(mesh, what, {**more, "dtype": dtype}) for dtype in ("float32", "bfloat16")
+                    for mesh, what, more in MESHES + MORE)])
+def test_exact_ones_are_those_of_the_training_pass(mesh, what, choices):
+    """generate(exact=True) that reports another token's, or those of another program."""
+    assert gap(mesh, what, exact=True, **choices) < 1e-5
 
 
 @pytest.mark.parametrize("mesh, options", [

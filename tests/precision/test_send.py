@@ -144,7 +144,5 @@ def test_what_it_cannot_do_is_one_line():
         program_of(make(send_dtype="float8"), "fsdp=2")
     with refuses("--send_dtype float8: needs --collectives explicit"):
         program_of(make(send_dtype="float8", dtype="bfloat16", collectives="compiler"), "fsdp=2")
-    with refuses("--send_dtype float8: --accept compares"):
-        program_of(make(send_dtype="float8", dtype="bfloat16", accept=0.01), "fsdp=2")
     with refuses("--send_dtype float9: expected float8"):
         make(send_dtype="float9")

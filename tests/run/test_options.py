@@ -39,6 +39,7 @@ VALUES = {
     "sample_temperature": "0.5", "bench": "true", "topology": "v5e:2x2", "slices": "2",
     "plot": "run",
     "profile": "2", "edited": "true", "ema": "0.9", "eval_batch": "16",
+    "save_dtype": "bfloat16",
     "save": "a.png", "coordinator": "a:70", "processes": "2", "process_id": "0",
     "distributed": "true", "patience": "9", "verbose": "true",
     "find_nan": "true", "report": "run", "against": "HEAD", "accept": "0.01",
@@ -50,8 +51,8 @@ MODES = {
     "pairs": {"fields", "metric", "beams"},
     "arrays": {"metric"}}
 OF_A_KIND = set().union(*MODES.values())
-OF_A_RUN = {"change", "save_every", "keep", "log", "verify", "eval_every", "eval_first",
-            "eval_batch", "eval_tokens", "held_out", "metric", "beams", "best",
+OF_A_RUN = {"change", "save_every", "keep", "save_dtype", "log", "verify", "eval_every",
+            "eval_first", "eval_batch", "eval_tokens", "held_out", "metric", "beams", "best",
             "sample_temperature", "check", "profile", "find_nan", "accept", "max_skipped",
             "minutes"}
 NOT_USED = {"bench": OF_A_RUN | {"topology", "against"}, "topology": OF_A_RUN | {"bench"},

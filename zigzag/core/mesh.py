@@ -302,13 +302,21 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def cast(tree: Any, dtype: str) -> Any:
-    """Cast the tree's float leaves to this dtype, or do nothing if dtype is ''. A leaf called
-    router_bias keeps its dtype, because experts are chosen in float32."""
+    """Cast the tree's float leaves (arrays or shapes) to this dtype, or do nothing if dtype is ''.
+    A leaf called router_bias keeps its dtype, because experts are chosen in float32."""
     def one(path, w):
         is_exact = path and getattr(path[-1], "key", "") == "router_bias"
-        return w if is_exact or not jnp.issubdtype(w.dtype, jnp.floating) else w.astype(dtype)
+        if is_exact or not jnp.issubdtype(w.dtype, jnp.floating):
+            return w
+        is_shape = isinstance(w, jax.ShapeDtypeStruct)
+        return w.update(dtype=dtype) if is_shape else w.astype(dtype)
 
     return jax.tree.map_with_path(one, tree) if dtype else tree
+
+
+def cast_like(tree: Any, shapes: Any) -> Any:
+    """Cast each leaf to the dtype that it has in `shapes`."""
+    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), tree, shapes)
 
 
 def check_ids(tokens: Any, vocab_size: int, where: str = "the vocabulary") -> None:

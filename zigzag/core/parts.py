@@ -63,6 +63,13 @@ def added(name: str) -> list[Any]:
     return [getattr(module, name) for module in found if hasattr(module, name)]
 
 
+def modules(name: str, config: Any) -> list[ModuleType]:
+    """Return the modules that parts declare under this name, {flag: module}, for the flags that
+    this config has set."""
+    found = collections.ChainMap(*added(name))
+    return [part(module, f"--{flag}") for flag, module in found.items() if getattr(config, flag)]
+
+
 def commands() -> dict[str, Command]:
     """Return {flag: Command} for all of this copy's parts."""
     return {**collections.ChainMap(*added("COMMANDS"))}

@@ -55,7 +55,7 @@ from zigzag.core.files import (
     write_whole,
 )
 from zigzag.core.hosts import process_allgather, watchdog
-from zigzag.core.mesh import by_path, mesh_of, platform
+from zigzag.core.mesh import by_path, cast, cast_like, mesh_of, platform
 from zigzag.core.options import only, options, without
 from zigzag.core.parts import mirrors, part, place
 from zigzag.disk.lines import Record
@@ -533,17 +533,19 @@ def read_newest(folder: str | Path, params: Any, step: int | None = None, flag: 
                 ) -> Any:
     """Read the weights of a run's newest (or given) step, sharded like the shapes `params`. If the
     newest is damaged, say so and read the previous one. `flag` is the flag that named the run."""
-    steps = run_steps(folder, flag)
+    steps, record = run_steps(folder, flag), run_record(folder, flag)
     if step is not None and step not in steps:
         raise ConfigError(f"{flag} {folder}: no checkpoint of step {step}; there are "
                           f"{', '.join(map(str, steps))}")
-    if (ema := run_record(folder, flag).get("ema")) and jax.process_index() == 0:
+    if (ema := record.get("ema")) and jax.process_index() == 0:
         print(f"{flag} {folder}: these weights are averages over updates (--ema {ema:g})",
               file=sys.stderr)
+    on_disk = cast(params, record.get("save_dtype", ""))
     for at in steps if step is None else [step]:
         try:
-            return read_checkpoint(_checkpoint(folder, at), {"params": params},
-                                   f"{flag} {folder}")[0]["params"]
+            found, _ = read_checkpoint(_checkpoint(folder, at), {"params": on_disk},
+                                       f"{flag} {folder}")
+            return cast_like(found["params"], params)
         except CorruptCheckpoint as e:
             print(f"checkpoint {at} is damaged: {e}", file=sys.stderr)
     which = "" if step is None else f"of step {step} "

@@ -32,7 +32,7 @@ from zigzag.parallel.network import describe as describe_network
 from zigzag.parallel.pipeline import timeline
 from zigzag.parallel.rule import explain, held_lines
 from zigzag.parallel.table import count
-from zigzag.run import averages, muon
+from zigzag.run import muon
 from zigzag.run.loggers import Loggers, names_of
 from zigzag.run.modes import BY_HAND, JIT
 from zigzag.run.optimizers import Factor
@@ -115,7 +115,7 @@ def prepare(loop: Loop) -> Callable | None:
         state = loop.state or first_state(program, loop.task.first_weights)
     else:
         frozen = loop.state["frozen"] if loop.state else {}     # no checkpoint holds them
-        state = {**averages.from_disk(state), "frozen": frozen}
+        state = {**program.restored(state), "frozen": frozen}
         loop.skipped, say.losses = folder.skipped, folder.losses
     if folder:
         loop.best = folder.read_best(config.best)

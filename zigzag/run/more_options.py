@@ -90,6 +90,9 @@ class MoreOptions(*added("OfTraining"), Processes):
                                     # or compiler
 
     # saving (rare)
+    save_dtype: str = flag("", one_of=("", "bfloat16"), same=True)
+                                    # bfloat16: checkpoints hold the weights (not the optimizer's
+                                    # state) in 16 bits, and a run resumes from these
     verify: str = flag("on", one_of=("on", "off"))
                                     # on or off: verify a checkpoint's checksums when reading it
 

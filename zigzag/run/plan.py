@@ -9,7 +9,6 @@ A step takes its weights as two trees: trained weights and frozen weights. The s
 --lora_rank or a custom step. Checkpoints hold only the first; a loss gets both as a single tree.
 """
 
-import collections
 import dataclasses
 import functools
 import inspect
@@ -32,6 +31,7 @@ from zigzag.core.mesh import (
     best_dtype,
     by_path,
     cast,
+    cast_like,
     full_spec,
     has_time,
     row_groups,
@@ -41,7 +41,7 @@ from zigzag.core.mesh import (
     without_axis,
 )
 from zigzag.core.options import only, without
-from zigzag.core.parts import added, part
+from zigzag.core.parts import modules, part
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel import low_rank
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -421,8 +421,21 @@ class Program:
 
     def saved(self, state: Any) -> Any:
         """Return the part of a state that a checkpoint holds: all but the frozen weights, which a
-        run rereads from their source."""
-        return averages.to_disk(without(state, "frozen"))
+        run rereads from their source. --save_dtype rounds the weights."""
+        on_disk = averages.to_disk(without(state, "frozen"))
+        return {**on_disk, "params": cast(on_disk["params"], self.config.save_dtype)}
+
+    def restored(self, on_disk: Any) -> Any:
+        """Return the state of which `saved` returned `on_disk`, without the frozen weights."""
+        params = cast_like(on_disk["params"], self.state["params"])
+        return averages.from_disk({**on_disk, "params": params})
+
+
+def rewritten(step: Callable, plan: Plan) -> Callable:
+    """Return a step, or another function of a batch, as parts rewrite its program."""
+    for module in modules("PROGRAMS", plan.config):
+        step = module.rewritten(step, plan)
+    return step
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
@@ -432,8 +445,7 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
     if plan.dtype == "float16":     # the loss scale is part of the state
         loss_scale = part("precision.loss_scale", "--dtype float16").LossScale(plan)
         step, scales = loss_scale.around(step), loss_scale.first()
-    for flag, module in collections.ChainMap(*added("PROGRAMS")).items():
-        step = part(module, f"--{flag}").rewritten(step, plan) if getattr(c, flag) else step
+    step = rewritten(step, plan)
 
     def state(trained, frozen, opt, step, scales):
         average = {"average": trained} if c.ema else {}

@@ -7,7 +7,6 @@ last.
     machine         make a run's mesh on the devices of one or many machines, or of --topology
 """
 
-import collections
 import contextlib
 import functools
 import os
@@ -20,7 +19,7 @@ from zigzag.core.errors import ConfigError, one_line
 from zigzag.core.files import digest
 from zigzag.core.mesh import make_mesh, mesh_sizes, simulate_own_devices, slices_of
 from zigzag.core.options import Values
-from zigzag.core.parts import added, has_part, part
+from zigzag.core.parts import has_part, modules, part
 from zigzag.core.report import Reporter
 from zigzag.disk.checkpoint import RunFolder, check_kept
 from zigzag.disk.tokenizers import Tokenizer, copy_files, tokenizer_record
@@ -81,7 +80,7 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         loop.step = prepare(loop)
         if loop.step:
             say.collectives(collectives(loop.step), *expected(program))
-            for module in watchers(config):
+            for module in modules("STEPS", config):
                 loop.step = module.watched(loop)
         say.hours.begin("step")
         say.hours.note(loop.at)
@@ -96,13 +95,6 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     say.hours.note(loop.at, is_last=True)
     if not stop:
         end_run(loop)
-
-
-def watchers(config: Any) -> list[Any]:
-    """Return the modules of parts that run something around each step (STEPS in their adds.py)."""
-    return [part(module, f"--{flag}")
-            for flag, module in collections.ChainMap(*added("STEPS")).items()
-            if getattr(config, flag)]
 
 
 def expected(program: Program) -> tuple[list, bool]:
@@ -155,7 +147,7 @@ def check_start(program: Program, task: Task, say: Reporter) -> bool:
     to compare its loss with one device's."""
     hosts.assert_same_everywhere(continuing.record_of(program.config))
     check_task(program.config, program, task)
-    for module in watchers(program.config):
+    for module in modules("STEPS", program.config):
         module.check(program)
     compares = must_compare(program.plan, say.line)
     if compares:
