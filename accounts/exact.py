@@ -3,9 +3,11 @@
 Generation adds the same numbers in another order than training does, which shows in 16 bits. So we
 run the finished rows once through the pass that evaluates the training loss (train.make_evaluate).
 That loss is a sum over tokens of weight * -log-probability. Its derivative by the weights is each
-token's -log-probability, and contains no backward pass: no layer depends on these weights.
+token's -log-probability, and contains no backward pass: no layer depends on these weights. A run
+with --collectives compiler may round otherwise in 16 bits.
 """
 
+import dataclasses
 import functools
 from typing import Any, Callable, Sequence
 
@@ -53,6 +55,9 @@ def logprobs_of(params: Any, config: Any, prompts: Sequence[Sequence[int]],
 @functools.lru_cache(maxsize=8)
 def _training_pass(config: Any, mesh: Any) -> Callable:
     """Return the compiled function (weights, batch) -> each target's log-probability [B, T]."""
+    if config.schedule == "1f1b":       # its backward pass knows derivatives by parameters only
+        schedule = "interleaved" if config.chunks > 1 else "gpipe"
+        config = dataclasses.replace(config, schedule=schedule)
     of_run = train.Config(network=config, batch=row_groups(mesh) * config.microbatches)
     program = train.build(of_run, mesh, *without_data(of_run))
     evaluate = train.make_evaluate(program.plan)

@@ -127,8 +127,8 @@ def loaded(folder, code):
 
 def test_a_plain_run_loads_what_it_uses(bare, text, tmp_path):
     """A part that is imported by every run; text, or a conversation, that importing train reads."""
-    assert loaded(bare, "import train") <= 13_050
-    assert loaded(ROOT, "import train") <= 13_450
+    assert loaded(bare, "import train") <= 13_080
+    assert loaded(ROOT, "import train") <= 13_480
     assert loaded(ROOT, "import sample") <= 10_100
 
     def of_command(folder, file, *words):
@@ -137,5 +137,5 @@ def test_a_plain_run_loads_what_it_uses(bare, text, tmp_path):
 
     out = tmp_path / "out"
     words = "--shards", 4, "--steps", 1, "--data", text, "--out", out, *SMALL
-    assert of_command(ROOT, "train.py", *words) <= 17_150
+    assert of_command(ROOT, "train.py", *words) <= 17_180
     assert of_command(ROOT, "sample.py", "--run", out, "--prompt", "ba", "--tokens", 4) <= 10_820
