@@ -11,7 +11,7 @@ import pytest
 
 import model
 import train
-from tests.common import SMALL, command, full, peer
+from tests.common import SMALL, command, full, peer, succeeds
 from tests.helpers import ROOT, mesh_of, needed, rows_in
 from tests.parts import of_the_whole
 from tests.readme import FLAGS, FLAGS_PAGE, block
@@ -145,3 +145,15 @@ def test_the_page_of_flags_has_every_flag_and_its_default():
     assert rows[:len(own)] == own
     assert set(rows[len(own):]) == {row[:2] for row in flag_rows(transformer.Config)
                                     if row[0] not in dict(own)}
+
+
+@pytest.mark.full
+def test_the_start_says_which_program_it_read(text, tmp_path):
+    """A second start that compiles for an hour what the first has kept, and nobody knows."""
+    env = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept")}
+    ready = []
+    for out in "a", "b":
+        done = succeeds("--data", text, "--layers", 12, "--mesh", "fsdp=2,tensor=2", "--steps", 1,
+                        "--eval_every", 0, "--out", tmp_path / out, env=env)
+        ready += [line for line in done.stdout.splitlines() if line.startswith("ready in")]
+    assert "read from" not in ready[0] and ready[1].endswith(f"; read from {tmp_path / 'kept'}")

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +184,22 @@ def keep_compiled(least: float = 1.0) -> None:
     jax.config.update("jax_compilation_cache_dir",
                       os.environ.get("JAX_COMPILATION_CACHE_DIR", str(cache)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+
+
+@contextlib.contextmanager
+def hearing_of_cache() -> Iterator[list[str]]:
+    """Yield a list, and add the cache's folder to it when jax reads a compiled program there."""
+    found = []
+
+    def hear(event, **_):
+        if event == "/jax/compilation_cache/cache_hits":
+            found.append(jax.config.jax_compilation_cache_dir)
+
+    jax.monitoring.register_event_listener(hear)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_listener(hear)
 
 
 def axis_sizes(mesh: Any) -> dict[str, int]:

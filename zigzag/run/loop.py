@@ -22,7 +22,7 @@ from zigzag.core import chips
 from zigzag.core.errors import RunError, human_bytes
 from zigzag.core.flags import flat
 from zigzag.core.hosts import process_allgather, watchdog
-from zigzag.core.mesh import row_groups
+from zigzag.core.mesh import hearing_of_cache, row_groups
 from zigzag.core.options import Values, without
 from zigzag.core.report import Reporter, options_text
 from zigzag.disk.checkpoint import RunFolder
@@ -128,7 +128,7 @@ def prepare(loop: Loop) -> Callable | None:
         say.line(f"{config.out} has done its {loop.at} steps; a higher --steps continues it")
         return None
     watchdog.arm("compiling")
-    with say.hours.of("compile"):
+    with say.hours.of("compile"), hearing_of_cache() as caches:
         step = compiled(program)
     process_allgather("compiled")     # before the devices first wait for one another
     loop.loggers = Loggers(names_of(config), config.out, loop.began,
@@ -139,7 +139,8 @@ def prepare(loop: Loop) -> Callable | None:
     memory = step.memory_analysis()
     say.line(f"ready in {time.perf_counter() - begin:.1f} s; compiled step: "
              f"{human_bytes(memory.argument_size_in_bytes)} of state and batch, "
-             f"{human_bytes(memory.temp_size_in_bytes)} of temporaries a device")
+             f"{human_bytes(memory.temp_size_in_bytes)} of temporaries a device"
+             + "".join(f"; read from {folder}" for folder in caches))
     watchdog.arm("the first step")
     return step
 
