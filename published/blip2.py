@@ -9,15 +9,18 @@
     tokens [B, T] -> embed -------------------------------------------------+-> [ block ] x L
                                                                                     -> logits
 
-transformer.py computes both the vision tower and the language model (OPT). The Q-Former between
-them uses transformer.py's blocks, and every other layer also attends to the image. A text
+transformer.py computes both the vision tower and the language model (OPT or T5). The Q-Former
+between them uses transformer.py's blocks, and every other layer also attends to the image. A text
 contains Q tokens with the id image_token_index, and the Q-Former's vectors replace their
-embeddings.
+embeddings. With T5 this text is the encoder's (`source_tokens`), and the decoder writes another.
 
 The letters are transformer.py's, plus these: Q queries, X width of the vision tower.
 """
 
 import dataclasses
+import json
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -50,18 +53,21 @@ QFORMER = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
 OPT = dict(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072,
            num_attention_heads=12, bos_token_id=2, eos_token_id=2, pad_token_id=1,
            **llama.FAMILIES["opt"].defaults)
+T5 = dict(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8,
+          **llama.FAMILIES["t5"].defaults)
+TEXTS = {"opt": OPT, "t5": T5}
 WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qformer_config=None,
              text_config=None)
 
 
 def _fields(r):
     classed(r, {"": {}, "Blip2ForConditionalGeneration": {}, "Blip2Model": {}})
-    refuse(r, use_decoder_only_language_model=True)
     text = {"model_type": "opt", **(r.plain("text_config") or {})}
-    if text["model_type"] != "opt":
-        raise wrong("text_config.model_type", text["model_type"], " is not supported, only 'opt'")
-    text = llama.fields_of({**OPT, **text}, at="text_config.")
-    if text["embed_dim"] != text["d_model"]:
+    if (kind := text["model_type"]) not in ("opt", "t5"):
+        raise wrong("text_config.model_type", kind, " is not supported, only 'opt' and 't5'")
+    refuse(r, use_decoder_only_language_model=kind == "opt", is_encoder_decoder=kind == "t5")
+    text = llama.fields_of({**TEXTS[kind], **text}, at="text_config.")
+    if text.get("embed_dim", text["d_model"]) != text["d_model"]:
         raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
                     f" is not supported, only hidden_size {text['d_model']}")
     count(r, "num_query_tokens")    # a text with an image has this many image tokens
@@ -123,8 +129,23 @@ def _attention_arrays(name, ours, norm):
 
 
 def _of_text(ours):
-    """Rewrite a row of OPT's name table for weights under "text"."""
-    return " ".join(f"text.{word}" if word.isidentifier() else word for word in ours.split())
+    """Rewrite a row of the language model's name table for weights under "text"."""
+    return " ".join(f"text.{word}" if word.replace(".", "").isidentifier() else word
+                    for word in ours.split())
+
+
+def _text_arrays(c):
+    """Return the language model's names for its arrays."""
+    arrays = llama.FAMILIES["t5" if c.encoder_layers else "opt"].arrays
+    found = {}
+    for name, ours in (arrays(c) if callable(arrays) else arrays).items():
+        stack = re.search("{(.*)}", name)
+        if stack is None:
+            found[name] = _of_text(ours)
+        else:       # {l} is any of the layers
+            there = "layers" if stack[1] == "l" else stack[1]
+            found[name.replace(stack[0], f"{{text.{there}}}")] = ours
+    return found
 
 
 VISION_ARRAYS = {
@@ -135,16 +156,30 @@ VISION_ARRAYS = {
     **under("encoder.layers.{vision.layers}.", mlp("mlp.fc1", "mlp.fc2"), {
         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
         "self_attn.projection": "wo"})}
-ARRAYS = under("vision_model.", VISION_ARRAYS) | {
+OTHERS = under("vision_model.", VISION_ARRAYS) | {
     "query_tokens": "1 Q d -> qformer.query", "qformer.layernorm": "qformer.norm",
     "language_projection": "projection"} | under(
     "qformer.encoder.layer.{q}.", _attention_arrays("attention", "", "attn_norm"),
     mlp("intermediate_query.dense", "output_query.dense"),
     {"output_query.LayerNorm": "mlp_norm"}) | under(
     "qformer.encoder.layer.{x}.",
-    _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
-        name.replace("{l}", "{text.layers}"): ours if "{l}" in name else _of_text(ours)
-        for name, ours in llama.FAMILIES["opt"].arrays.items()})
+    _attention_arrays("crossattention", "cross_", "cross_norm"))
+
+
+def _arrays(c):
+    return OTHERS | under("language_model.", _text_arrays(c))
+
+
+def _tied(record, fields, folder):
+    """Return the field `tied` of a T5, which may depend on its arrays."""
+    if not fields.get("encoder_layers"):
+        return {}
+    own = {name.removeprefix("language_model."): a for name, a in folder.arrays.items()}
+    found = llama.FAMILIES["t5"].seen(record["text_config"], fields, SimpleNamespace(arrays=own))
+    if text := found.get("published"):
+        found["published"] = json.dumps({**record, "text_config": json.loads(text)},
+                                        sort_keys=True)
+    return found
 
 
 def _stacks(c):
@@ -153,7 +188,7 @@ def _stacks(c):
     return {"q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
 
 
-FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
+FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks, seen=_tied,
                              ignored={r".*\.position_ids": is_range},
                              neutral=keys("vision_config.projection_dim "
                                           "image_text_hidden_size tie_word_embeddings "
@@ -208,27 +243,36 @@ def _embed_with(vectors, begins=False):
         number = jnp.clip(number, 0, vectors.shape[1] - 1)
         own = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
         is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
-        own = shard.residual_stream(own) + lookup(w["positions"], places + c.position_offset)
+        own = shard.residual_stream(own)
+        if "positions" in w:
+            own = own + lookup(w["positions"], places + c.position_offset)
         return jnp.where(is_image[..., None], own, x)
 
     return embed
 
 
-def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
-            ) -> Array:
+def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None,
+            source_tokens: Array | None = None, source_mask: Array | None = None) -> Array:
     """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. A mask decides
-    which positions count."""
+    which positions count. T5 also needs its encoder's text, source_tokens [B, S]."""
     vectors = image_vectors(params, {"source": source}, config)
-    return transformer.forward(params["text"], tokens, config, mask=mask,
-                               embed=_embed_with(vectors))
+    if not config.encoder_layers:
+        return transformer.forward(params["text"], tokens, config, mask=mask,
+                                   embed=_embed_with(vectors))
+    return transformer.forward(params["text"], tokens, config, source_tokens, mask=mask,
+                               source_mask=source_mask, embed_source=_embed_with(vectors))
 
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
     """Return (sum, count): the weighted cross-entropy of the batch's targets, and their weight."""
     check(config, jax.sharding.get_abstract_mesh())     # train.fit doesn't check
     vectors = image_vectors(params, batch, config, specs)
+    if not config.encoder_layers:
+        return transformer.loss(params["text"], batch, config, specs and specs["text"],
+                                _embed_with(vectors))
+    batch = {**without(batch, "source_tokens"), "source": batch["source_tokens"]}
     return transformer.loss(params["text"], batch, config, specs and specs["text"],
-                            _embed_with(vectors))
+                            embed_source=_embed_with(vectors))
 
 
 # -------------------------------------------------------------------------------------------
@@ -240,26 +284,41 @@ def decoder_of(tree: Params) -> Params:
 
 
 def source_ids(c: Any) -> tuple[int, ...]:
+    return () if c.encoder_layers else _image_ids(c)
+
+
+def _image_ids(c):
     r = record_of(c)
     return (r["image_token_index"],) * r["num_query_tokens"]
 
 
 def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
-    """Make each layer's cache entries for these images."""
-    return [{"cross_vectors": image_vectors(params, source, config, specs)},
+    """Make each layer's cache entries for these images. T5's encoder reads no text besides."""
+    vectors = image_vectors(params, source, config, specs)
+    if config.encoder_layers:
+        end = record_of(config)["text_config"].get("eos_token_id", T5["eos_token_id"])
+        ids = jnp.array([(*_image_ids(config), end)] * len(vectors))
+        text = {"source": ids, "source_mask": jnp.ones(ids.shape)}
+        return transformer.encode_source(params, text, config, specs, _embed_with(vectors))
+    return [{"cross_vectors": vectors},
             *({} for _ in range(1, config.layers))]
 
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
     """Do the same as model.extend, for rows that begin with source_ids."""
+    if config.encoder_layers:
+        return transformer.extend(params, cache, tokens, slot, start, config, length, specs)
     embed = _embed_with(cache[0]["cross_vectors"], begins=True)
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 
 
 def cache_layer(config: Any, i: int) -> CacheLayer:
-    return transformer.cache_layer(config, i)._replace(source=() if i else ("cross_vectors",))
+    layer = transformer.cache_layer(config, i)
+    if config.encoder_layers:
+        return layer
+    return layer._replace(source=() if i else ("cross_vectors",))
 
 
 # -------------------------------------------------------------------------------------------
@@ -267,7 +326,10 @@ def cache_layer(config: Any, i: int) -> CacheLayer:
 
 def batch_shapes(config: Any, rows: int) -> Shapes:
     """Return {name: shape} for a batch of `loss`."""
-    return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
+    text = tables.batch_shapes(config, rows)
+    if config.encoder_layers:
+        text["source_tokens"] = text["source"]
+    return {**text, **tables.batch_shapes(vision_config(config), rows)}
 
 
 def check(c: Any, mesh: Any) -> None:

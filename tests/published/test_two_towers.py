@@ -60,6 +60,14 @@ def blip2_of(text, qformer, vision, **more):
         num_query_tokens=QUERIES, image_token_index=IMAGE, **more)
 
 
+def blip2_t5(heads, qformer, vision, **text):
+    whole = blip2_of(sizes(heads), qformer, vision)
+    return whole | {"text_config": dict(
+        model_type="t5", vocab_size=V, d_model=12 * heads, d_kv=8, d_ff=80, num_layers=2,
+        num_heads=heads, num_decoder_layers=3, relative_attention_num_buckets=8,
+        relative_attention_max_distance=12, **text)}
+
+
 CASES = {
     "clip": clip_of(sizes(4, eos_token_id=7, layer_norm_eps=1e-3), sizes(6, 3, num_channels=1)),
     "clip old": clip_of(sizes(6, eos_token_id=2, hidden_act="gelu"), sizes(3),
@@ -67,6 +75,9 @@ CASES = {
     "blip2": blip2_of(sizes(4), sizes(4, 4, 8), sizes(6, 3)),
     "blip2 odd": blip2_of(sizes(6, do_layer_norm_before=False, tie_word_embeddings=False),
                           sizes(3, layer_norm_eps=1e-3), sizes(3, qkv_bias=False)),
+    "blip2 t5": blip2_t5(4, sizes(3, 4, 8), sizes(3), tie_word_embeddings=False,
+                         feed_forward_proj="gated-gelu"),
+    "blip2 t5 tied": blip2_t5(6, sizes(4), sizes(4, 3), layer_norm_epsilon=1e-3),
 }
 # The first of each kind in .ci/run, the others in .ci/full.
 EACH = [(full if " " in name else slow)(name) for name in CASES]
@@ -102,13 +113,19 @@ def batch_for(name):
             batch["mask"][row, at:] = 1
         batch |= {"targets": targets.astype(np.int32), "weights": batch["mask"] * np.float32(
             rng.integers(1, 3, (ROWS, T)))}
+    if " t5" in name:       # these are the encoder's; the decoder has tokens of its own
+        batch |= {"source_tokens": tokens.astype(np.int32), "source_mask": batch["mask"]}
+        batch["mask"], tokens = np.ones((ROWS, T), np.float32), targets[:, ::-1]
     return batch | {"tokens": tokens.astype(np.int32)}
 
 
 def theirs_on(model, name, batch):
     """Their logits and their loss."""
-    given = as_theirs(batch, {"tokens": "input_ids", "source": "pixel_values",
-                              "mask": "attention_mask"})
+    names = {"tokens": "input_ids", "source": "pixel_values", "mask": "attention_mask"}
+    if " t5" in name:
+        names = {"tokens": "decoder_input_ids", "source": "pixel_values",
+                 "source_tokens": "input_ids", "source_mask": "attention_mask"}
+    given = as_theirs(batch, names)
     if name.startswith("clip"):
         out = model(**given, return_loss=True)
         return out.logits_per_image, out.loss
@@ -131,8 +148,9 @@ def reference(name):
 
 
 def scores_of(params, config, batch, mesh=None):
+    text = {name: batch[name] for name in ("source_tokens", "source_mask") if name in batch}
     return logits_of(params, config, batch["tokens"], mesh, source=batch["source"],
-                     mask=batch["mask"])
+                     mask=batch["mask"], **text)
 
 
 def assert_logits(name, got, want):
@@ -337,7 +355,7 @@ REFUSED = [
     ("clip", "vision_config", dict(patch_size="8"), "patch_size '8'"),
     ("clip", "vision_config", dict(num_attention_heads=5), "divide by --heads 5"),
     ("clip", None, dict(projection_dim=-1), "projection_dim -1"),
-    ("blip2", "text_config", dict(model_type="t5"), "'t5' is not supported, only 'opt'"),
+    ("blip2", "text_config", dict(model_type="llama"), "'llama' is not supported, only 'opt'"),
     ("blip2", "text_config", dict(word_embed_proj_dim=16), "word_embed_proj_dim 16"),
     ("blip2", "text_config", dict(enable_bias=False), "enable_bias False is not supported"),
     ("blip2", "qformer_config", dict(cross_attention_frequency=3), "cross_attention_frequency 3"),
