@@ -38,7 +38,7 @@ from zigzag.core.report import Reporter
 from zigzag.disk.batches import batch_arrays, batch_shapes, place_batch
 from zigzag.disk.mixture import mix, numbers_at
 from zigzag.parallel.network import network_of_loss
-from zigzag.parallel.storage import stored_to_used
+from zigzag.parallel.storage import split_over_data, stored_to_used
 from zigzag.run import continuing, modes, optimizers, schedules
 from zigzag.run.custom_loss import check_loss, check_traceable
 from zigzag.run.evaluation import evaluate
@@ -151,9 +151,9 @@ def make_gradients(plan: Plan) -> Callable:
     modes.as_one_device changes nothing in that case. If a custom loss calls nothing from shard.py,
     `marked` is empty. With --collectives compiler, on_device runs once, on whole arrays, and the
     compiler inserts every sum."""
-    axes = plan.axes
+    axes, specs = plan.axes, (plan.pair_at_rest[0], plan.accumulated_specs)
 
-    def on_device(trained, frozen, batch):      # the weights as stored, and 4 of the 16 rows
+    def on_device(trained, frozen, batch, scale):   # the weights as stored, and 4 of the 16 rows
         # Each device runs this on its own rows. Marking the weights here, outside value_and_grad,
         # keeps jax from summing their gradients in every part (shard.py, *Gradients*).
         trained, frozen = mark_varying(cast((trained, frozen), plan.dtype), also=axes.marked)
@@ -166,17 +166,19 @@ def make_gradients(plan: Plan) -> Callable:
         def loss(whole, frozen, part):          # -> this device's sum, (sum, count, other sums)
             sums = plan.loss(in_one(whole, frozen), part, plan.specs_in_loss)
             sums = shard.local_sums(sums, axes.same_rows, axes.pools)
-            return sums[0], sums
+            return sums[0] if scale is None else sums[0] * scale, sums
 
         def add_part(total, part):              # (a part: 2 rows)
             value_and_grad = modes.as_one_device(jax.value_and_grad(loss, has_aux=True), plan)
             (_, sums), grads = value_and_grad(whole, whole_frozen, part)
             grads, = scatter(grads)
+            grads = split_over_data(grads, *specs)      # --zero 2
             return add_to(total, (grads, sums)), None
 
         # Accumulate over the parts of the batch, in float32.
-        total = float32_zeros(trained), mark_varying(optax.tree.zeros_like(plan.sums),
-                                                     also=axes.marked)
+        shapes = jax.eval_shape(lambda w: split_over_data(w, *specs), trained)
+        total = float32_zeros(shapes), mark_varying(optax.tree.zeros_like(plan.sums),
+                                                    also=axes.marked)
         if plan.accumulate == 1:
             total, _ = add_part(total, batch)
         else:
@@ -185,24 +187,26 @@ def make_gradients(plan: Plan) -> Callable:
         # Sum once over the remaining axes. `scatter` (in layers, the transpose of their own gather)
         # has summed over fsdp, and the ends over pipe; jax has summed over tensor in each part.
         grads, sums = total
-        return (shard.sum_gradients(grads, axes.sums, plan.pair_at_rest[0], plan.optimizer_specs),
+        return (shard.sum_gradients(grads, axes.sums, plan.accumulated_specs, plan.optimizer_specs),
                 shard.sum_gradients(sums, axes.sums))
 
-    def gradients(params, batch, frozen={}):
+    def gradients(params, batch, frozen={}, scale=None):    # of scale times the sum (float16)
         batch, batch_specs = shard.shard_time(batch, plan.mesh, plan.row_axes, axes.untimed)
-        return modes.shard_map(on_device, plan, in_specs=(*plan.pair_at_rest, batch_specs),
-                               out_specs=(plan.optimizer_specs, P()))(params, frozen, batch)
+        return modes.shard_map(
+            on_device, plan, in_specs=(*plan.pair_at_rest, batch_specs, P()),
+            out_specs=(plan.optimizer_specs, P()))(params, frozen, batch, scale)
 
     return gradients
 
 
 def make_step(plan: Plan, optimizer: optax.GradientTransformation) -> Callable:
     """Make the training step: (state, batch) -> state, metrics."""
-    gradients = make_gradients(plan)
+    gradients = modes.unscaled(make_gradients(plan), plan)
 
     def step(state, batch):
         params, opt = state["params"], state["opt"]
-        grads, (loss_sum, count, others) = gradients(params, batch, state["frozen"])
+        grads, (loss_sum, count, others) = gradients(
+            params, batch, state["frozen"], state.get("scale"))
         # Dividing by each device's own count would overweight tokens on devices with few of them.
         divisor = jnp.where(count == 0, 1, count)
         grads = jax.tree.map(lambda g: g * (1 / divisor.astype(g.dtype)), grads)

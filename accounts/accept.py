@@ -24,6 +24,7 @@ import train
 from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.flags import change
 from zigzag.core.hosts import process_allgather, watchdog
+from zigzag.run import modes
 from zigzag.run.plan import with_checked_sums
 
 # The first update shows errors of rounding. Errors of range need weights that have moved: 32
@@ -31,9 +32,20 @@ from zigzag.run.plan import with_checked_sums
 UPDATES = 32
 
 
+def check(program: Any) -> None:
+    """Reject a run with nothing to compare."""
+    asked = f"--accept {program.config.accept:g}"
+    if program.own:
+        raise ConfigError(f"{asked}: no effect on a custom step, fit(step=...); leave it out")
+    if program.plan.dtype == "float32":
+        raise ConfigError(f"{asked}: this run computes in float32, so there is nothing to compare; "
+                          f"leave it out, or give --dtype bfloat16")
+    last_compared(program.config, 0)
+
+
 def watched(loop: Any) -> Callable:
     """Return loop.step, preceded by a comparison with float32 in the first updates."""
-    last = last_compared(loop)
+    last = last_compared(loop.program.config, loop.at)
     config, step, dtype = loop.program.config, loop.step, loop.program.plan.dtype
     compare, found, before = Comparison(loop.program), [], None
 
@@ -43,8 +55,13 @@ def watched(loop: Any) -> Callable:
             with loop.reporter.hours.of("evaluation"):
                 loss, exact, *gaps = compare(state, batch, before)
             before = batch
+            # With float16, the loss scale may still be too large; then the step halves it.
+            overflows = "scale" in state and np.isfinite(loss) and not np.isfinite(gaps[1])
+            if overflows:
+                gaps[1] = np.nan
             found.append(gaps)
-            if np.isfinite(exact) and not (gaps[0] <= config.accept and np.isfinite(gaps[1])):
+            is_good = gaps[0] <= config.accept and (overflows or np.isfinite(gaps[1]))
+            if np.isfinite(exact) and not is_good:
                 raise RunError(
                     f"step {at}: the loss is {loss:.6g} in {dtype} and {exact:.6g} in float32, and "
                     f"the gradient differs by {gaps[1]:.2%}: rejected by --accept "
@@ -60,21 +77,14 @@ def watched(loop: Any) -> Callable:
     return watch
 
 
-def last_compared(loop: Any) -> int:
-    """Return the last update that is compared. Reject a run with nothing to compare, or one that
-    would save before that update."""
-    config, asked = loop.program.config, f"--accept {loop.program.config.accept:g}"
-    if loop.program.own:
-        raise ConfigError(f"{asked}: no effect on a custom step, fit(step=...); leave it out")
-    if loop.program.plan.dtype == "float32":
-        raise ConfigError(f"{asked}: this run computes in float32, so there is nothing to compare; "
-                          f"leave it out, or give --dtype bfloat16")
-    last = min(loop.at + UPDATES, config.steps)
+def last_compared(config: Any, at: int) -> int:
+    """Return the last update that a run at step `at` compares. Reject one that would save before
+    that update."""
+    last = min(at + UPDATES, config.steps)
     for flag, every in ("save_every", config.save_every), ("eval_every", config.eval_every):
-        if every and loop.at + every - loop.at % every < last and (
-                flag == "save_every" or config.best):
-            raise ConfigError(f"{asked}: compares {UPDATES} updates before the run saves; give "
-                              f"--{flag} {UPDATES} or more, or 0")
+        if every and at + every - at % every < last and (flag == "save_every" or config.best):
+            raise ConfigError(f"--accept {config.accept:g}: compares {UPDATES} updates before the "
+                              f"run saves; give --{flag} {UPDATES} or more, or 0")
     return last
 
 
@@ -94,24 +104,25 @@ class Comparison:
 
     def __call__(self, state: Any, batch: Any, before: Any) -> np.ndarray:
         watchdog.arm("comparing with float32")
-        weights = state["params"], state["frozen"]
+        weights, scale = (state["params"], state["frozen"]), state.get("scale")
         if not self.is_compiled:
-            self.low, self.exact = (fn.lower(*weights, batch).compile()
-                                    for fn in (self.low, self.exact))
+            self.low = self.low.lower(*weights, batch, scale).compile()
+            self.exact = self.exact.lower(*weights, batch).compile()
             process_allgather("compiled")       # before devices first wait for one another
             self.is_compiled = True
-        low, exact = self.low(*weights, batch), self.exact(*weights, batch)
+        low, exact = self.low(*weights, batch, scale), self.exact(*weights, batch)
         noise = [jnp.nan] * 2 if before is None else _gaps(self.exact(*weights, before), exact)
         found = jax.device_get([low[0], exact[0], *_gaps(low, exact), *noise])
         watchdog.arm("a step")
         return np.array(found)
 
 
-def _values(plan, params, frozen, batch):
+def _values(plan, params, frozen, batch, scale=None):
     """Return the mean loss, and its gradient in float32."""
     precision = "highest" if plan.dtype == "float32" else None
     with jax.default_matmul_precision(precision):
-        grads, (total, count, _) = train.make_gradients(plan)(params, batch, frozen)
+        gradients = modes.unscaled(train.make_gradients(plan), plan)
+        grads, (total, count, _) = gradients(params, batch, frozen, scale)
     return total / count, jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from zigzag.core.options import flag
-from zigzag.core.parts import Command, Unused
+from zigzag.core.parts import Command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,9 +15,9 @@ class OfTraining:
     against: str = flag("", recorded=False)
                                     # compare the compiled step, and a token, with another git
                                     # revision's (HEAD~1): what an edit costs, and on which line
-    profile: int = flag(0, recorded=False)  # steps to trace for Perfetto, in out/profile
 
-    # training (rare)
+    # while training (rare)
+    profile: int = flag(0, recorded=False)  # steps to trace for Perfetto, in out/profile
     find_nan: bool = flag(False, recorded=False)
                                     # if an update isn't finite, find the layer, function and weight
                                     # where that begins
@@ -26,8 +26,7 @@ class OfTraining:
                                     # than this fraction (0.01)
 
 
-COMMANDS = {"report": Command("accounts.spent"), "against": Command("accounts.against", Unused(
-    ("saving", "evaluation"), ("check", "profile", "max_skipped", "bench", "minutes", "find_nan",
-                               "accept")))}
+COMMANDS = {"report": Command("accounts.spent", alone=True),
+            "against": Command("accounts.against", unused=("bench",))}
 # {flag: the module whose `watched(loop)` returns the step to run instead of loop.step}
 STEPS = {name: f"accounts.{name}" for name in ("find_nan", "accept", "profile")}

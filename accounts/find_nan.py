@@ -74,19 +74,24 @@ class Place(NamedTuple):
 # -------------------------------------------------------------------------------------------
 # The replay
 
+def check(program: Any) -> None:
+    """Reject a custom step."""
+    if program.own:
+        raise ConfigError("--find_nan: no effect on a custom step, fit(step=...); leave it out")
+
+
 def watched(loop: Any) -> Callable:
     """Return loop.step, with a replay after each update that is the first in a row to be
     skipped."""
     program = loop.program
-    if program.own:
-        raise ConfigError("--find_nan: no effect on a custom step, fit(step=...); leave it out")
     step, replay = loop.step, Replay(program.plan)
     before = loop.skipped > 0
 
     def watch(state, batch):
         nonlocal before
         state, metrics = step(state, batch)
-        skipped = bool(jax.device_get(metrics["skipped"]))
+        skipped, scale = jax.device_get((metrics["skipped"], metrics.get("loss_scale", 0)))
+        skipped = skipped and scale <= 1    # (with float16, a larger one may be what overflows)
         if skipped and not before:
             watchdog.arm("a replay")
             try:

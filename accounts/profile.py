@@ -1,11 +1,15 @@
 """--profile N: a trace of N steps, after the first two, which are slow."""
 
-from typing import Callable
+from typing import Any, Callable
 
 import jax
 
 from zigzag.core.parts import place
 from zigzag.run.loop import Loop
+
+
+def check(program: Any) -> None:
+    """Accept any run."""
 
 
 def watched(loop: Loop) -> Callable:

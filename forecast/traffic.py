@@ -6,8 +6,9 @@
 
 X, W and K are bytes per device in the compute dtype. hlo.add_up computes what fraction of its bytes
 a collective sends, so each function below yields only the collectives, as rows. A row has the kind,
-the axes joined by +, how often it runs, and the bytes of its result per device (for a
-reduce-scatter, of its operand).
+the axes joined by +, how often it runs, the bytes of its result per device (for a reduce-scatter,
+of its operand), and, if the array has the compute dtype, the length of its rows: --send_dtype
+(precision/) sends 8 bits per number if they are long enough.
 """
 
 import collections
@@ -20,12 +21,15 @@ import jax.numpy as jnp
 from zigzag.core.mesh import (
     WITHOUT_TENSOR,
     devices_over,
+    entry_axes,
+    full_spec,
     platform,
     row_groups,
     slices_of,
     spec_axes,
     without_axis,
 )
+from zigzag.core.parts import part
 from zigzag.parallel import experts as dispatch
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel.collectives import scattering
@@ -41,8 +45,11 @@ def expected_traffic(plan: Any) -> list[Collective]:
     cover the weights and, for our own decoders' losses, the activations (between blocks and stages,
     around the ring, to experts). Return [] if the update sends anything else."""
     sizes, slices = plan.mesh.shape, slices_of(plan.mesh.devices.flat)
-    rows = []
-    for kind, axes, count, size in () if _sends_more(plan) else _rows(plan):
+    rows, found = [], () if _sends_more(plan) else _rows(plan)
+    if asked := getattr(plan.config, "send_dtype", ""):
+        itemsize = _Run(plan.config, plan.mesh).itemsize
+        found = part("precision.send", asked).rows_in_8_bits(found, sizes, itemsize)
+    for kind, axes, count, size, *_ in found:
         names = [a for a in axes.split("+") if sizes.get(a, 1) > 1]
         if slices > 1 and "data" in names:      # sum within a slice, then with the other slices
             rows.append(("send between slices", "data", 1, count, size))
@@ -153,15 +160,15 @@ class _Run:
         self.heads = config.accumulate * (M if self.is_1f1b else 1)
         self.X_ends = self.X if self.is_1f1b else self.X * M
 
-    def scatter(self, axis, count, size):
+    def scatter(self, axis, count, size, *length):
         """Return a row for a reduce-scatter, which is several all-to-alls on a TPU."""
         kind, stages = scattering(self.sizes[axis], self.mesh)
-        return kind, axis, count * stages, size / stages
+        return kind, axis, count * stages, size / stages, *length
 
     def in_parts(self, count, size):
         """Return a row for the permutes with which --overlap replaces a gather or a scatter."""
         n = self.sizes["tensor"]
-        return "collective-permute", "tensor", count * (n - 1), size / n
+        return "collective-permute", "tensor", count * (n - 1), size / n, self.model.d_model
 
 
 # -------------------------------------------------------------------------------------------
@@ -169,14 +176,15 @@ class _Run:
 
 def _data(weights, run):
     """2 (n-1)/n G: an update sums the gradients of a device's weights once, over all axes that
-    don't split them. With --zero 1, it scatters them over data and gathers the new weights."""
+    don't split them. With --zero 1, it scatters them over data and gathers the new weights. With
+    --zero 2, it scatters those of each part of the batch."""
     reduced = collections.Counter()
     for leaf, decision, of_optimizer in weights:
         split = spec_axes(decision.spec)
         axes = [a for a in WITHOUT_TENSOR if a not in split]
         G = 4 * leaf.size / devices_over(split, run.sizes)
         if "data" in spec_axes(of_optimizer) - split:       # --zero 1
-            yield run.scatter("data", 1, G)
+            yield run.scatter("data", run.config.accumulate if run.config.zero == 2 else 1, G)
             yield "all-gather", "data", 1, G
             axes.remove("data")
             G /= run.sizes["data"]
@@ -199,8 +207,19 @@ def _gathered(weights, run, gathers_by_layer):
             gathers = passes * (2 + run.is_1f1b)
         for axis in spec_axes(decision.spec) - (used - {"fsdp"}):
             W = leaf.size / devices_over(used - {axis}, run.sizes)
-            yield "all-gather", axis, gathers * layers, W * run.itemsize / layers
-            yield run.scatter(axis, passes * layers, W * run.of_gradients / layers)
+            row = _row_length(leaf, decision, axis, run.sizes)
+            yield "all-gather", axis, gathers * layers, W * run.itemsize / layers, row
+            yield run.scatter(axis, passes * layers, W * run.of_gradients / layers,
+                              *[] if run.model.sum_dtype else [row])
+
+
+def _row_length(leaf, decision, axis, sizes):
+    """Return the length of a layer's or another weight's rows, in a collective over this axis: its
+    last dimension that the axis doesn't split; 0 if there is none."""
+    dims = [*zip(leaf.shape, full_spec(decision.spec, len(leaf.shape)))][decision.stacked:]
+    whole = [size // devices_over(entry_axes(entry), sizes) for size, entry in dims
+             if axis not in entry_axes(entry)]
+    return whole[-1] if whole else 0
 
 
 def of_muon(plan: Any) -> Iterator[tuple]:
@@ -243,15 +262,16 @@ def _tensor(run, traffic):
         yield run.in_parts(run.layers * (
             scatters + own + traffic.beside * (1 + run.forwards)), run.X)
     times, X = run.layers * run.strips, run.X // run.strips
-    yield run.reduce, "tensor", times * reductions, X
-    yield "all-gather", "tensor", times * gathers, X
+    yield run.reduce, "tensor", times * reductions, X, c.d_model
+    yield "all-gather", "tensor", times * gathers, X, c.d_model
     if run.splits_time:
         # A norm's scale is whole, and each device has its gradient for only part of the sequence.
         yield "all-reduce", "tensor", run.layers * blocks, run.D_bytes
     if run.splits_time or not is_whole:
         # The gradients of wq and wo, and of wk and wv, if tensor doesn't divide their heads.
         heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
-        yield "all-reduce", "tensor", run.layers * 2, run.D_bytes * heads * c.head_dim
+        for row in c.d_model, c.head_dim:
+            yield "all-reduce", "tensor", run.layers, run.D_bytes * heads * c.head_dim, row
     if traffic.head_norms and not is_whole:     # two means per token, and their gradients
         yield "all-reduce", "tensor", run.layers * (run.forwards + 1), 2 * run.tokens * 4
 
@@ -264,18 +284,19 @@ def _vocabulary(run, rows):
     chunks = loss_chunks(tokens // run.time, run.time // S // (
         run.sizes["tensor"] if run.splits_head else 1), rows)
     heads, X_head = run.heads * chunks, run.X_ends // S // chunks
-    yield run.reduce, "tensor", run.embeds, run.X_ends                          # the embedding
-    yield "all-gather", "tensor", run.embeds * run.splits_time, run.X_ends      # its gradient
+    D = run.model.d_model
+    yield run.reduce, "tensor", run.embeds, run.X_ends, D                       # the embedding
+    yield "all-gather", "tensor", run.embeds * run.splits_time, run.X_ends, D   # its gradient
     if run.splits_head:
         if run.model.overlap:
             yield run.in_parts(2 * heads, X_head)
         else:
-            yield "all-gather", "tensor", heads, X_head
-            yield "reduce-scatter", "tensor", heads, X_head
+            yield "all-gather", "tensor", heads, X_head, D
+            yield "reduce-scatter", "tensor", heads, X_head, D
         yield "all-reduce", "tensor", run.heads, run.D_bytes             # the last norm's scale
     else:       # gather the tokens before the stages divide them
-        yield "all-gather", "tensor", run.heads * run.splits_time, run.X_ends
-        yield "all-reduce", "tensor", heads, X_head
+        yield "all-gather", "tensor", run.heads * run.splits_time, run.X_ends, D
+        yield "all-reduce", "tensor", heads, X_head, D
     # For each token's loss: the largest logit, the sum of exponentials, the target's logit.
     yield "all-reduce", "tensor", heads * 3, tokens // S // chunks * 4
 
@@ -319,10 +340,10 @@ def _experts(run):
 def _pipe(run):
     """2 X per tick, to the next stage and, backward, to the previous one. 2 (n-1)/n X at the end,
     when each stage receives its part of the last stage's output tokens for the head."""
-    n = run.sizes["tensor"]
-    yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1)
+    n, D = run.sizes["tensor"], run.model.d_model
+    yield "collective-permute", "pipe", 2 * run.ticks, run.X // (n if run.splits_time else 1), D
     for kind in ("reduce-scatter", "all-gather"):
-        yield kind, "pipe", run.heads, run.X_ends // (n if run.splits_head else 1)
+        yield kind, "pipe", run.heads, run.X_ends // (n if run.splits_head else 1), D
 
 
 def _seq(run, segments):

@@ -325,6 +325,8 @@ def _check_config(c, mesh):
             ("ema", 0, "keeps its own average, as a tree that init returns and the step updates")):
         if (value := flat(c)[name]) != usual:
             raise ConfigError(f"--{name} {value:g}: a custom step {why}; leave it out")
+    if c.network.dtype == "float16":
+        raise ConfigError("--dtype float16: a custom step has no loss scale; give bfloat16")
 
 
 def _trace():

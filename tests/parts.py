@@ -29,6 +29,7 @@ PARTS = {
     "tasks": Part("pairs and arrays as `--data`, metrics such as ROUGE, custom steps"),
     "accounts": Part("`--report`, `--against`, `--find_nan`, `--accept`, `--profile`",
                      frozenset({"forecast"})),
+    "precision": Part("`--dtype float16`, `--send_dtype float8`"),
     "stores": Part("runs and data in buckets: `--out gs://...`, `--data s3://...`"),
     "recipes": Part("algorithms and recorded runs"),
     "learn": Part("lessons, `learn.explain`, `learn.walk`", frozenset({"forecast"}))}
@@ -44,8 +45,8 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 14_870, "published": 5_700, "forecast": 1_100, "tools": 1_400, "tasks": 1_010,
-           "accounts": 1_210, "stores": 710, "recipes": 1_530, "learn": 3_050}
+BUDGETS = {"zigzag": 14_925, "published": 5_690, "forecast": 1_120, "tools": 1_400, "tasks": 1_010,
+           "accounts": 1_230, "precision": 300, "stores": 710, "recipes": 1_530, "learn": 3_050}
 
 
 def is_there(part: str, root: Path = ROOT) -> bool:

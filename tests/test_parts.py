@@ -1,5 +1,6 @@
 """What may be deleted is deleted, and the rest runs."""
 
+import inspect
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 from tests.parts import PARTS, is_there, needs_of_test
+from zigzag.core.parts import added
 
 there = [part for part in PARTS if is_there(part)]
 SMALL = ("--d_model", 32, "--layers", 2, "--heads", 4, "--seq_len", 32)
@@ -63,8 +65,6 @@ ASKS = {"published": (["train.py", "--model", "smollm2"], ["sample.py", "--model
         "forecast": (["train.py", "--mesh", "auto"],),
         "stores": (["train.py", "--out", "s3://bucket/run"],
                    ["sample.py", "--run", "gs://bucket/run"])}
-FLAGS = {"published": ("edited",), "forecast": ("topology", "bench"), "tools": ("plot", "log"),
-         "tasks": ("metric", "beams")}
 
 
 @pytest.mark.full
@@ -78,10 +78,10 @@ def test_what_is_gone_is_one_line_and_not_in_the_help(bare):
     said, _ = run(bare, "train.py", "--help", "all")
     shown = set(re.findall(r"--(\w+)", said))
     assert {"steps", "mesh", "d_model"} <= shown
-    assert not shown & {flag for flags in FLAGS.values() for flag in flags}
+    assert not shown & {"edited"}.union(*map(inspect.get_annotations, added("OfTraining")))
     said, status = run(bare, "train.py", "--bench")
     assert status == 2 and said.startswith("error: --bench is not an option") and (
-        "tools/ or tasks/, which this copy does not have" in said)
+        "tools/ or tasks/ or accounts/ or precision/, which this copy does not have" in said)
     (bare / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Why?"}]}\n')
     said, status = run(bare, "data.py", "chats.jsonl", "--out", "tokens")
     assert (status, said) == (2, "error: chats.jsonl: messages: needs tools/, which this copy does "
@@ -128,7 +128,7 @@ def loaded(folder, code):
 def test_a_plain_run_loads_what_it_uses(bare, text, tmp_path):
     """A part that is imported by every run; text, or a conversation, that importing train reads."""
     assert loaded(bare, "import train") <= 13_050
-    assert loaded(ROOT, "import train") <= 13_400
+    assert loaded(ROOT, "import train") <= 13_450
     assert loaded(ROOT, "import sample") <= 10_100
 
     def of_command(folder, file, *words):
@@ -137,5 +137,5 @@ def test_a_plain_run_loads_what_it_uses(bare, text, tmp_path):
 
     out = tmp_path / "out"
     words = "--shards", 4, "--steps", 1, "--data", text, "--out", out, *SMALL
-    assert of_command(ROOT, "train.py", *words) <= 17_050
+    assert of_command(ROOT, "train.py", *words) <= 17_150
     assert of_command(ROOT, "sample.py", "--run", out, "--prompt", "ba", "--tokens", 4) <= 10_820

@@ -28,7 +28,7 @@ class OfTraining:
                                     # with --plot: write an image instead (.png, .pdf, .svg)
 
 
-COMMANDS = {"plot": Command("tools.plots", beside=("save",))}
+COMMANDS = {"plot": Command("tools.plots", alone=True, beside=("save",))}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

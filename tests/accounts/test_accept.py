@@ -104,12 +104,27 @@ def test_a_good_decoder_passes(mesh, steps, seed):
     assert 0 < float(line.split("up to ")[1].split("%")[0]) < 1
 
 
+@pytest.mark.parametrize("mesh", ["", full("fsdp=2,tensor=2")])
+def test_a_decoder_in_float16_passes(mesh):
+    """A loss scale that is compared as part of the gradient, or one that is still falling taken
+    for a wrong loss."""
+    for scale in 2.0 ** 15, 2.0 ** 30:
+        lines = []
+        learn(make(**{**RUN, "dtype": "float16", "steps": 20, "initial_scale": scale}), mesh, lines)
+        line, = [line for line in lines if line.startswith("accept")]
+        gap, gradient = (float(line.split(before)[1].split("%")[0]) for before in (
+            "up to ", "the gradient by "))
+        assert 0 < gap < 0.1 and 0 < gradient < 1
+        assert any("loss scale of" in line for line in lines) == (scale == 2.0 ** 30)
+
+
 def test_what_accept_refuses(tmp_path):
     """A comparison with itself, and a save before the comparison ends."""
     with refuses("--accept 0.01: this run computes in float32, so there is nothing to compare"):
         run(good, tmp_path / "a", dtype="float32")
     with refuses("--accept 0.01: compares 32 updates before the run saves; give --save_every 32"):
         run(good, tmp_path / "b", save_every=20)
+    assert not [*tmp_path.iterdir()]        # not even a config.json
     with refuses("give --eval_every 32 or more"):
         run(good, tmp_path / "c", eval_every=5, best=("smallest:eval_loss",))
     assert not saved(tmp_path / "b") and not saved(tmp_path / "c")

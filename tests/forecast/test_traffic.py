@@ -41,6 +41,8 @@ HEAD_NORMS = dict(qk_norm=True, qk_norm_wide=True)
     full("pipe=2,fsdp=2,tensor=2", dict(layers=8, microbatches=2, chunks=2, **ONE_F_ONE_B)),
     full("pipe=2,seq=2,fsdp=2", dict(microbatches=2)),
     full("data=4,seq=2", dict(remat="full", zero=1)),
+    ("data=2,tensor=2", dict(zero=2)),
+    full("data=2,fsdp=2,pipe=2", dict(zero=2, microbatches=2, batch=16)),
     full("seq=2,tensor=2", dict(kv_heads=2)),
     full("seq=2,pipe=2", ONE_F_ONE_B),
     full("fsdp=2,pipe=2", dict(microbatches=2, **ONE_F_ONE_B)),

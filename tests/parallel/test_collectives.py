@@ -11,7 +11,7 @@ from zigzag.run.plan import compiled
 
 @pytest.mark.parametrize("mesh, changes", [
     ("fsdp=8", {}), full("data=4,tensor=2", dict(zero=1)),
-    full("fsdp=6", {}), slow("data=2,fsdp=2,tensor=2", dict(zero=1, accumulate=2)),
+    full("fsdp=6", {}), slow("data=2,fsdp=2,tensor=2", dict(zero=2, accumulate=2)),
     slow("fsdp=4,tensor=2", dict(remat="full")),
     slow("data=2,fsdp=2,pipe=2", dict(schedule="1f1b")), slow("pipe=2,fsdp=2", dict(
         remat="full", microbatches=2))])

@@ -281,10 +281,12 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
         assert_same_step(name, mesh)
 
 
-@pytest.mark.slow
-def test_task_types_on_a_mesh():
-    """Task types of other rows than this device's, or a table whose gradient is not summed."""
-    assert_same_step("ernie", "data=2,tensor=2")
+@pytest.mark.parametrize("mesh", [slow("data=2,tensor=2"), slow("seq=2"), full("pipe=2"),
+                                  full("pipe=2,seq=2"), full("tensor=2,seq=2")])
+def test_task_types_on_a_mesh(mesh):
+    """Task types of other rows or tokens than this device's, or a table whose gradient is not
+    summed."""
+    assert_same_step("ernie", mesh)
 
 
 @pytest.mark.parametrize("changes", SCHEDULES, ids=str)

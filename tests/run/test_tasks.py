@@ -117,8 +117,8 @@ def test_a_loss_that_expert_cannot_split_is_refused():
 def test_other_sums_under_a_name_that_is_logged_already_are_refused(name, tmp_path):
     """A number that takes the place of the loss in the metrics, in the charts and on the screen; a
     page of jax about names that cannot be sorted."""
-    with refuses(f"other sums the name {name!r}: expected a name other than grad_norm, loss, lr, "
-                 f"mfu, .*which a run already"):
+    with refuses(f"other sums the name {name!r}: expected a name other than grad_norm, loss, "
+                 f"loss_scale, lr, mfu, .*which a run already"):
         learn(make(out=str(tmp_path / "run")), **ONE,
               loss=lambda p, b: (jnp.sum(p["w"]), len(b["x"]), {name: jnp.ones(())}))
     assert not list(tmp_path.iterdir())

@@ -33,6 +33,7 @@ from zigzag.core.errors import RunError
 from zigzag.core.mesh import by_path, mesh_sizes
 from zigzag.disk.batches import batch_shapes, place_batch
 from zigzag.disk.checkpoint import run_steps
+from zigzag.parallel.jaxprs import equations_below
 from zigzag.parallel.saved import load_run
 from zigzag.run.task import without_data
 
@@ -127,6 +128,18 @@ def test_the_optimizers_state_is_split_over_data():
         if p.size >= program.config.fsdp_min:
             halves = np.prod(m.sharding.shard_shape(m.shape)) * 2
             assert halves == np.prod(p.sharding.shard_shape(p.shape))
+
+
+def test_the_accumulated_gradients_are_split_over_data():
+    """ZeRO 2 that saves no memory: each of two devices accumulates half of each gradient."""
+    def accumulated(zero):
+        plan = program_of(make(zero=zero, accumulate=4, fsdp_min=1), "data=2,tensor=2").plan
+        jaxpr = jax.make_jaxpr(train.make_gradients(plan))(plan.params, plan.batch)
+        loop, = (e for e, _ in equations_below(jaxpr.jaxpr) if e.primitive.name == "scan"
+                 and e.params["length"] == 4)
+        return sum(v.aval.size for v in loop.outvars)
+
+    assert accumulated(2) == pytest.approx(accumulated(1) / 2, rel=0.01)
 
 
 def test_the_smallest_weight_that_fsdp_splits_may_be_chosen(alone):

@@ -52,7 +52,7 @@ def draws(count, seed=0):
         mesh = SHAPES[rng.integers(len(SHAPES))]
         what = dict(MODELS[rng.integers(len(MODELS))], layers=8 if mesh["pipe"] == 8 else 4)
         rest = dict(remat=rng.choice(["none", "selective", "full"]).item(),
-                    accumulate=int(rng.choice([1, 2])), zero=int(rng.choice([0, 1])))
+                    accumulate=int(rng.choice([1, 2])), zero=int(rng.choice([0, 1, 2])))
         if mesh["pipe"] > 1:
             rest |= dict(microbatches=int(rng.choice([1, 2])),
                          schedule=rng.choice(["gpipe", "interleaved", "1f1b"]).item())
@@ -120,6 +120,7 @@ def test_every_axis_and_choice_is_drawn():
             assert any(axis in m and what.items() <= w.items() for m, w, _ in DRAWN), (axis, what)
     for choice in (dict(schedule="1f1b"), dict(schedule="interleaved"), dict(schedule="gpipe"),
                    dict(schedule="1f1b", chunks=2), dict(remat="full"), dict(zero=1),
+                   dict(zero=2, accumulate=2),
                    dict(remat="selective"), dict(accumulate=2)):
         assert sum(choice.items() <= r.items() for *_, r in DRAWN) >= 3
 

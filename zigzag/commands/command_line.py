@@ -18,7 +18,7 @@ import train
 from zigzag.core.errors import ConfigError, as_given
 from zigzag.core.flags import Argv, check_shards, help_text, parse_flags, show_help
 from zigzag.core.options import Groups, Values, comments, only, options, without
-from zigzag.core.parts import Unused, commands, has_part, part
+from zigzag.core.parts import Unused, commands, has_part, part, refuse, run_alone
 from zigzag.parallel.network import (
     COMPUTED,
     NETWORKS,
@@ -73,6 +73,8 @@ def chosen(given: Values) -> tuple[Network, Values, Values]:
     return network, fields_of_weights(given, network, config), source
 
 
+# The groups of flags that have no effect on a command that doesn't train, such as --bench.
+OF_TRAINING = ("saving", "evaluation", "while training")
 # The longest rows for fine-tuning a published model, unless --seq_len is given.
 FINE_TUNING_LENGTH = 512
 # The flags that set a run's length. A command may have only one of them.
@@ -116,12 +118,10 @@ def read_flags(argv: Argv, script: str | None = None) -> Values:
         _show_help(given, is_all, script)
     for flag, command in commands().items():
         if given.get(flag):
-            # An Unused group never covers --out: it is part of the training command we ask about.
-            check_unused(given, command.unused or [
-                name for name in given if name not in (flag, *command.beside)], f"with --{flag}")
-            if not command.unused:
-                part(command.module, f"--{flag}").run(**given)
+            if command.alone:
+                run_alone(flag, given)
                 sys.exit(0)
+            check_unused(given, Unused(OF_TRAINING, command.unused), f"with --{flag}")
     return given
 
 
@@ -171,12 +171,10 @@ def groups_of(plain: type, run: type, networks: Sequence[Any] = (), everything: 
 
 def check_unused(given: Values, unused: Unused | Sequence[str], where: str) -> None:
     """Reject flags in `unused` (names, or an Unused). `where` says where they have no effect."""
-    if isinstance(unused, Unused):
+    if isinstance(unused, Unused):      # a group never covers --out, which a training command has
         unused = [*unused.names, *(name for name, (_, group, _) in comments(train.Config).items()
                                    if group in unused.groups and name != "out")]
-    if names := [name for name in given if name in unused]:
-        flags = " and ".join(f"--{name} {as_given(given[name])}" for name in names)
-        raise ConfigError(f"{flags}: no effect {where}; leave out")
+    refuse(only(given, *unused), where)
 
 
 def check_used(given: Values, config: Any, kind: str) -> None:

@@ -26,10 +26,6 @@ from zigzag.run.plan import Program, compiled, resolve_dtype
 from zigzag.run.running import machine
 from zigzag.run.task import without_data
 
-# The options that python shard.py doesn't use.
-NOT_USED = Unused(("saving", "evaluation"), (
-    "check", "profile", "max_skipped", "minutes", "find_nan", "accept", "bench"))
-
 
 def choose_mesh(config: Any) -> tuple[Any, tuple[Program, jax.stages.Compiled] | None]:
     """Return (the config with the mesh that --mesh auto chooses, its program and compiled step).
@@ -77,7 +73,8 @@ def show_sharding(argv: Argv = None) -> None:
     """Run a command such as python shard.py --model llama-7b --shards 4: print how the mesh would
     split each weight, and why, without creating any weights."""
     given = command_line.read_flags(argv)
-    command_line.check_unused(given, NOT_USED, "in python shard.py")
+    command_line.check_unused(given, Unused(command_line.OF_TRAINING, ("bench",)),
+                              "in python shard.py")
     config = command_line.config_of_flags(given)
     for flag, command in commands().items():
         if getattr(config, flag):

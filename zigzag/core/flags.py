@@ -18,7 +18,7 @@ from typing import Any, Callable, Sequence
 from zigzag.core import start
 from zigzag.core.errors import ConfigError, RunError, did_you_mean
 from zigzag.core.options import PARTS, Groups, Values, comments, options
-from zigzag.core.parts import added, commands, has_part, part
+from zigzag.core.parts import added, commands, has_part, part, run_alone
 
 # The words of a command line; None: this process's command line.
 Argv = Sequence[str] | None
@@ -256,14 +256,7 @@ def begin() -> None:
     and exit; otherwise call start.begin."""
     words = [word.partition("=")[0] for word in sys.argv[1:]]
     for flag, command in commands().items():
-        if not command.unused and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):
-            run_main(lambda: _run_alone(flag, command))
+        if command.alone and f"--{flag}" in words and {"-h", "--help"}.isdisjoint(words):
+            run_main(lambda: run_alone(flag, parse_flags(tuple(added("OfTraining")), None)[0]))
             sys.exit(0)
     start.begin()
-
-
-def _run_alone(flag, command):
-    given, _ = parse_flags(tuple(added("OfTraining")), None)
-    if other := given.keys() - {flag, *command.beside}:
-        raise ConfigError(f"--{min(other)}: no effect with --{flag}; leave it out")
-    part(command.module, f"--{flag}").run(**given)

@@ -30,7 +30,7 @@ WITHOUT_TENSOR = AXES[:-1]                  # the manual axes if the compiler ha
 # {batch array: whether its second dimension is the sequence that seq and pipe split}. For other
 # arrays [B, T, ...], a task's `timed` must say; otherwise check_time rejects them on those axes.
 TIMED = {**dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "slots", "mask",
-                          "document", "token_types"), True),
+                          "document", "token_types", "task_types"), True),
          "encoded": False}      # an encoder's output; has_time adds names that start with source
 
 

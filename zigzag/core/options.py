@@ -34,7 +34,7 @@ Groups = dict[str, Sequence[str]]
 
 ROOT = Path(__file__).resolve().parents[2]
 # The parts that may add flags (parts.py). stores/ adds none; recipes/ and learn/ sit above us.
-PARTS = "published", "forecast", "tools", "tasks", "accounts"
+PARTS = "published", "forecast", "tools", "tasks", "accounts", "precision"
 
 
 def has_part(name: str) -> bool:

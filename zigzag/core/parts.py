@@ -14,7 +14,9 @@ part's adds.py declares what it adds to the command lines:
     COMMANDS        {flag: Command}: what train.py does instead of training
     SAMPLING        {flag: module}: what sample.py does instead of answering prompts
     NOT_USED        {sample.py flag: Unused}; NEEDS, {sample.py flag: flags that it needs}
-    STEPS           {flag: module}: the module's `watched(loop)` returns the step to run instead
+    STEPS           {flag: module}: the module's `check(program)` may refuse the run, and its
+                    `watched(loop)` returns the step to run instead
+    PROGRAMS        {flag: module}: `rewritten(step, plan)` returns the step to compile instead
 """
 
 import collections
@@ -23,8 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Sequence
 
-from zigzag.core.errors import ConfigError
-from zigzag.core.options import PARTS, ROOT
+from zigzag.core.errors import ConfigError, as_given
+from zigzag.core.options import PARTS, ROOT, Values, without
 from zigzag.core.options import has_part as has_part
 
 
@@ -37,7 +39,8 @@ class Unused(NamedTuple):
 class Command(NamedTuple):
     """The command that a part's flag runs instead of training or answering prompts."""
     module: str                     # the module that defines its `run`
-    unused: Unused | None = None    # None: only `beside` affects it, and it runs without jax
+    unused: tuple[str, ...] = ()    # other commands that can't be given with this one
+    alone: bool = False             # it needs no jax, and only the flags `beside` affect it
     beside: tuple[str, ...] = ()
 
 
@@ -63,6 +66,20 @@ def added(name: str) -> list[Any]:
 def commands() -> dict[str, Command]:
     """Return {flag: Command} for all of this copy's parts."""
     return {**collections.ChainMap(*added("COMMANDS"))}
+
+
+def refuse(given: Values, where: str) -> None:
+    """Reject the flags `given`, if any. `where` says where they have no effect."""
+    if given:
+        flags = " and ".join(f"--{name} {as_given(value)}" for name, value in given.items())
+        raise ConfigError(f"{flags}: no effect {where}; leave out")
+
+
+def run_alone(flag: str, given: Values) -> None:
+    """Run the command of a flag such as --plot, which needs no jax and no flags of training."""
+    command = commands()[flag]
+    refuse(without(given, flag, *command.beside), f"with --{flag}")
+    part(command.module, f"--{flag}").run(**given)
 
 
 # {a folder that stores/ keeps for an address: the stores.mirror.Mirror that fills it}

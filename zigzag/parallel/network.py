@@ -65,8 +65,9 @@ class ComputeOptions:
     """How to compute a network. These options don't change results, except for rounding and which
     weights are trained. This is the base class of every network's config."""
     # training
-    dtype: str = flag("", one_of=("", "float32", "bfloat16"), same=True)
-                                  # compute in float32 or bfloat16; empty: float32 on CPU only
+    dtype: str = flag("", one_of=("", "float32", "bfloat16", "float16"), same=True)
+                                  # compute in float32, bfloat16 or float16 (a loss scale follows
+                                  # from the gradients); empty: float32 on CPU, else bfloat16
     # mesh
     remat: str = flag("none", check=remat_of)
                                   # activation checkpointing, what to recompute in the backward

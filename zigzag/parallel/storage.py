@@ -29,7 +29,18 @@ from zigzag.core.mesh import (
     spec_axes,
     trimmed,
 )
-from zigzag.parallel.collectives import all_gather
+from zigzag.parallel.collectives import all_gather, reduce_scatter
+
+
+def split_over_data(grads: Any, specs: Any, accumulated: Any) -> Any:
+    """Sum gradients over data, in float32, if each device accumulates only its part of them, as
+    with --zero 2. `specs` are the weights' own."""
+    def one(g, spec, own):
+        if "data" not in spec_axes(own) - spec_axes(spec):
+            return g
+        return reduce_scatter(g.astype(jnp.float32), "data", list(own).index("data"), spec)
+
+    return jax.tree.map(one, grads, specs, accumulated)
 
 
 def stored_to_used(weights: Any, decisions: Any, chunks: int, sum_dtype: str) -> Any:

@@ -64,6 +64,8 @@ def check_config(c: Any) -> None:
     for name in ("sum_dtype", "overlap"):
         if c.collectives == "compiler" and (value := getattr(c.network, name)):
             raise ConfigError(f"--{name} {value}: needs --collectives explicit")
+    if c.collectives == "compiler" and c.zero == 2:
+        raise ConfigError("--zero 2: needs --collectives explicit; give --zero 1")
     schedule, chunks = c.network.schedule, c.network.chunks
     if chunks > 1 and schedule == "gpipe" or chunks == 1 and schedule == "interleaved":
         raise ConfigError(f"--schedule {schedule} --chunks {chunks}: interleaved needs at least 2 "

@@ -158,12 +158,15 @@ def flush_metrics(loop: Loop) -> None:
     own = without(values, *LOGGED)
     if plan.schedule == Factor(None):       # the optimizer has its own rate, which we can't see
         values["lr"] = None
-    loop.skipped = loop.skipped + 1 if values["skipped"] else 0
+    # With float16, an update may be skipped because the loss scale is still too large.
+    is_scale = values.get("loss_scale", 0) > 1
+    loop.skipped = loop.skipped + (not is_scale) if values["skipped"] else 0
     learned, tokens = float(np.nan_to_num(values["tokens"])), plan.batch.get("tokens")
     learned = int(learned) if learned.is_integer() else learned     # a sum of weights
     # The devices compute padding as well.
     computed = tokens.size if tokens is not None and len(tokens.shape) == 2 else learned
-    row = {"step": at, "loss": values["loss"], **values, "tokens": learned, "skipped": loop.skipped,
+    row = {"step": at, "loss": values["loss"], **values, "tokens": learned,
+           "skipped": loop.skipped or int(values["skipped"]),
            "tokens_per_second": round(computed / took, 1), "save_seconds": round(saving, 4),
            "mfu": chips.mfu(loop.task.flops, took, loop.program.mesh)}
     loop.write(row)
@@ -172,7 +175,7 @@ def flush_metrics(loop: Loop) -> None:
         what, computed = "examples", plan.config.batch
     say.step(row, took, chips.memory_in_use(), computed, what, own)
     say.losses.append(row["loss"])
-    if loop.skipped:
+    if row["skipped"]:
         _report_skipped(loop, at, row)
 
 
@@ -191,6 +194,10 @@ def _report_skipped(loop, at, row):
     numbers = numbers_at(loop.task.examples, config.seed, np.arange(config.batch)[:8]
                          + (at - 1) * config.batch)
     batch = f"its batch has examples {', '.join(map(str, numbers))}"
+    if row.get("loss_scale", 0) > 1:
+        loop.reporter.line(f"step {at}: the {what} is too large for float16 with a loss scale of "
+                           f"{row['loss_scale']:,.0f}, so nothing was learned; the scale is halved")
+        return
     loop.reporter.line(f"step {at}: the {what} is not finite, so nothing was learned; {batch}")
     if loop.skipped >= config.max_skipped:
         if loop.folder:

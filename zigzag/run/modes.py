@@ -18,6 +18,7 @@ from typing import Any, Callable
 import jax
 
 from zigzag.core.mesh import AXES, WITHOUT_TENSOR, untyped, within, without_axis
+from zigzag.core.parts import part
 from zigzag.parallel.jaxprs import DIFFERENTIATED
 
 BY_HAND, TYPED, UNTYPED, TENSOR_WHOLE, JIT = (
@@ -64,3 +65,10 @@ def as_one_device(fn: Callable, plan: Any) -> Callable:
     """Wrap fn (the loss, or its value_and_grad) for a call inside the shard_map. For a loss without
     types, jax traces it without the mesh, so that no function in shard.py sends anything."""
     return untyped(fn) if plan.mode in (UNTYPED, TENSOR_WHOLE) else fn
+
+
+def unscaled(gradients: Callable, plan: Any) -> Callable:
+    """Wrap train.py's gradients to divide by the scale that they are given, with float16."""
+    if plan.dtype != "float16":
+        return gradients
+    return part("precision.loss_scale", "--dtype float16").unscaled(gradients)

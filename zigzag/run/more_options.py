@@ -26,7 +26,8 @@ class MoreOptions(*added("OfTraining"), Processes):
     init_from: str = flag("", same=True)    # a run to take the model and first weights from
 
     # mesh
-    zero: int = flag(0, one_of=(0, 1))      # 1: split the optimizer's state over data
+    zero: int = flag(0, one_of=(0, 1, 2))   # 1: split the optimizer's state over data; 2: also the
+                                    # gradients, in each part of the batch
 
     # saving
     change: tuple[str, ...] = flag((), recorded=False)
@@ -72,9 +73,14 @@ class MoreOptions(*added("OfTraining"), Processes):
                                     # gradient
     ema: float = flag(0.0, below=1, same=True)      # evaluate and save a running average of the
                                     # weights, with this decay rate (0.999); 0: none
+
+    # while training (rare)
     max_skipped: int = flag(10, least=1)
                                     # end the run after this many updates in a row whose loss or
                                     # gradient isn't finite
+    check: bool = flag(False, recorded=False)
+                                    # before the first step, check the loss and its gradients on the
+                                    # mesh against one device's, on a small batch
 
     # mesh (rare)
     override: tuple[str, ...] = ()  # REGEX=axis,-,axis: how to store weights; the last match wins
@@ -82,9 +88,6 @@ class MoreOptions(*added("OfTraining"), Processes):
     collectives: str = flag("explicit", one_of=("explicit", "compiler"))
                                     # who makes the collectives: explicit (shard.py writes them)
                                     # or compiler
-    check: bool = flag(False, recorded=False)
-                                    # before the first step, check the loss and its gradients on the
-                                    # mesh against one device's, on a small batch
 
     # saving (rare)
     verify: str = flag("on", one_of=("on", "off"))

@@ -9,6 +9,7 @@ A step takes its weights as two trees: trained weights and frozen weights. The s
 --lora_rank or a custom step. Checkpoints hold only the first; a loss gets both as a single tree.
 """
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -40,6 +41,7 @@ from zigzag.core.mesh import (
     without_axis,
 )
 from zigzag.core.options import only, without
+from zigzag.core.parts import added, part
 from zigzag.parallel import layer_strips as strips
 from zigzag.parallel import low_rank
 from zigzag.parallel.jaxprs import DIFFERENTIATED, names_in, why_not_split
@@ -55,7 +57,7 @@ from zigzag.run.schedules import check_given
 
 # The names in a step's line in metrics.jsonl.
 LOGGED = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "skipped",
-          "save_seconds"}
+          "save_seconds", "loss_scale"}
 # {axis: (the shard.py function that a loss must call to be split over it, what that splits)}.
 SPLITS = {"pipe": ("pipelined_loss", "layers"), "seq": ("attend", "attention"),
           "expert": ("experts", "experts")}
@@ -196,6 +198,11 @@ class Plan:
         """Return the optimizer state's specs for trained weights; --zero 1 splits it over data."""
         shapes, _ = self.in_two(self.params)
         return moment_specs(shapes, self.trained, self.mesh, self.config)
+
+    @property
+    def accumulated_specs(self) -> Any:
+        """Return the specs of the gradients that a device accumulates over the parts of a batch."""
+        return self.optimizer_specs if self.config.zero == 2 else self.pair_at_rest[0]
 
     def in_two(self, tree: Any) -> tuple[Any, Any]:
         """Split a tree shaped like the weights: return its trained part and its frozen part."""
@@ -419,13 +426,18 @@ class Program:
 
 
 def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable) -> Program:
-    """Make the Program of a step and an evaluation, with the shapes and shardings of their
-    arguments and results."""
+    """Make the Program of a step and an evaluation: with shapes, and as parts rewrite the step."""
     mesh, c = plan.mesh, plan.config
+    scales = {}
+    if plan.dtype == "float16":     # the loss scale is part of the state
+        loss_scale = part("precision.loss_scale", "--dtype float16").LossScale(plan)
+        step, scales = loss_scale.around(step), loss_scale.first()
+    for flag, module in collections.ChainMap(*added("PROGRAMS")).items():
+        step = part(module, f"--{flag}").rewritten(step, plan) if getattr(c, flag) else step
 
-    def state(trained, frozen, opt, step):
+    def state(trained, frozen, opt, step, scales):
         average = {"average": trained} if c.ema else {}
-        return {"params": trained, "frozen": frozen, "opt": opt, "step": step, **average}
+        return {"params": trained, "frozen": frozen, "opt": opt, "step": step, **average, **scales}
 
     def start(key, weights=None):
         """Make a run's first state, with these weights (except adapters) or with init's."""
@@ -433,10 +445,11 @@ def make_program(plan: Plan, optimizer: Any, step: Callable, evaluate: Callable)
         if weights is not None:
             trained, frozen = ((trained, cast(weights, c.network.dtype)) if c.network.lora_rank
                                else (weights, {}))
-        return state(trained, frozen, optimizer.init(trained), jnp.zeros((), jnp.int32))
+        return state(trained, frozen, optimizer.init(trained), jnp.zeros((), jnp.int32), scales)
 
     opt = state_specs(optimizer, plan.in_two(plan.params)[0], plan.optimizer_specs)
-    places = shardings(state(*plan.pair_at_rest, opt, P()), mesh)
+    places = shardings(state(*plan.pair_at_rest, opt, P(), jax.tree.map(lambda _: P(), scales)),
+                       mesh)
     whole, rows = shardings((P(), batch_spec(mesh)), mesh)
     jit = functools.partial(jax.jit, compiler_options=plan.compiler_options)
     batch = jax.tree.map(lambda x: x.update(sharding=rows), plan.batch)

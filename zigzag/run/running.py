@@ -81,9 +81,8 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
         loop.step = prepare(loop)
         if loop.step:
             say.collectives(collectives(loop.step), *expected(program))
-            for flag, module in collections.ChainMap(*added("STEPS")).items():
-                if getattr(config, flag):
-                    loop.step = part(module, f"--{flag}").watched(loop)
+            for module in watchers(config):
+                loop.step = module.watched(loop)
         say.hours.begin("step")
         say.hours.note(loop.at)
         yield loop
@@ -97,6 +96,13 @@ def running(program: Program, task: Task, learning_rate: Callable, say: Reporter
     say.hours.note(loop.at, is_last=True)
     if not stop:
         end_run(loop)
+
+
+def watchers(config: Any) -> list[Any]:
+    """Return the modules of parts that run something around each step (STEPS in their adds.py)."""
+    return [part(module, f"--{flag}")
+            for flag, module in collections.ChainMap(*added("STEPS")).items()
+            if getattr(config, flag)]
 
 
 def expected(program: Program) -> tuple[list, bool]:
@@ -149,6 +155,8 @@ def check_start(program: Program, task: Task, say: Reporter) -> bool:
     to compare its loss with one device's."""
     hosts.assert_same_everywhere(continuing.record_of(program.config))
     check_task(program.config, program, task)
+    for module in watchers(program.config):
+        module.check(program)
     compares = must_compare(program.plan, say.line)
     if compares:
         hosts.watchdog.arm("compiling")
