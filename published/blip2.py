@@ -254,13 +254,15 @@ def _embed_with(vectors, begins=False):
 def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None,
             source_tokens: Array | None = None, source_mask: Array | None = None) -> Array:
     """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. A mask decides
-    which positions count. T5 also needs its encoder's text, source_tokens [B, S]."""
+    which positions count. T5's encoder reads source_tokens [B, S]; _with_text has their default."""
     vectors = image_vectors(params, {"source": source}, config)
     if not config.encoder_layers:
         return transformer.forward(params["text"], tokens, config, mask=mask,
                                    embed=_embed_with(vectors))
-    return transformer.forward(params["text"], tokens, config, source_tokens, mask=mask,
-                               source_mask=source_mask, embed_source=_embed_with(vectors))
+    given = dict(source=source, source_tokens=source_tokens, source_mask=source_mask, mask=mask)
+    text = _with_text({name: a for name, a in given.items() if a is not None}, config)
+    return transformer.forward(params["text"], tokens, config, **text,
+                               embed_source=_embed_with(vectors))
 
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
@@ -270,9 +272,23 @@ def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
     if not config.encoder_layers:
         return transformer.loss(params["text"], batch, config, specs and specs["text"],
                                 _embed_with(vectors))
-    batch = {**without(batch, "source_tokens"), "source": batch["source_tokens"]}
-    return transformer.loss(params["text"], batch, config, specs and specs["text"],
-                            embed_source=_embed_with(vectors))
+    return transformer.loss(params["text"], _with_text(batch, config), config,
+                            specs and specs["text"], embed_source=_embed_with(vectors))
+
+
+def _with_text(batch, c):
+    """Return a batch for T5, whose source is the text that its encoder reads: source_tokens or, as
+    in transformers, the image's ids and the text's first id."""
+    if "source_tokens" in batch:
+        return {**without(batch, "source_tokens"), "source": batch["source_tokens"]}
+    ids = [*_image_ids(c), llama.first_id(c, "bos_token_id", "eos_token_id")]
+    rows = jnp.broadcast_to(jnp.array(ids), (len(batch["source"]), len(ids)))
+    return {**without(batch, "source_mask"), "source": rows}
+
+
+def _image_ids(c):
+    r = record_of(c)
+    return (r["image_token_index"],) * r["num_query_tokens"]
 
 
 # -------------------------------------------------------------------------------------------
@@ -287,20 +303,13 @@ def source_ids(c: Any) -> tuple[int, ...]:
     return () if c.encoder_layers else _image_ids(c)
 
 
-def _image_ids(c):
-    r = record_of(c)
-    return (r["image_token_index"],) * r["num_query_tokens"]
-
-
 def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
-    """Make each layer's cache entries for these images. T5's encoder reads no text besides."""
+    """Make each layer's cache entries for these images and, with T5, for its encoder's text."""
     vectors = image_vectors(params, source, config, specs)
     if config.encoder_layers:
-        end = record_of(config)["text_config"].get("eos_token_id", T5["eos_token_id"])
-        ids = jnp.array([(*_image_ids(config), end)] * len(vectors))
-        text = {"source": ids, "source_mask": jnp.ones(ids.shape)}
-        return transformer.encode_source(params, text, config, specs, _embed_with(vectors))
+        return transformer.encode_source(params, _with_text(source, config), config, specs,
+                                         _embed_with(vectors))
     return [{"cross_vectors": vectors},
             *({} for _ in range(1, config.layers))]
 
