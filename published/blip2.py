@@ -299,10 +299,6 @@ def decoder_of(tree: Params) -> Params:
     return without(tree, "text") | tree.get("text", {})
 
 
-def source_ids(c: Any) -> tuple[int, ...]:
-    return () if c.encoder_layers else _image_ids(c)
-
-
 def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
     """Make each layer's cache entries for these images and, with T5, for its encoder's text."""
@@ -341,6 +337,11 @@ def batch_shapes(config: Any, rows: int) -> Shapes:
     return {**text, **tables.batch_shapes(vision_config(config), rows)}
 
 
+def limits(c: Any) -> dict[str, int]:
+    """Return {array of ids in a batch: their bound}."""
+    return dict.fromkeys(("tokens", "targets", "source_tokens"), c.vocab_size)
+
+
 def check(c: Any, mesh: Any) -> None:
     general.check_axes(mesh, "BLIP-2 has layers of three kinds")
 
@@ -350,4 +351,6 @@ NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES
                   encode_source=encode_source, max_positions=transformer.max_positions,
                   decoding_length=transformer.decoding_length,
                   source_shape=lambda c: transformer.source_shape(vision_config(c)),
-                  source_ids=source_ids, decoder_of=decoder_of)
+                  source_ids=lambda c: () if c.encoder_layers else _image_ids(c),
+                  source_text=lambda c: _image_ids(c) if c.encoder_layers else (),
+                  decoder_of=decoder_of, limits=limits)
