@@ -33,7 +33,15 @@ from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import an_id, classed, count, pictures, refuse, wrong
+from published.record import (
+    an_id,
+    classed,
+    count,
+    pictures,
+    refuse,
+    with_usual_names,
+    wrong,
+)
 from zigzag.core.mesh import cast, vary_like
 from zigzag.core.options import only, without
 from zigzag.parallel.network import CacheLayer, Network, Params
@@ -66,6 +74,7 @@ def _fields(r):
     if (kind := text["model_type"]) not in ("opt", "t5"):
         raise wrong("text_config.model_type", kind, " is not supported, only 'opt' and 't5'")
     refuse(r, use_decoder_only_language_model=kind == "opt", is_encoder_decoder=kind == "t5")
+    text = with_usual_names(text, llama.FAMILIES[kind].aliases)
     text = llama.fields_of({**TEXTS[kind], **text}, at="text_config.")
     if text.get("embed_dim", text["d_model"]) != text["d_model"]:
         raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
