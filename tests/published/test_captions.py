@@ -110,7 +110,7 @@ def test_t5_is_fine_tuned_on_questions_about_pictures(tmp_path, capsys):
                                     "source_tokens": batch["source"]})
     train.main(["--data", str(tmp_path / "a.npz"), "--model", str(tmp_path / "model"), "--seq_len",
                 "12", "--out", str(tmp_path / "run"), "--batch", "8", "--steps", "80", "--lr",
-                "0.003", "--mesh", "data=2,tensor=2", "--fsdp_min", "1"])
+                "0.003", "--mesh", "data=4,tensor=2", "--fsdp_min", "1"])
     export(["--run", str(tmp_path / "run"), "--export", str(tmp_path / "out")])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "out" / file).write_bytes((tmp_path / "model" / file).read_bytes())

@@ -346,7 +346,7 @@ def blip2_folder(tmp_path, words, name="blip2"):
     fields = fields | {"text_config": fields["text_config"] | {"vocab_size": 320}}
     config, kind = classes("blip2")
     peer("torch").manual_seed(1)
-    kind._from_config(config(**fields)).save_pretrained(tmp_path / "model")
+    saved(kind._from_config(config(**fields)), tmp_path / "model")
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text(f"{words}\n" * 50)
     published_files(tmp_path / "model", tmp_path / "text")
