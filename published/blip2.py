@@ -32,15 +32,7 @@ from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import (
-    an_id,
-    classed,
-    count,
-    pictures,
-    refuse,
-    with_usual_names,
-    wrong,
-)
+from published.record import an_id, classed, count, pictures, refuse, with_usual_names, wrong
 from zigzag.core.mesh import cast, vary_like
 from zigzag.core.options import only, without
 from zigzag.parallel.network import CacheLayer, Network, Params
@@ -328,10 +320,8 @@ def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, star
 
 
 def cache_layer(config: Any, i: int) -> CacheLayer:
-    layer = transformer.cache_layer(config, i)
-    if config.encoder_layers:
-        return layer
-    return layer._replace(source=() if i else ("cross_vectors",))
+    layer, first = transformer.cache_layer(config, i), () if i else ("cross_vectors",)
+    return layer if config.encoder_layers else layer._replace(source=first)
 
 
 # -------------------------------------------------------------------------------------------

@@ -468,6 +468,16 @@ def test_a_config_that_we_do_not_compute_is_refused_in_one_line(name, part, chan
     assert "\n" not in str(e.value)
 
 
+def test_a_config_of_t5_may_have_other_names(tmp_path):
+    """The default of d_model in a text_config that says hidden_size, which is the same."""
+    record = json.loads(classes("blip2 t5")[0](**CASES["blip2 t5"]).to_json_string())
+    record["text_config"]["hidden_size"] = record["text_config"].pop("d_model")
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    want = published.hf_config(reference("blip2 t5").folder)
+    got = published.hf_config(tmp_path)
+    assert got.d_model == 48 and change(got, published="") == change(want, published="")
+
+
 @pytest.mark.parametrize("name", ["clip", "blip2", "blip2 t5"])
 def test_what_a_config_leaves_out_is_its_default(name):
     """A default that differs from the class's, in a part of config.json with few keys."""
