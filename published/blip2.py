@@ -9,15 +9,17 @@
     tokens [B, T] -> embed -------------------------------------------------+-> [ block ] x L
                                                                                     -> logits
 
-transformer.py computes both the vision tower and the language model (OPT). The Q-Former between
-them uses transformer.py's blocks, and every other layer also attends to the image. A text
+transformer.py computes both the vision tower and the language model (OPT or T5). The Q-Former
+between them uses transformer.py's blocks, and every other layer also attends to the image. A text
 contains Q tokens with the id image_token_index, and the Q-Former's vectors replace their
-embeddings.
+embeddings. With T5 this text is the encoder's (`source_tokens`), and the decoder writes another.
 
 The letters are transformer.py's, plus these: Q queries, X width of the vision tower.
 """
 
 import dataclasses
+import json
+import re
 from typing import Any
 
 import jax
@@ -30,7 +32,7 @@ from published import general, llama, tables, transformer
 from published.family import Family, attention, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import an_id, classed, count, pictures, refuse, wrong
+from published.record import an_id, classed, count, pictures, refuse, with_usual_names, wrong
 from zigzag.core.mesh import cast, vary_like
 from zigzag.core.options import only, without
 from zigzag.parallel.network import CacheLayer, Network, Params
@@ -50,18 +52,22 @@ QFORMER = dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
 OPT = dict(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072,
            num_attention_heads=12, bos_token_id=2, eos_token_id=2, pad_token_id=1,
            **llama.FAMILIES["opt"].defaults)
+T5 = dict(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8,
+          **llama.FAMILIES["t5"].defaults)
+TEXTS = {"opt": OPT, "t5": T5}
 WHOLE = dict(num_query_tokens=32, image_token_index=None, vision_config=None, qformer_config=None,
              text_config=None)
 
 
 def _fields(r):
     classed(r, {"": {}, "Blip2ForConditionalGeneration": {}, "Blip2Model": {}})
-    refuse(r, use_decoder_only_language_model=True)
     text = {"model_type": "opt", **(r.plain("text_config") or {})}
-    if text["model_type"] != "opt":
-        raise wrong("text_config.model_type", text["model_type"], " is not supported, only 'opt'")
-    text = llama.fields_of({**OPT, **text}, at="text_config.")
-    if text["embed_dim"] != text["d_model"]:
+    if (kind := text["model_type"]) not in ("opt", "t5"):
+        raise wrong("text_config.model_type", kind, " is not supported, only 'opt' and 't5'")
+    refuse(r, use_decoder_only_language_model=kind == "opt", is_encoder_decoder=kind == "t5")
+    text = with_usual_names(text, llama.FAMILIES[kind].aliases)
+    text = llama.fields_of({**TEXTS[kind], **text}, at="text_config.")
+    if text.get("embed_dim", text["d_model"]) != text["d_model"]:
         raise wrong("text_config.word_embed_proj_dim", text["embed_dim"],
                     f" is not supported, only hidden_size {text['d_model']}")
     count(r, "num_query_tokens")    # a text with an image has this many image tokens
@@ -123,8 +129,23 @@ def _attention_arrays(name, ours, norm):
 
 
 def _of_text(ours):
-    """Rewrite a row of OPT's name table for weights under "text"."""
-    return " ".join(f"text.{word}" if word.isidentifier() else word for word in ours.split())
+    """Rewrite a row of the language model's name table for weights under "text"."""
+    return " ".join(f"text.{word}" if word.replace(".", "").isidentifier() else word
+                    for word in ours.split())
+
+
+def _text_arrays(c):
+    """Return the language model's names for its arrays."""
+    arrays = llama.FAMILIES["t5" if c.encoder_layers else "opt"].arrays
+    found = {}
+    for name, ours in (arrays(c) if callable(arrays) else arrays).items():
+        stack = re.search("{(.*)}", name)
+        if stack is None:
+            found[name] = _of_text(ours)
+        else:       # {l} is any of the layers
+            there = "layers" if stack[1] == "l" else stack[1]
+            found[name.replace(stack[0], f"{{text.{there}}}")] = ours
+    return found
 
 
 VISION_ARRAYS = {
@@ -135,16 +156,30 @@ VISION_ARRAYS = {
     **under("encoder.layers.{vision.layers}.", mlp("mlp.fc1", "mlp.fc2"), {
         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
         "self_attn.projection": "wo"})}
-ARRAYS = under("vision_model.", VISION_ARRAYS) | {
+OTHERS = under("vision_model.", VISION_ARRAYS) | {
     "query_tokens": "1 Q d -> qformer.query", "qformer.layernorm": "qformer.norm",
     "language_projection": "projection"} | under(
     "qformer.encoder.layer.{q}.", _attention_arrays("attention", "", "attn_norm"),
     mlp("intermediate_query.dense", "output_query.dense"),
     {"output_query.LayerNorm": "mlp_norm"}) | under(
     "qformer.encoder.layer.{x}.",
-    _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
-        name.replace("{l}", "{text.layers}"): ours if "{l}" in name else _of_text(ours)
-        for name, ours in llama.FAMILIES["opt"].arrays.items()})
+    _attention_arrays("crossattention", "cross_", "cross_norm"))
+
+
+def _arrays(c):
+    return OTHERS | under("language_model.", _text_arrays(c))
+
+
+def _tied(record, fields, arrays):
+    """Return the field `tied` of a T5, which may depend on its arrays."""
+    if not fields.get("encoder_layers"):
+        return {}
+    found = llama.FAMILIES["t5"].seen(record["text_config"], fields, lambda: {
+        name.removeprefix("language_model."): a for name, a in arrays().items()})
+    if text := found.get("published"):
+        found["published"] = json.dumps({**record, "text_config": json.loads(text)},
+                                        sort_keys=True)
+    return found
 
 
 def _stacks(c):
@@ -153,7 +188,7 @@ def _stacks(c):
     return {"q": [crossed, ("qformer.layers", range(1, q, 2))], "x": [crossed]}
 
 
-FAMILIES = {"blip-2": Family(_fields, ARRAYS, WHOLE, stacks=_stacks,
+FAMILIES = {"blip-2": Family(_fields, _arrays, WHOLE, stacks=_stacks, seen=_tied,
                              ignored={r".*\.position_ids": is_range},
                              neutral=keys("vision_config.projection_dim "
                                           "image_text_hidden_size tie_word_embeddings "
@@ -208,27 +243,52 @@ def _embed_with(vectors, begins=False):
         number = jnp.clip(number, 0, vectors.shape[1] - 1)
         own = jnp.take_along_axis(vectors, number[..., None], 1)                # [B, T, D]
         is_image, places = shard.my_time_slice((is_image, batch["positions"]), x)
-        own = shard.residual_stream(own) + lookup(w["positions"], places + c.position_offset)
+        own = shard.residual_stream(own)
+        if "positions" in w:
+            own = own + lookup(w["positions"], places + c.position_offset)
         return jnp.where(is_image[..., None], own, x)
 
     return embed
 
 
-def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None
-            ) -> Array:
+def forward(params: Params, tokens: Array, config: Any, source: Array, mask: Array | None = None,
+            source_tokens: Array | None = None, source_mask: Array | None = None) -> Array:
     """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. A mask decides
-    which positions count."""
+    which positions count. T5's encoder reads source_tokens [B, S]; _with_text has their default."""
     vectors = image_vectors(params, {"source": source}, config)
-    return transformer.forward(params["text"], tokens, config, mask=mask,
-                               embed=_embed_with(vectors))
+    if not config.encoder_layers:
+        return transformer.forward(params["text"], tokens, config, mask=mask,
+                                   embed=_embed_with(vectors))
+    given = dict(source=source, source_tokens=source_tokens, source_mask=source_mask, mask=mask)
+    text = _with_text({name: a for name, a in given.items() if a is not None}, config)
+    return transformer.forward(params["text"], tokens, config, **text,
+                               embed_source=_embed_with(vectors))
 
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple:
     """Return (sum, count): the weighted cross-entropy of the batch's targets, and their weight."""
     check(config, jax.sharding.get_abstract_mesh())     # train.fit doesn't check
     vectors = image_vectors(params, batch, config, specs)
-    return transformer.loss(params["text"], batch, config, specs and specs["text"],
-                            _embed_with(vectors))
+    if not config.encoder_layers:
+        return transformer.loss(params["text"], batch, config, specs and specs["text"],
+                                _embed_with(vectors))
+    return transformer.loss(params["text"], _with_text(batch, config), config,
+                            specs and specs["text"], embed_source=_embed_with(vectors))
+
+
+def _with_text(batch, c):
+    """Return a batch for T5, whose source is the text that its encoder reads: source_tokens or, as
+    in transformers, the image's ids and the text's first id."""
+    if "source_tokens" in batch:
+        return {**without(batch, "source_tokens"), "source": batch["source_tokens"]}
+    ids = [*_image_ids(c), llama.first_id(c, "bos_token_id", "eos_token_id")]
+    rows = jnp.broadcast_to(jnp.array(ids), (len(batch["source"]), len(ids)))
+    return {**without(batch, "source_mask"), "source": rows}
+
+
+def _image_ids(c):
+    r = record_of(c)
+    return (r["image_token_index"],) * r["num_query_tokens"]
 
 
 # -------------------------------------------------------------------------------------------
@@ -239,27 +299,29 @@ def decoder_of(tree: Params) -> Params:
     return without(tree, "text") | tree.get("text", {})
 
 
-def source_ids(c: Any) -> tuple[int, ...]:
-    r = record_of(c)
-    return (r["image_token_index"],) * r["num_query_tokens"]
-
-
 def encode_source(params: Params, source: Batch, config: Any, specs: Any = None
                   ) -> list[Params]:
-    """Make each layer's cache entries for these images."""
-    return [{"cross_vectors": image_vectors(params, source, config, specs)},
+    """Make each layer's cache entries for these images and, with T5, for its encoder's text."""
+    vectors = image_vectors(params, source, config, specs)
+    if config.encoder_layers:
+        return transformer.encode_source(params, _with_text(source, config), config, specs,
+                                         _embed_with(vectors))
+    return [{"cross_vectors": vectors},
             *({} for _ in range(1, config.layers))]
 
 
 def extend(params: Params, cache: list[Params], tokens: Array, slot: Array, start: Array,
            config: Any, length: int = 0, specs: Any = None) -> tuple[Array, list[Params]]:
     """Do the same as model.extend, for rows that begin with source_ids."""
+    if config.encoder_layers:
+        return transformer.extend(params, cache, tokens, slot, start, config, length, specs)
     embed = _embed_with(cache[0]["cross_vectors"], begins=True)
     return transformer.extend(params, cache, tokens, slot, start, config, length, specs, embed)
 
 
 def cache_layer(config: Any, i: int) -> CacheLayer:
-    return transformer.cache_layer(config, i)._replace(source=() if i else ("cross_vectors",))
+    layer, first = transformer.cache_layer(config, i), () if i else ("cross_vectors",)
+    return layer if config.encoder_layers else layer._replace(source=first)
 
 
 # -------------------------------------------------------------------------------------------
@@ -267,7 +329,15 @@ def cache_layer(config: Any, i: int) -> CacheLayer:
 
 def batch_shapes(config: Any, rows: int) -> Shapes:
     """Return {name: shape} for a batch of `loss`."""
-    return {**tables.batch_shapes(config, rows), **tables.batch_shapes(vision_config(config), rows)}
+    text = tables.batch_shapes(config, rows)
+    if config.encoder_layers:
+        text["source_tokens"] = text["source"]
+    return {**text, **tables.batch_shapes(vision_config(config), rows)}
+
+
+def limits(c: Any) -> dict[str, int]:
+    """Return {array of ids in a batch: their bound}."""
+    return dict.fromkeys(("tokens", "targets", "source_tokens"), c.vocab_size)
 
 
 def check(c: Any, mesh: Any) -> None:
@@ -279,4 +349,6 @@ NETWORK = Network("blip-2", Config, table, loss, batch_shapes, forward, FAMILIES
                   encode_source=encode_source, max_positions=transformer.max_positions,
                   decoding_length=transformer.decoding_length,
                   source_shape=lambda c: transformer.source_shape(vision_config(c)),
-                  source_ids=source_ids, decoder_of=decoder_of)
+                  source_ids=lambda c: () if c.encoder_layers else _image_ids(c),
+                  source_text=lambda c: _image_ids(c) if c.encoder_layers else (),
+                  decoder_of=decoder_of, limits=limits)

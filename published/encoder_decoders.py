@@ -62,10 +62,12 @@ def _t5(r):
             "head_scale": r["d_model"] ** -0.5 if is_scaled else 0.0}
 
 
-def _t5_tied(r, fields, folder):
+def _t5_tied(r, fields, arrays):
     """Return the field `tied`. A T5 of transformers 5 is untied if its head isn't its embedding."""
-    head, table = map(folder.arrays.get, ("lm_head.weight", "shared.weight"))
-    if "scale_decoder_outputs" not in r or not fields["tied"] or head is None or table is None:
+    if "scale_decoder_outputs" not in r or not fields["tied"]:
+        return {}
+    head, table = map(arrays().get, ("lm_head.weight", "shared.weight"))
+    if head is None or table is None:
         return {}
     if np.array_equal(head, table):
         return {"tied": True}

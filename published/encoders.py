@@ -65,9 +65,9 @@ def _head(r, kind):
     return fields
 
 
-def _pooler(r, fields, folder):
+def _pooler(r, fields, arrays):
     """Return the field `pool_dense`. A model without a head may also lack a pooler."""
-    if fields["head"] == "none" and not any("pooler." in name for name in folder.arrays):
+    if fields["head"] == "none" and not any("pooler." in name for name in arrays()):
         return {"pool_dense": False}
     return {}
 

@@ -39,8 +39,9 @@ class Family(NamedTuple):
                                                 # versions}
     fused: Names = {}                           # arrays that hold all experts, replacing arrays of
                                                 # a single expert
-    seen: Callable[[Fields, Any], Fields] | None = None     # (config.json, fields, folder) -> more
-                                                # fields, which depend on the folder's arrays
+    seen: Callable[..., Fields] | None = None   # (config.json, fields, a function that returns the
+                                                # folder's arrays) -> more fields, which depend on
+                                                # the arrays
     shared: tuple[str, ...] = ()                # keys that shared translators read only for classes
                                                 # that have them
     neutral: tuple[str, ...] = ()               # keys that can't change what the class computes if

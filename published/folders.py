@@ -36,7 +36,7 @@ def hf_config(network: Network, folder: str | Path, **fields: Any) -> Any:
     record = read_config(folder)
     found = fields_of(record, families_of(network))
     if seen := family_of(record, families_of(network)).seen:
-        found |= seen(record, found, Folder(folder))
+        found |= seen(record, found, lambda: Folder(folder).arrays)
     return as_config(network.config, Path(folder) / "config.json", found | fields)
 
 

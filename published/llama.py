@@ -99,8 +99,10 @@ def record_of(c: Any) -> Record:
 
 
 def token_id(c: Any, name: str) -> int | None:
-    """Look up a published model's special id, for example eos_token_id; None if it has none."""
+    """Look up a published model's special id, for example eos_token_id; None if it has none. If the
+    model has several towers, look in its text_config."""
     record = json.loads(c.published or "{}")
+    record = record.get("text_config") or record
     family = FAMILIES.get(record.get("model_type"))     # None: a network with its own families
     i = {**(family.defaults if family else {}), **record}.get(name)
     if i is not None and type(i) is not int:
@@ -110,9 +112,14 @@ def token_id(c: Any, name: str) -> int | None:
 
 def start_id(c: Any) -> int:
     """Return the id that begins an encoder-decoder's text. In T5 this is the padding id."""
-    start = token_id(c, "decoder_start_token_id")
-    start = start if start is not None else token_id(c, "pad_token_id") or 0
-    return an_id("decoder_start_token_id", start, c.vocab_size or MOST)
+    return first_id(c, "decoder_start_token_id", "bos_token_id", "pad_token_id", default=0)
+
+
+def first_id(c: Any, *names: str, default: int | None = None) -> int:
+    """Return the first of these special ids that a published model has."""
+    ids = (token_id(c, name) for name in names)
+    found = next((i for i in ids if i is not None), default)
+    return an_id(names[0], found, c.vocab_size or MOST)
 
 
 def special_ids(c: Any, tokenizer: Any) -> tuple[int, int, int]:

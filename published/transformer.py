@@ -471,7 +471,8 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
             positions: Array | None = None, segments: Array | None = None,
             mask: Array | None = None, source_mask: Array | None = None,
             token_types: Array | None = None, task_types: Array | None = None,
-            attend: Callable | None = None, embed: Callable = embedding) -> Array:
+            attend: Callable | None = None, embed: Callable = embedding,
+            embed_source: Callable = embedding) -> Array:
     """Return logits [B, T, vocab_size] for the token after each of `tokens` [B, T]. An encoder
     returns logits for the tokens themselves, or for classes [B, labels], or, without a head,
     vectors [B, T, D]. `source` is the input to an encoder or a stem. A mask is 0 where a row has
@@ -486,7 +487,7 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
                  source_mask=source_mask, token_types=token_types,
                  task_types=task_types, attend=attend)
     batch = {name: a for name, a in given.items() if a is not None}
-    c, params, batch = prepare_batch(params, batch, c)
+    c, params, batch = prepare_batch(params, batch, c, embed_source=embed_source)
     x = trunk(params, c, batch, embed=embed)
     if c.head == "classes":
         return _class_logits(params, x, c, batch)
@@ -497,7 +498,7 @@ def forward(params: Params, tokens: Array | None, config: Config, source: Array 
     return head_logits(params, x, c)
 
 
-def prepare_batch(params, batch, c, specs=None):
+def prepare_batch(params, batch, c, specs=None, embed_source=embedding):
     """Return (config, weights, batch) for a forward pass. The config has this batch's seq_len,
     which some scaled positions depend on. The weights have the compute dtype. The batch has its
     tokens' positions and, if there's an encoder, the encoder's output."""
@@ -505,19 +506,19 @@ def prepare_batch(params, batch, c, specs=None):
         c = change(c, seq_len=batch["tokens"].shape[1] * axis_size("seq"))
     params, batch = cast(params, c.dtype), with_positions(batch, c)
     if c.encoder_layers:
-        batch |= _encode(params, batch, c, specs)
+        batch |= _encode(params, batch, c, specs, embed=embed_source)
         batch.pop("source")
     return c, params, batch
 
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None,
-         embed: Callable = embedding) -> tuple:
+         embed: Callable = embedding, embed_source: Callable = embedding) -> tuple:
     """Return (sum, count): the weighted cross-entropy of the batch's targets in nats, and the total
     weight. The step divides the totals only once, so masks and uneven shards don't change the
     result. A batch with `seeds` [B] is for training: dropout is on, and experts add their terms to
     the sum. They also return a third result, a dict of other sums. A classifier returns the
     cross-entropy of `labels` [B] and the row count."""
-    c, params, batch = prepare_batch(params, batch, config, specs)
+    c, params, batch = prepare_batch(params, batch, config, specs, embed_source)
 
     def layer(w, x, i, batch):
         return _layer(w, x, c.dense_layers + i, c, batch)
@@ -542,12 +543,12 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
 # Decoding, with a cache of keys and values (zigzag/generate/cache.py)
 
 def encode_source(params: Params, source: Batch, config: Config,
-                  specs: Params | None = None) -> list[Params]:
+                  specs: Params | None = None, embed: Callable = embedding) -> list[Params]:
     """Encode a source (with source_mask) into entries for each layer's cache: cross-attention's k
     and v, and the source's documents."""
     c = config
     all_time = functools.partial(shard.whole_time, in_parts=True)
-    encoded, document = _encode(params, source, c, specs, all_time).values()
+    encoded, document = _encode(params, source, c, specs, all_time, embed).values()
     keys = (_cross_keys(shard.gather(w, specs and specs["layers"][i]), encoded, c)
             for i, w in enumerate(params["layers"]))
     return [{"cross_k": k, "cross_v": v, "cross_document": document} for k, v in keys]
@@ -602,12 +603,12 @@ def local_time(tree):
     return jax.tree.map(part, tree) if axis_size("seq") > 1 else tree
 
 
-def _encode(params, batch, c, specs=None, gather=shard.time_of_block):
+def _encode(params, batch, c, specs=None, gather=shard.time_of_block, embed=embedding):
     """Return the encoder's output for a batch's source, and its documents (-1 for padding)."""
     e = encoder_config(c, batch["source"].shape[1])
     params = {**params["encoder"], **({"embed": params["embed"]} if e.own_stem == "tokens" else {})}
     known = _source(only(batch, "source", "source_mask", "seeds"), e)
-    x = trunk(params, e, known, specs and specs["encoder"])
+    x = trunk(params, e, known, specs and specs["encoder"], embed)
     x = norm(params, "norm", x, e) if "norm" in params else x
     return {"encoded": gather(x), "source_document": gather(known["document"])}
 

@@ -473,10 +473,11 @@ def _special_edits(base):
         yield (("use_sliding_window", False),)
         yield (("layer_types", REMOVED), ("max_window_layers", 0))
         yield (("layer_types", REMOVED), ("use_sliding_window", False))
-    if base.family == "t5":
+    if "t5" in base.name:
+        at = "" if base.family == "t5" else "text_config."
         for tied in (True, False):
             for scaled in (True, False):
-                yield (("tie_word_embeddings", tied), ("scale_decoder_outputs", scaled))
+                yield ((f"{at}tie_word_embeddings", tied), (f"{at}scale_decoder_outputs", scaled))
     if base.family == "gpt_neo":
         yield (("attention_types", REMOVED), ("attention_layers", ["local"] * 4))
     if base.family == "gemma3_text":

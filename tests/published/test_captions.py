@@ -8,12 +8,13 @@ import pytest
 
 import sample
 import train
+from published.folders import export
 from tasks.examples import Pairs, named_array
 from tasks.pairs import collate
 from tests.helpers import rows_in
-from tests.published.test_two_towers import blip2_folder
+from tests.published.test_two_towers import QUERIES, blip2_folder
 from zigzag.core.errors import ConfigError
-from zigzag.disk.tokenizers import Bytes
+from zigzag.disk.tokenizers import Bytes, published_tokenizer
 
 PLACES = ["top left", "top right", "below left", "below right"]
 MODEL = ["--model", "transformer", "--encoder_layers", "1", "--stem", "patches", "--image_size",
@@ -71,9 +72,11 @@ def test_an_encoder_decoder_learns_to_caption(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_blip2_is_fine_tuned_on_captions(tmp_path, capsys):
-    """A target at the place of an image token; a caption without an end, which never stops."""
-    blip2_folder(tmp_path, "top left below right")
+@pytest.mark.parametrize("name", ["blip2", "blip2 t5"])
+def test_blip2_is_fine_tuned_on_captions(name, tmp_path, capsys):
+    """A target at the place of an image token; a caption without an end, which never stops; a text
+    of T5's encoder in training that is not the one in sampling."""
+    blip2_folder(tmp_path, "top left below right", name)
     rng = np.random.default_rng(0)
     for name, sign in (("dark", -1), ("bright", 1)):
         np.save(tmp_path / f"{name}.npy", sign * np.abs(rng.normal(size=(3, 20, 20))))
@@ -87,6 +90,34 @@ def test_blip2_is_fine_tuned_on_captions(tmp_path, capsys):
     for name, text in (("dark", "below"), ("bright", "top right")):
         sample.main(["--run", str(tmp_path / "run"), "--source", str(tmp_path / f"{name}.npy"),
                      "--temperature", "0", "--json", "--tokens", "12"])
+        said = json.loads(capsys.readouterr().out)
+        assert (said["text"].strip(), said["stopped"]) == (text, "stop"), said
+
+
+@pytest.mark.full
+def test_t5_is_fine_tuned_on_questions_about_pictures(tmp_path, capsys):
+    """A question that the encoder reads in training and that sample.py drops, or that it reads in
+    another place: both questions about a picture would have one answer."""
+    blip2_folder(tmp_path, "what where top left below right", "blip2 t5")
+    tokenizer = published_tokenizer(tmp_path / "model", 320)
+    picture = np.random.default_rng(0).normal(size=(3, 20, 20)).astype(np.float32)
+    np.save(tmp_path / "one.npy", picture)
+    answers = {"what": "below", "where": "top right"}
+    rows = [(np.array([310] * QUERIES + tokenizer.with_ends(question)),
+             np.array(tokenizer.with_ends(text))) for question, text in answers.items()] * 8
+    batch = collate(rows, 512, 12, [7], 1)
+    np.savez(tmp_path / "a.npz", **{**batch, "source": np.array([picture] * len(rows)),
+                                    "source_tokens": batch["source"]})
+    train.main(["--data", str(tmp_path / "a.npz"), "--model", str(tmp_path / "model"), "--seq_len",
+                "12", "--out", str(tmp_path / "run"), "--batch", "8", "--steps", "80", "--lr",
+                "0.003", "--mesh", "data=4,tensor=2", "--fsdp_min", "1"])
+    export(["--run", str(tmp_path / "run"), "--export", str(tmp_path / "out")])
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "out" / file).write_bytes((tmp_path / "model" / file).read_bytes())
+    for question, text in answers.items():
+        capsys.readouterr()
+        sample.main(["--model", str(tmp_path / "out"), "--source", str(tmp_path / "one.npy"),
+                     "--prompt", question, "--temperature", "0", "--json", "--tokens", "12"])
         said = json.loads(capsys.readouterr().out)
         assert (said["text"].strip(), said["stopped"]) == (text, "stop"), said
 

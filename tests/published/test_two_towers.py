@@ -60,6 +60,14 @@ def blip2_of(text, qformer, vision, **more):
         num_query_tokens=QUERIES, image_token_index=IMAGE, **more)
 
 
+def blip2_t5(heads, qformer, vision, **text):
+    whole = blip2_of(sizes(heads), qformer, vision)
+    return whole | {"text_config": dict(
+        model_type="t5", vocab_size=V, d_model=12 * heads, d_kv=8, d_ff=80, num_layers=2,
+        num_heads=heads, num_decoder_layers=3, relative_attention_num_buckets=8,
+        relative_attention_max_distance=12, **text)}
+
+
 CASES = {
     "clip": clip_of(sizes(4, eos_token_id=7, layer_norm_eps=1e-3), sizes(6, 3, num_channels=1)),
     "clip old": clip_of(sizes(6, eos_token_id=2, hidden_act="gelu"), sizes(3),
@@ -67,6 +75,11 @@ CASES = {
     "blip2": blip2_of(sizes(4), sizes(4, 4, 8), sizes(6, 3)),
     "blip2 odd": blip2_of(sizes(6, do_layer_norm_before=False, tie_word_embeddings=False),
                           sizes(3, layer_norm_eps=1e-3), sizes(3, qkv_bias=False)),
+    # (Like the published one, of Flan-T5.)
+    "blip2 t5": blip2_t5(4, sizes(3, 4, 8), sizes(3), tie_word_embeddings=False, bos_token_id=1,
+                         decoder_start_token_id=7, feed_forward_proj="gated-gelu",
+                         dense_act_fn="gelu"),
+    "blip2 t5 tied": blip2_t5(6, sizes(4), sizes(4, 3), layer_norm_epsilon=1e-3),
 }
 # The first of each kind in .ci/run, the others in .ci/full.
 EACH = [(full if " " in name else slow)(name) for name in CASES]
@@ -102,13 +115,23 @@ def batch_for(name):
             batch["mask"][row, at:] = 1
         batch |= {"targets": targets.astype(np.int32), "weights": batch["mask"] * np.float32(
             rng.integers(1, 3, (ROWS, T)))}
+    if is_t5(name):       # these are the encoder's; the decoder has tokens of its own
+        batch |= {"source_tokens": tokens.astype(np.int32), "source_mask": batch["mask"]}
+        batch["mask"], tokens = np.ones((ROWS, T), np.float32), targets[:, ::-1]
     return batch | {"tokens": tokens.astype(np.int32)}
+
+
+def is_t5(name):
+    return name.startswith("blip2 t5")
 
 
 def theirs_on(model, name, batch):
     """Their logits and their loss."""
-    given = as_theirs(batch, {"tokens": "input_ids", "source": "pixel_values",
-                              "mask": "attention_mask"})
+    names = {"tokens": "input_ids", "source": "pixel_values", "mask": "attention_mask"}
+    if is_t5(name):
+        names = {"tokens": "decoder_input_ids", "source": "pixel_values",
+                 "source_tokens": "input_ids", "source_mask": "attention_mask"}
+    given = as_theirs(batch, names)
     if name.startswith("clip"):
         out = model(**given, return_loss=True)
         return out.logits_per_image, out.loss
@@ -131,8 +154,9 @@ def reference(name):
 
 
 def scores_of(params, config, batch, mesh=None):
+    text = {name: batch[name] for name in ("source_tokens", "source_mask") if name in batch}
     return logits_of(params, config, batch["tokens"], mesh, source=batch["source"],
-                     mask=batch["mask"])
+                     mask=batch["mask"], **text)
 
 
 def assert_logits(name, got, want):
@@ -178,7 +202,7 @@ def test_what_we_train_transformers_reads(name, tmp_path):
 
 
 MESHES = ["fsdp=2,tensor=2", "data=2", "tensor=4", full("data=2,fsdp=2"),
-          full("expert=2,tensor=2")]
+          full("expert=2,tensor=2"), full("data=2,tensor=2")]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -189,7 +213,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 
 
 # Megatron's table, in every tower.
-BY_HAND = [(r"\.(cross_)?w([qkv]|_up)(_bias)?$", P(None, None, "tensor")),
+BY_HAND = [(r"\.(cross_)?w([qkv]|_up|_gate)(_bias)?$", P(None, None, "tensor")),
            (r"\.(cross_)?(wo|w_down)$", P(None, "tensor")), (r"\.head$", P(None, "tensor")),
            (r"\.embed$", P("tensor"))]
 
@@ -226,6 +250,77 @@ def test_captions_are_those_of_transformers(prompts):
     assert max(map(len, ours)) == 10 and len({tuple(row) for row in ours}) > 1
 
 
+QUESTIONS = [[5, 1], [9, 20, 30, 1], [7, 8, 1], [11, 1]]
+
+
+def answers_of_theirs(name, pictures, texts, **how):
+    """The ids that transformers writes about these pictures with T5, whose encoder reads a picture
+    and then these ids; with None, what transformers gives it."""
+    torch, given = peer("torch"), {}
+    theirs = classes(name)[1].from_pretrained(reference(name).folder, dtype=torch.float32)
+    if texts:
+        rows = [[IMAGE] * QUERIES + ids for ids in texts]
+        longest = max(map(len, rows))
+        given = {"input_ids": torch.tensor([[0] * (longest - len(r)) + r for r in rows]),
+                 "attention_mask": torch.tensor([[0] * (longest - len(r)) + [1] * len(r)
+                                                 for r in rows])}
+    # (Their cache has as many layers as the encoder, in 4.57.6: none.)
+    return theirs.eval().generate(torch.tensor(pictures), **given, do_sample=False,
+                                  use_cache=False, **how)[:, 1:].tolist()
+
+
+@pytest.mark.parametrize("mesh", [slow(""), full("fsdp=2,tensor=2"), full("data=2,tensor=2")])
+@pytest.mark.parametrize("texts", [None, QUESTIONS], ids=["", "questions"])
+def test_answers_of_t5_are_those_of_transformers(texts, mesh):
+    """A question that the decoder continues, and no encoder reads; padding in it, or queries at
+    another place; a first id of the encoder's or of the decoder's text that text_config does not
+    say."""
+    name = "blip2 t5"
+    params, config = published.load_hf(reference(name).folder, mesh and mesh_of(mesh))
+    pictures = reference(name).batch["source"]
+    sources = [*zip(pictures, texts)] if texts else pictures
+    begin = [[published.start_id(config)]] * ROWS
+    assert begin[0] == [7]
+    ours = sample.generate(params, begin, config, 8, 0, source=sources)
+    assert ours == answers_of_theirs(name, pictures, texts, min_new_tokens=8, max_new_tokens=8)
+    assert len({tuple(row) for row in ours}) > 2
+    beams = sample.beam_search(params, begin, config, 3, 6, source=sources)
+    assert [ids for row in beams for ids, _ in row] == answers_of_theirs(
+        name, pictures, texts, num_beams=3, num_return_sequences=3, min_new_tokens=6,
+        max_new_tokens=6, length_penalty=0.0)
+
+
+@pytest.mark.slow
+def test_an_answer_depends_on_its_own_question():
+    """Two questions about one picture with one seed, whose answers depend on their order or on the
+    length of the other."""
+    params, config = published.load_hf(reference("blip2 t5").folder)
+    picture = reference("blip2 t5").batch["source"][0]
+
+    def answers(*texts):
+        begin = [[published.start_id(config)]] * len(texts)
+        return sample.generate(params, begin, config, 8, 1.0, source=[(picture, t) for t in texts])
+
+    few, many = [5, 1], [5, *range(20, 50), 1]
+    assert answers(few, many) == answers(few) + answers(many) == answers(many, few)[::-1]
+    with pytest.raises(ConfigError, match=f"source 0 has {V}: expected a list of ids"):
+        answers([V])
+
+
+@pytest.mark.full
+def test_a_caption_has_the_text_that_transformers_gives_the_encoder():
+    """A batch without source_tokens, as captions have, that trains on another text than the one
+    from which sample.py writes; a mask of other tokens that stays in the batch."""
+    params, config, *_ = loaded("blip2 t5")
+    batch = {k: a for k, a in batch_for("blip2 t5").items() if not k.startswith("source_")}
+    text = np.array([[IMAGE] * QUERIES + [1]] * ROWS)
+    want, _ = net.loss(params, batch | {
+        "source_tokens": text, "source_mask": np.ones(text.shape, np.float32)}, config)
+    assert float(net.loss(params, batch, config)[0]) == pytest.approx(float(want), rel=1e-6)
+    logits = scores_of(params, config, batch)
+    assert_close(logits, scores_of(params, config, batch | {"source_tokens": text}), 1e-6)
+
+
 @pytest.mark.parametrize("mesh", ["", slow("fsdp=2,tensor=2"),
                                   full("data=2,tensor=4")])
 def test_forty_captions_are_the_beams_of_transformers(mesh):
@@ -245,13 +340,13 @@ def test_forty_captions_are_the_beams_of_transformers(mesh):
     assert len({str(row) for row in want}) > 20
 
 
-def blip2_folder(tmp_path, words):
+def blip2_folder(tmp_path, words, name="blip2"):
     """A BLIP-2 in the folder `model`, with a tokenizer that knows these words."""
-    fields = CASES["blip2"] | {"image_token_index": 310}
+    fields = CASES[name] | {"image_token_index": 310}
     fields = fields | {"text_config": fields["text_config"] | {"vocab_size": 320}}
     config, kind = classes("blip2")
     peer("torch").manual_seed(1)
-    kind._from_config(config(**fields)).save_pretrained(tmp_path / "model")
+    saved(kind._from_config(config(**fields)), tmp_path / "model")
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text(f"{words}\n" * 50)
     published_files(tmp_path / "model", tmp_path / "text")
@@ -337,7 +432,13 @@ REFUSED = [
     ("clip", "vision_config", dict(patch_size="8"), "patch_size '8'"),
     ("clip", "vision_config", dict(num_attention_heads=5), "divide by --heads 5"),
     ("clip", None, dict(projection_dim=-1), "projection_dim -1"),
-    ("blip2", "text_config", dict(model_type="t5"), "'t5' is not supported, only 'opt'"),
+    ("blip2", "text_config", dict(model_type="llama"), "'llama' is not supported, only 'opt'"),
+    ("blip2 t5", "text_config", dict(dense_act_fn="zz"), "the activation 'zz'"),
+    ("blip2 t5", "text_config", dict(is_encoder_decoder=False), "is_encoder_decoder False"),
+    ("blip2 t5", "text_config", dict(d_kv=0), "text_config.d_kv 0"),
+    ("blip2 t5", "text_config", dict(num_attention_heads=5), "another name of num_heads"),
+    ("blip2 t5", "text_config", dict(zz=1), "'text_config.zz' 1"),
+    ("blip2 t5", None, dict(use_decoder_only_language_model=True), "language_model True"),
     ("blip2", "text_config", dict(word_embed_proj_dim=16), "word_embed_proj_dim 16"),
     ("blip2", "text_config", dict(enable_bias=False), "enable_bias False is not supported"),
     ("blip2", "qformer_config", dict(cross_attention_frequency=3), "cross_attention_frequency 3"),
@@ -367,16 +468,30 @@ def test_a_config_that_we_do_not_compute_is_refused_in_one_line(name, part, chan
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("name", ["clip", "blip2"])
+def test_a_config_of_t5_may_have_other_names(tmp_path):
+    """The default of d_model in a text_config that says hidden_size, which is the same."""
+    record = json.loads(classes("blip2 t5")[0](**CASES["blip2 t5"]).to_json_string())
+    record["text_config"]["hidden_size"] = record["text_config"].pop("d_model")
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    want = published.hf_config(reference("blip2 t5").folder)
+    got = published.hf_config(tmp_path)
+    assert got.d_model == 48 and change(got, published="") == change(want, published="")
+
+
+@pytest.mark.parametrize("name", ["clip", "blip2", "blip2 t5"])
 def test_what_a_config_leaves_out_is_its_default(name):
     """A default that differs from the class's, in a part of config.json with few keys."""
     config, _ = classes(name)
     module = clip if name == "clip" else blip2
-    whole = json.loads(config().to_json_string(use_diff=False))
+    given = dict(text_config=dict(model_type="t5")) if is_t5(name) else {}
+    whole = json.loads(config(**given).to_json_string(use_diff=False))
     parts = dict(text_config=clip.TEXT) if name == "clip" else dict(
-        text_config=blip2.OPT, qformer_config=blip2.QFORMER)
+        text_config=blip2.T5 if is_t5(name) else blip2.OPT, qformer_config=blip2.QFORMER)
     for part, ours in {**parts, "vision_config": module.VISION}.items():
         theirs = {"tie_word_embeddings": True, **whole[part], "word_embed_proj_dim": None}
+        if is_t5(name):     # (Theirs says the number that it means.)
+            assert theirs.get("num_decoder_layers") in (None, 6)
+            theirs["num_decoder_layers"] = None
         assert ours.items() <= theirs.items()
     own = {key: value for key, value in module.WHOLE.items() if not key.endswith("_config")}
     assert own == {key: whole[key] for key in own if key != "image_token_index"} | (

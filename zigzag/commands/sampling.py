@@ -60,6 +60,8 @@ class Model(NamedTuple):
         return special_ids(self.c, self.tokenizer)[1:2] if has_encoder else self.tokenizer.ends
 
     def sources(self, prompts: Sequence[Prompt]) -> list[Any] | None:
+        if self.network.source_text(self.c):    # the encoder reads the prompts too
+            return [(prompt.source, self.tokenizer.with_ends(prompt.text)) for prompt in prompts]
         return [prompt.source for prompt in prompts] if self.has_source else None
 
     def room(self, prompt: Prompt) -> int:

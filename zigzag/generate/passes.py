@@ -47,7 +47,7 @@ def new_cache(engine: Engine, params: Any, rows: State, slots: int) -> Any:
         encoded = engine.network.encode_source(params, state, engine.config, specs)
         return {"cache": [layer | of_source for layer, of_source in zip(cache, encoded)]}
 
-    source = only(rows, "source", "source_mask")
+    source = only(rows, "source", "source_mask", "source_tokens")
     if source:
         cache = engine.on_mesh(encode, params, source | {"cache": cache}, ["cache"])["cache"]
     return cache

@@ -7,6 +7,7 @@ pad their number until the mesh divides it.
 """
 
 import collections
+import sys
 from typing import Any, Sequence
 
 import numpy as np
@@ -77,18 +78,25 @@ def source_arrays(network: Network, source: Any, c: Any, rows: int) -> State:
         return {}
     if len(source) != rows:
         raise ConfigError(f"{rows} prompts and {len(source)} sources: expected one for each")
-    if len(shape) > 1:      # the encoder doesn't read text
-        array = np.asarray(source, np.float32)
-        if array.shape != (rows, *shape):
-            raise ConfigError(f"sources have the shape {list(array.shape)}; expected "
-                              f"{[rows, *shape]}")
-        return {"source": array}
-    longest = check_ids("source", source, c)
-    padded = np.zeros((rows, max(longest, min(padded_length(longest), shape[0]))), np.int32)
+    if len(shape) == 1:
+        return _padded_sources("source", source, c, shape[0])
+    before, texts = network.source_text(c), {}
+    if before and isinstance(source[0], tuple):     # (array, ids): the encoder reads both
+        source, ids = zip(*source)
+        texts = _padded_sources("source_tokens", [[*before, *row] for row in ids], c)
+    array = np.asarray(source, np.float32)
+    if array.shape != (rows, *shape):
+        raise ConfigError(f"sources have the shape {list(array.shape)}; expected {[rows, *shape]}")
+    return {"source": array, **texts}
+
+
+def _padded_sources(name, rows, c, most=sys.maxsize):
+    longest = check_ids("source", rows, c)
+    padded = np.zeros((len(rows), max(longest, min(padded_length(longest), most))), np.int32)
     mask = np.zeros(padded.shape, np.float32)
-    for row, mask_row, ids in zip(padded, mask, source):
+    for row, mask_row, ids in zip(padded, mask, rows):
         row[:len(ids)], mask_row[:len(ids)] = ids, 1
-    return {"source": padded, "source_mask": mask}
+    return {name: padded, "source_mask": mask}
 
 
 def pad_rows(rows: Any, xp: Any = np) -> Any:
@@ -139,6 +147,10 @@ def seeds_of(rows: State, seed: int | Sequence[int], xp: Any = np) -> Any:
     content = content_hash(rows["tokens"], rows["start"], xp)
     if "source" in rows:
         content = content + content_hash(rows["source"], 0, xp) * np.uint32(31)
+    if "source_tokens" in rows:     # reversed, its padding comes first
+        length = rows["source_mask"].sum(1).astype(np.int32)
+        text, begin = rows["source_tokens"][:, ::-1], rows["source_mask"].shape[1] - length
+        content = content + content_hash(text, begin, xp) * np.uint32(37)
     if np.ndim(seed) and len(seed) != len(content):
         raise ConfigError(f"{len(content)} prompts and {len(seed)} seeds: expected one for each")
     seeds = xp.broadcast_to(xp.asarray(seed).astype(np.uint32), content.shape)

@@ -269,6 +269,8 @@ class Network:
     source_shape: Callable = _none      # config -> shape of a row for its encoder; (T,) means text
     source_ids: Callable = lambda config: ()    # config -> placeholder ids for the source, at the
     #                                     start of each row
+    source_text: Callable = lambda config: ()   # config -> placeholder ids for the source, at the
+    #                                     start of a text that its encoder reads besides
     decoder_of: Callable | None = None  # a weight tree -> the same tree with the decoder's
     #                                     weights at the top level; None: they already are
 
