@@ -31,7 +31,7 @@ from zigzag.core.errors import ConfigError, RunError
 from zigzag.core.mesh import cast
 from zigzag.disk import checkpoint
 from zigzag.parallel.network import NETWORKS
-from zigzag.parallel.saved import load_run
+from zigzag.parallel.saved import load_run, read_run_weights
 from zigzag.parallel.table import Weight
 from zigzag.run.continuing import check_folder
 from zigzag.run.plan import Program
@@ -90,6 +90,10 @@ def test_weights_in_16_bits_are_those_of_the_run_rounded(tmp_path, monkeypatch, 
         assert is_weight or meta["checksums"][path] == meta_of_wide["checksums"][path], path
     for a, b in zip(*(jax.tree.leaves(load_run(folder)[0]) for folder in (narrow, wide))):
         assert a.dtype == np.float32 and (a == b.astype("bfloat16").astype(np.float32)).all()
+    network = NETWORKS["decoder"]       # as --init_from reads them
+    places = network.places(load_run(narrow)[1])
+    assert {w.dtype for w in jax.tree.leaves(read_run_weights(network, narrow, places))} == {
+        np.dtype("float32")}
 
     def rounded(program, on_disk):
         params = cast(cast(on_disk["params"], "bfloat16"), "float32")

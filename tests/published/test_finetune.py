@@ -6,6 +6,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -108,6 +109,14 @@ def tuned_alone(published):
     rows, _ = learn(config, first_weights=lambda places: jax.tree.map(
         lambda w, like: jax.device_put(w, like.sharding), params, places))
     return config, [row["loss"] for row in rows], float(total / count)
+
+
+def test_a_published_model_is_loaded_in_the_dtype_that_is_asked(published):
+    """sample.load(dtype=) that first reads 32 bits of each weight, or returns those."""
+    exact, rounded = (sample.load(published, dtype=dtype)[0] for dtype in ("float32", "bfloat16"))
+    for a, b in zip(*map(jax.tree.leaves, (exact, rounded)), strict=True):
+        assert b.dtype == jnp.bfloat16 and (b == a.astype(b.dtype)).all()
+
 
 
 @pytest.mark.full
