@@ -27,7 +27,7 @@ from jax import Array
 
 import shard
 from published import general, llama, tables, transformer
-from published.family import Family, attention, is_range, keys, mlp, under
+from published.family import Family, attention, inside, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
 from published.record import an_id, classed, count, pictures, refuse, wrong
@@ -105,8 +105,7 @@ def table(c: Any) -> Params:
     make = Table(L=q.layers // 2, Q=record_of(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
                  X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
     own = tables.layer_weights(dataclasses.replace(q, layers=q.layers // 2), q.layers // 2)
-    cross = {f"cross_{name.removeprefix('attn_')}": w for name, w in own.items()
-             if name.startswith(("wq", "wk", "wv", "wo", "attn_norm"))}
+    cross = tables.attention_weights(own, "cross_")
     cross |= {"cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
               "cross_wv": make("L/pipe X/fsdp K/tensor M", v.d_model**-0.5)}
     return {"vision": tables.table(v), "text": tables.table(c),
@@ -120,11 +119,6 @@ def _attention_arrays(name, ours, norm):
     """Return BERT's names for the arrays of an attention block."""
     return under(f"{name}.", attention("{}", "attention.query attention.key attention.value "
                                        "output.dense", ours), {"output.LayerNorm": norm})
-
-
-def _of_text(ours):
-    """Rewrite a row of OPT's name table for weights under "text"."""
-    return " ".join(f"text.{word}" if word.isidentifier() else word for word in ours.split())
 
 
 VISION_ARRAYS = {
@@ -143,8 +137,8 @@ ARRAYS = under("vision_model.", VISION_ARRAYS) | {
     {"output_query.LayerNorm": "mlp_norm"}) | under(
     "qformer.encoder.layer.{x}.",
     _attention_arrays("crossattention", "cross_", "cross_norm")) | under("language_model.", {
-        name.replace("{l}", "{text.layers}"): ours if "{l}" in name else _of_text(ours)
-        for name, ours in llama.FAMILIES["opt"].arrays.items()})
+        name.replace("{l}", "{text.layers}"): ours
+        for name, ours in inside("text", llama.FAMILIES["opt"].arrays).items()})
 
 
 def _stacks(c):

@@ -82,6 +82,17 @@ def under(prefix: str, *groups: Names) -> Names:
     return {prefix + name: ours for group in groups for name, ours in group.items()}
 
 
+def inside(path: str, names: Names) -> Names:
+    """Move a name table's weights to `path` in a larger model. The path of a layer's weight comes
+    from its stack instead."""
+    def moved(ours):
+        layout, sign, weights = ours.rpartition("-> ")
+        return layout + sign + " ".join(f"{path}.{word}" if word.isidentifier() else word
+                                        for word in weights.split())
+
+    return {name: ours if "{" in name else moved(ours) for name, ours in names.items()}
+
+
 def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:
     """Name the four attention modules: queries, keys, values and output. Each name in `parts`
     replaces the {} in `name`."""

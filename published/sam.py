@@ -8,8 +8,7 @@ Consecutive layers of the same kind form a run, with stacked weights; the two ki
 tables of different sizes. Each score gets a bias that depends on the query and its distance to the
 key in rows and columns: q . down[rows] + q . right[columns].
 
-From the folder of a SamModel we read only vision_encoder.*, because the prompt encoder and the mask
-decoder are separate models. We save a SamVisionModel, without them.
+This is a SamVisionModel. sam_masks.py has the SamModel around it, with prompts and masks.
 
 Windows need the whole sequence, and runs differ, so `check` rejects the axes pipe and seq.
 
@@ -20,7 +19,6 @@ tokens, O width of the result (o the same), k and z the sides of a convolution.
 
 import functools
 import itertools
-import json
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +31,7 @@ from published import general, stems, transformer, windows
 from published.family import Family, biased, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import classed, count, pictures, tower, wrong
+from published.record import Fields, Record, count, pictures, tower, wrong
 from published.tables import layer_weights, norms
 from published.transformer import norm
 from zigzag.core.mesh import cast
@@ -184,7 +182,8 @@ DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_
                 use_rel_pos=True, window_size=14, global_attn_indexes=[2, 5, 8, 11])
 
 
-def _fields(r):
+def fields(r: Record) -> Fields:
+    """Translate the encoder's config.json into fields of a Config."""
     globally = r["global_attn_indexes"]
     if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
         raise wrong("global_attn_indexes", globally, ": expected a list of layer numbers")
@@ -199,15 +198,6 @@ def _fields(r):
             **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True)}
 
 
-def _fields_of_whole(r):
-    """Return the fields of a SamModel. We read, train and save only its image encoder."""
-    classed(r, {"": {}, "SamModel": {}})
-    own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
-           "architectures": ["SamVisionModel"]}
-    return {**_fields(r.part("vision_config", DEFAULTS, own)),
-            "published": json.dumps(own, sort_keys=True)}
-
-
 ARRAYS = under("vision_encoder.", {
     "patch_embed.projection": "patch", "patch_embed.projection.weight": "D C y x -> patch",
     "pos_embed": "1 P p D -> positions"}, under("neck.", {
@@ -218,19 +208,15 @@ ARRAYS = under("vision_encoder.", {
             **mlp("mlp.lin1", "mlp.lin2")}))
 
 
-def _stacks(c):
-    return {"l": [(run.name, run.numbers) for run in runs(c)]}
+def stacks(c: Config, at: str = "") -> dict[str, list[tuple[str, list[int]]]]:
+    """Name the layers' stacks for the arrays' names; `at` is the path to them in a larger model."""
+    return {"l": [(at + run.name, run.numbers) for run in runs(c)]}
 
 
-IN_VISION = "num_pos_feats scale mlp_ratio intermediate_size projection_dim tie_word_embeddings"
-OTHER_PARTS = dict.fromkeys((r"prompt_encoder\..*", r"mask_decoder\..*",
-                             r"shared_image_embedding\..*"), "^SamModel$")
-FAMILIES = {
-    "sam": Family(_fields_of_whole, ARRAYS, {"vision_config": None}, ignored=OTHER_PARTS,
-                  stacks=_stacks, neutral=keys(f"{IN_VISION} mask_decoder_config "
-                                               "prompt_encoder_config")),
-    "sam_vision_model": Family(_fields, ARRAYS, DEFAULTS, stacks=_stacks,
-                               neutral=keys(IN_VISION))}
+# Keys of the vision config that change nothing.
+IN_VISION = "scale mlp_ratio intermediate_size projection_dim tie_word_embeddings"
+FAMILIES = {"sam_vision_model": Family(fields, ARRAYS, DEFAULTS, stacks=stacks,
+                                       neutral=keys(f"num_pos_feats {IN_VISION}"))}
 
 NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
                   gives=lambda c: "vectors", source_shape=transformer.source_shape)
