@@ -3,6 +3,7 @@
 Families are in llama.py, gpt.py, encoders.py and others; arrays_of_folder.py explains the names.
 """
 
+import re
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
@@ -86,9 +87,9 @@ def inside(path: str, names: Names) -> Names:
     """Move a name table's weights to `path` in a larger model. The path of a layer's weight comes
     from its stack instead."""
     def moved(ours):
-        layout, sign, weights = ours.rpartition("-> ")
-        return layout + sign + " ".join(f"{path}.{word}" if word.isidentifier() else word
-                                        for word in weights.split())
+        layout, weights = re.fullmatch("(.*(?:->|==|~) |)(.*)", ours).groups()
+        return layout + " ".join(f"{path}.{word}" if re.match(r"\w", word) else word
+                                 for word in weights.split())
 
     return {name: ours if "{" in name else moved(ours) for name, ours in names.items()}
 
