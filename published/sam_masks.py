@@ -348,7 +348,8 @@ def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple[
     dice = 1 - (2 * total(inside * targets) + 1) / (total(inside + targets) + 1)
     overlap = total(is_inside & is_target) / jnp.maximum(total(is_inside | is_target), 1)
     each = cross_entropy + dice                                                 # [B, P, A]
-    losses = each[..., 0] + each[..., 1:].min(-1) + jnp.sum((scores - overlap)**2, -1)
+    best = jax.nn.one_hot(jnp.argmin(each[..., 1:], -1) + 1, each.shape[-1])
+    losses = each[..., 0] + jnp.sum(best * each + (scores - overlap)**2, -1)
     return jnp.sum(losses), jnp.float32(losses.size)
 
 
