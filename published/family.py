@@ -86,12 +86,8 @@ def under(prefix: str, *groups: Names) -> Names:
 def inside(path: str, names: Names) -> Names:
     """Move a name table's weights to `path` in a larger model. The path of a layer's weight comes
     from its stack instead."""
-    def moved(ours):
-        layout, weights = re.fullmatch("(.*(?:->|==|~) |)(.*)", ours).groups()
-        return layout + " ".join(f"{path}.{word}" if re.match(r"\w", word) else word
-                                 for word in weights.split())
-
-    return {name: ours if "{" in name else moved(ours) for name, ours in names.items()}
+    return {name: ours if "{" in name else re.sub(r"\b[a-z][\w.]+", rf"{path}.\g<0>", ours)
+            for name, ours in names.items()}
 
 
 def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:

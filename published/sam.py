@@ -8,9 +8,8 @@ Consecutive layers of the same kind form a run, with stacked weights; the two ki
 tables of different sizes. Each score gets a bias that depends on the query and its distance to the
 key in rows and columns: q . down[rows] + q . right[columns].
 
-This is a SamVisionModel. sam_masks.py has the SamModel around it, with prompts and masks.
-
-Windows need the whole sequence, and runs differ, so `check` rejects the axes pipe and seq.
+This is a SamVisionModel; sam_masks.py has the SamModel around it. Windows need the whole sequence,
+and runs differ, so `check` rejects the axes pipe and seq.
 
 B batch, T sequence, D model, H heads (K of keys), N per head (M of values), F feed-forward, L
 layers of a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of
@@ -31,7 +30,7 @@ from published import general, stems, transformer, windows
 from published.family import Family, biased, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import Fields, Record, count, pictures, tower, wrong
+from published.record import count, pictures, tower, wrong
 from published.tables import layer_weights, norms
 from published.transformer import norm
 from zigzag.core.mesh import cast
@@ -182,8 +181,7 @@ DEFAULTS = dict(hidden_size=768, output_channels=256, num_hidden_layers=12, num_
                 use_rel_pos=True, window_size=14, global_attn_indexes=[2, 5, 8, 11])
 
 
-def fields(r: Record) -> Fields:
-    """Translate the encoder's config.json into fields of a Config."""
+def _fields(r):
     globally = r["global_attn_indexes"]
     if not isinstance(globally, list) or not all(isinstance(i, int) for i in globally):
         raise wrong("global_attn_indexes", globally, ": expected a list of layer numbers")
@@ -213,10 +211,9 @@ def stacks(c: Config, at: str = "") -> dict[str, list[tuple[str, list[int]]]]:
     return {"l": [(at + run.name, run.numbers) for run in runs(c)]}
 
 
-# Keys of the vision config that change nothing.
-IN_VISION = "scale mlp_ratio intermediate_size projection_dim tie_word_embeddings"
-FAMILIES = {"sam_vision_model": Family(fields, ARRAYS, DEFAULTS, stacks=stacks,
-                                       neutral=keys(f"num_pos_feats {IN_VISION}"))}
+IN_VISION = "num_pos_feats scale mlp_ratio intermediate_size projection_dim tie_word_embeddings"
+FAMILIES = {"sam_vision_model": Family(_fields, ARRAYS, DEFAULTS, stacks=stacks,
+                                       neutral=keys(IN_VISION))}
 
 NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
                   gives=lambda c: "vectors", source_shape=transformer.source_shape)

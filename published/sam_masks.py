@@ -1,7 +1,7 @@
 """SAM draws the masks that points, a box or a rough mask in an image mean.
 
-    image   [B, C, height, width] -> sam.py's encoder (+ rough mask) -> y [B, S, D]
-    points, boxes -> prompts, after the output tokens -> x [B, T, D]
+    image [B, C, height, width] -> sam.py's encoder (+ rough mask) -> y [B, S, D]
+    output tokens, then points and boxes -> x [B, T, D]
     [ x attends to itself -> x attends to y -> MLP on x -> y attends to x ] x L -> x attends to y
     x's first token -> MLP -> scores [B, A];  y -> 4 x 4 pixels per token
     x's next A tokens -> an MLP each -> products with the pixels -> masks [B, A, 4 h, 4 w]
@@ -17,7 +17,6 @@ convolution, I width of the scores' MLP, d and i a second D and I.
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import jax
@@ -27,16 +26,16 @@ from jax import Array, lax
 
 import shard
 from published import general, sam, transformer
-from published.family import Family, attention, inside, keys, mlp, under
+from published.family import Family, attention, inside, mlp, under
 from published.general import Batch, Shapes
-from published.llama import record_of
-from published.record import MOST, activation, classed, count, refuse, tower, wrong
+from published.llama import fields_of, record_of
+from published.record import Record, activation, classed, count, pictures, refuse, tower, wrong
 from published.tables import attention_weights, layer_weights, norms
 from published.transformer import activate, feed_forward, norm, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import cast, vary_like
-from zigzag.core.options import flag, only
+from zigzag.core.options import flag, only, without
 from zigzag.parallel import low_rank
 from zigzag.parallel.attention import softmax_attention
 from zigzag.parallel.network import Network, Params
@@ -46,84 +45,77 @@ from zigzag.parallel.table import Table
 # -------------------------------------------------------------------------------------------
 # Configs. The whole model uses the image encoder's options.
 
-VISION = {**sam.DEFAULTS, "num_pos_feats": 128}
 PROMPT = dict(hidden_size=256, image_size=1024, patch_size=16, mask_input_channels=16,
               num_point_embeddings=4, hidden_act="gelu", layer_norm_eps=1e-6)
 DECODER = dict(hidden_size=256, hidden_act="relu", mlp_dim=2048, num_hidden_layers=2,
                num_attention_heads=8, attention_downsample_rate=2, num_multimask_outputs=3,
                iou_head_depth=3, iou_head_hidden_dim=256, layer_norm_eps=1e-6)
 WHOLE = dict(vision_config=None, prompt_encoder_config=None, mask_decoder_config=None)
-MOST_DEPTH, LAST_EPS = 30, 1e-5      # of the scores' MLP; of the norm after the last attention
+# Not in config.json: the last norm's epsilon, and how much narrower the other layers' attention is.
+LAST_EPS, RATE, MOST_DEPTH = 1e-5, 2, 30        # the last: the deepest MLP of scores that we read
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(general.Config):
     """The image encoder's options, and what a training example has. Each field is also a flag."""
     prompts: int = flag(1, least=1)     # prompts per image, each with a mask to learn
-    points: int = flag(1, least=0)      # points per prompt, of which the ones with the label -10
-                                        # don't exist; 0: a box instead
+    points: int = flag(1, least=0)      # points per prompt; 0: a box instead
 
 
-def _parts(r):
-    """Return the three parts of config.json."""
-    own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
-           "architectures": ["SamVisionModel"]}
-    return (r.part("vision_config", VISION, own), r.part("prompt_encoder_config", PROMPT),
-            r.part("mask_decoder_config", DECODER))
-
-
-def configs(r: Any, c: Any = None) -> list[Any]:
-    """Return the Configs of model c's image encoder, prompt encoder and mask decoder."""
-    vision, prompt, decoder = _parts(r)
-    published = json.dumps(vision.given, sort_keys=True)
-    fields = ({**sam.fields(vision), "published": published},
+def configs(r: Any, c: Any = None) -> tuple:
+    """Return the three Configs of model c, and config.json's parts of the last two."""
+    prompt = r.part("prompt_encoder_config", PROMPT)
+    decoder = r.part("mask_decoder_config", DECODER)
+    vision = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
+              "architectures": ["SamVisionModel"]}
+    fields = (fields_of(vision, sam.FAMILIES, "vision_config."),
               {"norm": "layer", "norm_eps": prompt["layer_norm_eps"],
-               "activation": activation(prompt["hidden_act"]), "image_size": prompt["image_size"]},
+               "activation": activation(prompt["hidden_act"]), **pictures(prompt), "head": "none"},
               {**tower(decoder, d_ff="mlp_dim"), "biases": "qkv,out,mlp", "head": "none"})
-    return [general.tower(c, name, own) for name, own in zip(WHOLE, fields)]
+    return *(general.tower(c, name, own) for name, own in zip(WHOLE, fields)), prompt, decoder
 
 
 def _fields(r):
     classed(r, {"": {}, "SamModel": {}})
     refuse(r, tie_word_embeddings=True)     # version 4 ignores it
-    vision, prompt, decoder = _parts(r)
-    side, other = (count(x, "image_size") // count(x, "patch_size") for x in (vision, prompt))
-    if side != other:
-        raise wrong("prompt_encoder_config.image_size", prompt["image_size"],
-                    f": {other} patches; expected {side}, as in vision_config")
+    v, p, d, prompt, decoder = configs(r)
+    if p.side != v.side:
+        raise wrong("prompt_encoder_config.image_size", p.image_size,
+                    f": {p.side} patches; expected {v.side}, as in vision_config")
+    vision = Record(r.plain("vision_config") or {}, {**sam.DEFAULTS, "num_pos_feats": 128},
+                    at="vision_config.", kind="sam")
     width, channels = 2 * count(vision, "num_pos_feats"), count(prompt, "mask_input_channels")
     refuse(vision, output_channels=width)
-    refuse(prompt, hidden_size=width, image_embedding_size=side, num_point_embeddings=4,
+    refuse(prompt, hidden_size=width, image_embedding_size=v.side, num_point_embeddings=4,
            mask_input_channels=4 * max(channels // 4, 1))
     refuse(decoder, hidden_size=width)
     count({"hidden_size / 8": width // 8}, "hidden_size / 8")
-    for name, most in (("num_multimask_outputs", MOST), ("iou_head_hidden_dim", MOST),
-                       ("iou_head_depth", MOST_DEPTH), ("attention_downsample_rate", width)):
-        count(decoder, name, most)
-    general.tower(None, "mask_decoder_config, attention_downsample_rate", dict(
-        d_model=width // decoder["attention_downsample_rate"], heads=configs(r)[2].heads))
-    return sam.fields(vision)
+    for name in ("num_multimask_outputs", "iou_head_hidden_dim"):
+        count(decoder, name)
+    count(decoder, "iou_head_depth", MOST_DEPTH)
+    for rate in (RATE, count(decoder, "attention_downsample_rate")):
+        general.tower(None, f"mask_decoder_config, attention_downsample_rate {rate}",
+                      dict(d_model=width // rate, heads=d.heads))
+    return without(vars(v), "published")
 
 
 # -------------------------------------------------------------------------------------------
 # Weights, and the arrays of published models
 
-POINTS = ("outside", "inside", "begin", "end")      # points by label, then a box's corners
+POINTS = ("outside", "inside", "begin", "end", "not_a_point", "no_mask")    # in order of labels
 
 
 def table(c: Any) -> Params:
-    v, _, d = configs(record_of(c), c)
-    vision, prompt, decoder = _parts(record_of(c))
+    v, _, d, prompt, decoder = configs(record_of(c), c)
     D, A, channels = d.d_model, decoder["num_multimask_outputs"] + 1, prompt["mask_input_channels"]
     width, depth = decoder["iou_head_hidden_dim"], max(decoder["iou_head_depth"], 2)
-    make = Table(D=D, d=D, L=A, A=A, I=width, i=width, X=2, W=vision["num_pos_feats"], k=2, z=2,
+    make = Table(D=D, d=D, L=A, A=A, I=width, i=width, X=2, W=D // 2, k=2, z=2,
                  u=D // 4, v=D // 8, c=channels, e=channels // 4)
-    narrow = change(d, head_dim=D // decoder["attention_downsample_rate"] // d.heads)
-    cross, last = (layer_weights(narrow, layers) for layers in (d.layers, 1))
-    points = {name: make("D", 0.02) for name in ("not_a_point", "no_mask", *POINTS)}
+    cross, last = (layer_weights(change(d, head_dim=D // rate // d.heads), layers) for rate, layers
+                   in ((RATE, d.layers), (decoder["attention_downsample_rate"], 1)))
     return {
         "vision": sam.table(v),
-        "prompt": {"waves": make("X W", 1.0), **points,
+        "prompt": {"waves": make("X W", 1.0), **{name: make("D", 0.02) for name in POINTS},
                    **_products(make, mask0="k z e", mask1="k z e c", mask2="c D/fsdp"),
                    **norms(d, make, "e", ["mask0_norm"]), **norms(d, make, "c", ["mask1_norm"])},
         "decoder": {
@@ -131,8 +123,8 @@ def table(c: Any) -> Params:
             "layers": {**layer_weights(d, d.layers), **attention_weights(cross, "cross_"),
                        **attention_weights(cross, "back_")},
             "last": attention_weights(last, "cross_"),
-            **_products(make, up0="D/fsdp k z u", up1="u k z v"),
             **norms(d, make, "u", ["up_norm"]),
+            **_products(make, up0="D/fsdp k z u", up1="u k z v"),
             "vectors": _products(make, "L/pipe ", w0="D/fsdp d", w1="D/fsdp d", out="D/fsdp v"),
             "scores": _products(make, w0="D/fsdp I", out="I/fsdp A",
                                 **{f"w{n}": "I/fsdp i" for n in range(1, depth - 1)})}}
@@ -146,15 +138,15 @@ def _products(make, stack="", **axes):
 
 MLP = {"proj_in": "w0", "proj_out": "out",
        **{f"layers.{n}": f"w{n + 1}" for n in range(MOST_DEPTH - 2)}}
-PROMPT_ARRAYS = {
+PROMPTS = {
     "shared_embedding.positional_embedding": "X W == waves",
     "not_a_point_embed.weight": "1 D -> not_a_point", "no_mask_embed.weight": "1 D -> no_mask",
-    **{f"point_embed.{n}.weight": f"1 D -> {name}" for n, name in enumerate(POINTS)},
+    **{f"point_embed.{n}.weight": f"1 D -> {POINTS[n]}" for n in range(4)},
     "mask_embed.conv1": "mask0", "mask_embed.conv1.weight": "e 1 k z -> mask0",
     "mask_embed.conv2": "mask1", "mask_embed.conv2.weight": "c e k z -> mask1",
     "mask_embed.conv3": "mask2", "mask_embed.conv3.weight": "D c 1 1 -> mask2",
     "mask_embed.layer_norm1": "mask0_norm", "mask_embed.layer_norm2": "mask1_norm"}
-DECODER_ARRAYS = {
+MASKS = {
     "iou_token.weight": "1 D -> score_token", "mask_tokens.weight": "A D -> mask_tokens",
     "upscale_conv1": "up0", "upscale_conv1.weight": "D u k z -> up0",
     "upscale_conv2": "up1", "upscale_conv2.weight": "u v k z -> up1",
@@ -168,27 +160,14 @@ DECODER_ARRAYS = {
             mlp("mlp.lin1", "mlp.lin2"), {"layer_norm1": "attn_norm", "layer_norm2": "cross_norm",
                                           "layer_norm3": "mlp_norm", "layer_norm4": "back_norm"})}
 ARRAYS = {"shared_image_embedding.positional_embedding": "X W -> prompt.waves",
-          **inside("vision", sam.ARRAYS),
-          **under("prompt_encoder.", inside("prompt", PROMPT_ARRAYS)),
-          **under("mask_decoder.", inside("decoder", DECODER_ARRAYS))}
-FAMILIES = {"sam": Family(
-    _fields, ARRAYS, WHOLE, neutral=keys(sam.IN_VISION),
-    stacks=lambda c: sam.stacks(configs(record_of(c), c)[0], "vision."))}
+          **inside("vision", sam.ARRAYS), **under("prompt_encoder.", inside("prompt", PROMPTS)),
+          **under("mask_decoder.", inside("decoder", MASKS))}
+FAMILIES = {"sam": Family(_fields, ARRAYS, WHOLE, neutral=("tie_word_embeddings",), stacks=lambda c:
+                          sam.stacks(configs(record_of(c), c)[0], "vision."))}
 
 
 # -------------------------------------------------------------------------------------------
 # Prompts and the decoder
-
-def check_prompts(batch: Batch, c: Any) -> None:
-    """Reject prompts whose shapes fit neither each other nor the model."""
-    first = batch.get("points", batch.get("boxes", np.zeros((0, 1))))
-    B, side, (P, N) = len(batch["source"]), 4 * c.side, (*first.shape[1:], 0)[:2]
-    for name, shape in {"points": (B, P, N, 2), "labels": (B, P, N), "boxes": (B, P, 4),
-                        "masks": (B, side, side), "targets": (B, P, side, side)}.items():
-        if name in batch and batch[name].shape != shape:
-            raise ConfigError(f"{name} of the shape {list(batch[name].shape)}; expected "
-                              f"{list(shape)}, for {B} images with {P} prompts each")
-
 
 def _places(waves, at):
     """Return vectors [..., D] of places [..., X], which are from 0 to 1, in float32."""
@@ -197,31 +176,36 @@ def _places(waves, at):
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
 
 
-def _prompts(w, waves, batch, size):
-    """Return the vectors [B, P, n, D] of prompts in images of size x size pixels. A box is two
-    points, and points without a box end with a place without a point."""
-    first, is_box = batch.get("points", batch.get("boxes")), "boxes" in batch
-    if first is None:
-        return jnp.zeros((len(batch["source"]), 1, 0, len(w["no_mask"])))
-    shape = (*first.shape[:2], 1 + is_box)
+def _prompts(w, waves, batch, p):
+    """Return the prompts' vectors [B, P, n, D]. A box is two points, and points without a box end
+    with a place without a point. Reject shapes that fit neither each other nor the model."""
+    first, is_box = batch.get("points", batch.get("boxes", np.zeros((0, 1)))), "boxes" in batch
+    B, side, (P, N) = len(batch["source"]), 4 * p.side, (*first.shape[1:], 0)[:2]
+    for name, shape in {"points": (B, P, N, 2), "labels": (B, P, N), "boxes": (B, P, 4),
+                        "masks": (B, side, side), "targets": (B, P, side, side)}.items():
+        if name in batch and batch[name].shape != shape:
+            raise ConfigError(f"{name} of the shape {list(batch[name].shape)}; expected "
+                              f"{list(shape)}, for {B} images with {P} prompts each")
+    if not len(first):
+        return jnp.zeros((B, P, 0, len(w["no_mask"])))
+    shape = (B, P, 1 + is_box)
     at = [batch["boxes"].reshape(*shape, 2) if is_box else jnp.zeros((*shape, 2))]
     label = [jnp.broadcast_to(jnp.array([2, 3] if is_box else [-1]), shape)]
     if "points" in batch:
         at = [first, *at]
         label = [batch.get("labels", jnp.ones(first.shape[:3])), *label]
     at, label = jnp.concatenate(at, 2), jnp.concatenate(label, 2)[..., None]
-    x = jnp.where(label == -1, w["not_a_point"], _places(waves, (at + 0.5) / size))
+    x = jnp.where(label == -1, w["not_a_point"], _places(waves, (at + 0.5) / p.image_size))
     x = jnp.where(label == -10, 0, x)
-    return x + sum(jnp.where(label == n, w[name], 0) for n, name in enumerate(POINTS))
+    return x + sum(jnp.where(label == n, w[POINTS[n]], 0) for n in range(4))
 
 
-def _rough(w, batch, side, p):
-    """Return what to add to the image's tokens: rough masks as vectors [B, S, D], or the vector
-    [D] for none."""
+def _rough(w, batch, p):
+    """Return what to add to y: rough masks as vectors [B, S, D], or a vector [D] for none."""
     if "masks" not in batch:
         return w["no_mask"]
-    x = batch["masks"].reshape(-1, side, 2, 2, side, 2, 2).transpose(0, 1, 4, 2, 5, 3, 6)
-    x = x.reshape(len(x), side**2, 2, 2, 2, 2).astype(w["mask0"].dtype)     # [B, S, k, z, k, z]
+    x = batch["masks"].reshape(-1, p.side, 2, 2, p.side, 2, 2).transpose(0, 1, 4, 2, 5, 3, 6)
+    x = x.reshape(len(x), p.side**2, 2, 2, 2, 2).astype(w["mask0"].dtype)   # [B, S, k, z, k, z]
     for name, sides in (("mask0", 2), ("mask1", 3)):
         x = matmul(x, w[name], sides) + w[f"{name}_bias"]
         x = activate(p, norm(w, f"{name}_norm", x, p))
@@ -238,8 +222,8 @@ def _attend(w, name, q, k, v):
 
 
 def _layer(w, streams, i, places, grid, c):
-    """Run layer i on the tokens x [B, T, D] and the image y [B, S, D]. `places` are the first
-    layer's tokens, and `grid` the image's places. The last layer has only attention to y."""
+    """Run layer i on tokens x [B, T, D], which were `places` at first, and on the image y
+    [B, S, D], whose places are `grid`. The last layer has only attention to y."""
     w, (x, y), x_all = low_rank.adapted(w), streams, shard.time_of_block(streams[0])
     if "wq" in w:       # in the first layer, without places and without a residual connection
         later = jnp.asarray(i > 0, x.dtype)
@@ -247,8 +231,7 @@ def _layer(w, streams, i, places, grid, c):
         x = norm(w, "attn_norm", later * x + _attend(w, "", q, q, x_all), c)
         x_all = shard.time_of_block(x)
     y_all = shard.time_of_block(y)
-    x = x + _attend(w, "cross_", x_all + places, y_all + grid, y_all)
-    x = norm(w, "cross_norm", x, c)
+    x = norm(w, "cross_norm", x + _attend(w, "cross_", x_all + places, y_all + grid, y_all), c)
     if "wq" in w:
         x = norm(w, "mlp_norm", x + feed_forward(w, x, c)[0], c)
         x_all = shard.time_of_block(x)
@@ -264,9 +247,8 @@ def _mlp(w, x):
 
 
 def _decode(w, x, y, grid, d, c, specs):
-    """Decode tokens x [B, T, D] and images y [B, S, D] into (masks [B, A, 4 h, 4 w], scores
-    [B, A]) in float32."""
-    places, streams = x, tuple(map(shard.residual_stream, (x, y)))
+    """Decode x [B, T, D] and y [B, S, D] into (masks [B, A, 4 h, 4 w], scores [B, A])."""
+    places, streams = x, (shard.residual_stream(x), shard.residual_stream(y))
     for name, own in (("layers", d), ("last", change(d, layers=1, norm_eps=LAST_EPS))):
         layer = functools.partial(_layer, places=places, grid=grid, c=own)
         streams, _ = shard.layers(layer, w[name], streams, jnp.arange(own.layers),
@@ -287,67 +269,56 @@ def _decode(w, x, y, grid, d, c, specs):
 # The network
 
 def segment(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple[Array, Array]:
-    """Return (masks [B, P, A, 4 h, 4 w], scores [B, P, A]) in float32 for images, the `source`.
-    Their prompts are any of `points` [B, P, N, X] with `labels` [B, P, N], `boxes` [B, P, 4] and
-    rough `masks` [B, 4 h, 4 w]."""
-    check_prompts(batch, config)
-    v, p, d = configs(record_of(config), config)
+    """Return (masks [B, P, A, 4 h, 4 w], scores [B, P, A]) in float32 for a batch's `source` and
+    the prompts in it: `points`, `labels`, `boxes` and rough `masks` [B, 4 h, 4 w]."""
+    v, p, d, *_ = configs(record_of(config), config)
     w, waves = cast(only(params, "prompt", "decoder"), config.dtype), params["prompt"]["waves"]
     waves = lax.stop_gradient(waves.astype(jnp.float32))
     y = sam.forward(params["vision"], batch["source"], v, specs and specs["vision"])
-    B, D = y.shape[:2]
-    y = y.reshape(B, D, -1).swapaxes(1, 2) + _rough(w["prompt"], batch, config.side, p)
-    x = _prompts(w["prompt"], waves, batch, p.image_size).astype(y.dtype)       # [B, P, n, D]
+    x = _prompts(w["prompt"], waves, batch, p).astype(y.dtype)
+    y = y.reshape(*y.shape[:2], -1).swapaxes(1, 2) + _rough(w["prompt"], batch, p)
     own = jnp.concatenate([w["decoder"]["score_token"][None], w["decoder"]["mask_tokens"]])
     x = jnp.concatenate([jnp.broadcast_to(own, (*x.shape[:2], *own.shape)), x], 2)
     y = jnp.broadcast_to(y[:, None], (*x.shape[:2], *y.shape[1:]))
-    P, x, y = x.shape[1], *(a.reshape(-1, *a.shape[2:]) for a in (x, y))
+    (B, P), (x, y) = x.shape[:2], (a.reshape(-1, *a.shape[2:]) for a in (x, y))
     center = (np.arange(config.side, dtype=np.float32) + 0.5) / config.side
     grid = _places(waves, np.stack(np.meshgrid(center, center), -1).reshape(-1, 2))
-    # In training, the weights vary over the same axes as the images.
-    masks, scores = _decode(w["decoder"], vary_like(x, y), y, grid.astype(y.dtype), d, config,
+    x = vary_like(x, y)     # in training, the weights vary over the same axes as the images
+    masks, scores = _decode(w["decoder"], x, y, grid.astype(y.dtype), d, config,
                             specs and specs["decoder"])
     return masks.reshape(B, P, *masks.shape[1:]), scores.reshape(B, P, -1)
 
 
-_segment = jax.jit(segment, static_argnames="config")
-
-
 def predict(params: Params, picture: Array, config: Any, points: Any = None, labels: Any = None,
             boxes: Any = None, mask: Any = None, several: bool = True) -> tuple[Array, Array]:
-    """Return (masks [P, A, 4 h, 4 w], scores [P, A]) for an image [C, height, width], scaled as the
-    model expects. The P prompts are points [P, N, X] with labels [P, N], boxes [P, 4], or both. A
-    point is (column, row) in pixels; its label is 1 inside (the default), 0 outside, -10 for none.
-    A box is two corners. `mask` [4 h, 4 w] is a rough mask, for example an earlier result. A pixel
-    is in a mask where the number is above 0. With several=False, return only mask 0."""
+    """Return (masks [P, A, 4 h, 4 w], scores [P, A]) for an image [C, height, width] and P prompts:
+    points [P, N, X] with labels [P, N] (1 inside, the default; 0 outside; -10 no point), boxes
+    [P, 4] of two corners, or both. Points are (column, row) in pixels, `mask` [4 h, 4 w] is a rough
+    mask, and numbers above 0 are in a mask. With several=False, return only mask 0."""
     given = dict(source=picture, points=points, labels=labels, boxes=boxes, masks=mask)
     batch = {name: jnp.asarray(a)[None] for name, a in given.items() if a is not None}
     if not np.isin(batch.get("labels", 1), (1, 0, -1, -10)).all():
         raise ConfigError("labels: expected 1 (inside), 0 (outside) or -10 (no point)")
-    masks, scores = (a[0] for a in _segment(params, batch, config))
-    chosen = slice(1, None) if several else slice(1)
-    return masks[:, chosen], scores[:, chosen]
+    found = jax.jit(segment, static_argnames="config")(params, batch, config)
+    return tuple(a[0, :, 1:] if several else a[0, :, :1] for a in found)
 
 
 def forward(params: Params, pictures: Array, config: Any, **prompts: Array) -> Array:
-    """Return the masks of `segment`."""
     return segment(params, {"source": pictures, **prompts}, config)[0]
 
 
 def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple[Array, Array]:
-    """Return (sum, count), where count is the number of prompts. A mask's loss is the mean
-    cross-entropy of its pixels plus its dice loss. A prompt's loss is that of mask 0, that of the
-    best other mask, and the scores' squared errors. A score should be the mask's overlap with the
-    target: intersection over union."""
+    """Return (sum, count of prompts). A prompt's loss is that of mask 0, that of the best other
+    mask (each is a mean cross-entropy of pixels, plus dice), and the scores' squared errors. A
+    score should be the mask's overlap with the target: intersection over union."""
     sam.check(config, jax.sharding.get_abstract_mesh())     # train.fit doesn't check
     masks, scores = segment(params, batch, config, specs)
     targets = batch["targets"].astype(jnp.float32)[:, :, None]                  # [B, P, 1, y, x]
     total = functools.partial(jnp.sum, axis=(-2, -1))
     inside, is_inside, is_target = jax.nn.sigmoid(masks), masks > 0, targets > 0.5
-    cross_entropy = jnp.mean(jax.nn.softplus(masks) - masks * targets, (-2, -1))
-    dice = 1 - (2 * total(inside * targets) + 1) / (total(inside + targets) + 1)
+    each = jnp.mean(jax.nn.softplus(masks) - masks * targets, (-2, -1))         # [B, P, A]
+    each += 1 - (2 * total(inside * targets) + 1) / (total(inside + targets) + 1)
     overlap = total(is_inside & is_target) / jnp.maximum(total(is_inside | is_target), 1)
-    each = cross_entropy + dice                                                 # [B, P, A]
     best = jax.nn.one_hot(jnp.argmin(each[..., 1:], -1) + 1, each.shape[-1])
     losses = each[..., 0] + jnp.sum(best * each + (scores - overlap)**2, -1)
     return jnp.sum(losses), jnp.float32(losses.size)
@@ -355,12 +326,12 @@ def loss(params: Params, batch: Batch, config: Any, specs: Any = None) -> tuple[
 
 def batch_shapes(config: Any, rows: int) -> Shapes:
     """Return {name: shape} for a batch of `loss`. It may have boxes and rough masks, too."""
-    P, N, side = config.prompts, config.points, 4 * config.side
-    source = transformer.batch_shapes(config, rows)["source"]
-    points = {"points": source.update(shape=(rows, P, N, 2)),
-              "labels": source.update(shape=(rows, P, N), dtype=jnp.int32)}
-    return {"source": source, **(points if N else {"boxes": source.update(shape=(rows, P, 4))}),
-            "targets": source.update(shape=(rows, P, side, side))}
+    source, P, N = transformer.batch_shapes(config, rows)["source"], config.prompts, config.points
+    prompts = {"points": source.update(shape=(rows, P, N, 2)),
+               "labels": source.update(shape=(rows, P, N), dtype=jnp.int32)} if N else {
+                   "boxes": source.update(shape=(rows, P, 4))}
+    targets = source.update(shape=(rows, P, 4 * config.side, 4 * config.side))
+    return {"source": source, **prompts, "targets": targets}
 
 
 NETWORK = Network("sam_masks", Config, table, loss, batch_shapes, forward, FAMILIES, sam.check,

@@ -138,8 +138,7 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
 
 
 def attention_weights(layer: Params, name: str) -> Params:
-    """Return a layer's weights of attention and its norm, renamed for a further attention: wq
-    becomes, for example, cross_wq."""
+    """Return a layer's weights of attention and its norm under other names, such as cross_wq."""
     return {f"{name}{own.removeprefix('attn_')}": w for own, w in layer.items()
             if own.startswith(("wq", "wk", "wv", "wo", "attn_norm"))}
 

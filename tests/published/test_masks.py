@@ -177,7 +177,7 @@ def assert_equal(got, want):
         theirs = theirs.detach().numpy()
         assert_close(ours, theirs, 1e-5)
         if theirs.shape[1] > 1:
-            assert np.linalg.norm(theirs[:, 0] - theirs[:, 1]) > 1e-2 * np.linalg.norm(theirs)
+            assert np.linalg.norm(theirs[:, 0] - theirs[:, 1]) > 1e-3 * np.linalg.norm(theirs)
 
 
 # -------------------------------------------------------------------------------------------
@@ -327,18 +327,19 @@ def test_no_more_is_sent_than_by_hand(name, shards):
         assert sent[0] <= most[0] and sent[1] <= most[1], (sent, most)
 
 
-@pytest.mark.slow
-def test_a_run_of_arrays_learns_and_is_exported(tmp_path, capsys):
+@pytest.mark.full
+def test_a_run_of_arrays_learns_and_is_exported(tmp_path):
     """A flag, an array or an export that the command line loses between data and folder: the same
     losses on a mesh, and frequencies that neither an update nor weight decay changes."""
-    batch = batch_for(CASES["masks"]["vision_config"], rows=8)
+    batch = batch_for(CASES["masks"]["vision_config"], rows=20)
     np.savez(tmp_path / "masks.npz", **batch)
     words = ["--model", reference("masks").folder, "--data", tmp_path / "masks.npz", "--prompts",
-             PROMPTS, "--points", POINTS, "--batch", 4, "--steps", 3, "--warmup", 1, "--dtype",
+             PROMPTS, "--points", POINTS, "--batch", 8, "--steps", 3, "--warmup", 1, "--dtype",
              "float32", "--lr", 0.003]
     losses = []
-    for n, mesh in enumerate(((), ("--mesh", "data=2,tensor=2"))):
-        train.main([str(word) for word in (*words, "--out", tmp_path / f"out{n}", *mesh)])
+    for n, mesh in enumerate(("data=8", "data=2,fsdp=2,tensor=2")):
+        train.main([str(word) for word in (
+            *words, "--out", tmp_path / f"out{n}", "--mesh", mesh)])
         losses.append(losses_of(rows_of(tmp_path / f"out{n}")))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len({*losses[0]}) == 3
     folders.export(["--run", str(tmp_path / "out1"), "--export", str(tmp_path / "hf")])
@@ -401,7 +402,7 @@ def record_for(part="", **changes):
     ("prompt_encoder_config", dict(mask_input_channels=10), "mask_input_channels 10 .*only 8"),
     ("prompt_encoder_config", dict(mask_input_channels=3), "mask_input_channels 3 .*only 4"),
     ("prompt_encoder_config", dict(hidden_act="tanh"), "the activation 'tanh'"),
-    ("mask_decoder_config", dict(hidden_size=30), "mask_decoder_config.hidden_size 30 .*only 32"),
+    ("mask_decoder_config", dict(hidden_size=36), "mask_decoder_config.hidden_size 36 .*only 32"),
     ("mask_decoder_config", dict(num_attention_heads=5), "does not divide by --heads 5"),
     ("mask_decoder_config", dict(attention_downsample_rate=16), "does not divide by --heads 4"),
     ("mask_decoder_config", dict(attention_downsample_rate=0), "attention_downsample_rate 0"),
@@ -421,6 +422,7 @@ def test_a_config_that_we_do_not_compute_is_refused_in_one_line(part, changes, m
 def test_a_model_too_narrow_to_draw_is_refused():
     """Vectors of width 0, with which each mask is empty."""
     record = record_for("vision_config", num_pos_feats=3, output_channels=6)
+    record["mask_decoder_config"]["num_attention_heads"] = 1
     for part in ("prompt_encoder_config", "mask_decoder_config"):
         record[part]["hidden_size"] = 6
     with pytest.raises(ConfigError, match="hidden_size / 8 0: expected an integer from 1"):
@@ -430,8 +432,8 @@ def test_a_model_too_narrow_to_draw_is_refused():
 def test_what_a_config_leaves_out_is_its_default():
     """A default that differs from the class's, in a part of config.json with few keys."""
     whole = json.loads(peer("transformers").SamConfig().to_json_string())
-    ours = dict(vision_config=sam_masks.VISION, prompt_encoder_config=sam_masks.PROMPT,
-                mask_decoder_config=sam_masks.DECODER)
+    ours = dict(vision_config=sam.DEFAULTS | {"num_pos_feats": 128},
+                prompt_encoder_config=sam_masks.PROMPT, mask_decoder_config=sam_masks.DECODER)
     for part, defaults in ours.items():
         assert defaults.items() <= {**whole[part], "mlp_dim": defaults.get("mlp_dim")}.items()
     record = {"model_type": "sam", "architectures": ["SamModel"]}
@@ -446,7 +448,7 @@ def test_what_a_config_leaves_out_is_its_default():
     (dict(boxes=[1, 2, 3, 4]), r"boxes of the shape \[1, 4\]"),
     (dict(boxes=[[1, 2, 3, 4]], points=[[[1, 2]], [[3, 4]]]), r"boxes of the shape \[1, 1, 4\]"),
     (dict(labels=[[1]], boxes=[[1, 2, 3, 4]]), "labels of the shape"),
-    (dict(mask=np.zeros((8, 8))), r"masks of the shape \[1, 8, 8\]; expected \[1, 24, 24\]")],
+    (dict(mask=[[0] * 8] * 8), r"masks of the shape \[1, 8, 8\]; expected \[1, 24, 24\]")],
     ids=str)
 def test_prompts_that_do_not_fit_are_one_line(prompt, message):
     """A traceback of a product, or a box for each point that is read as one for all."""
