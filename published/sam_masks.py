@@ -71,7 +71,7 @@ def configs(r: Any, c: Any = None) -> tuple:
     fields = (fields_of(vision, sam.FAMILIES, "vision_config."),
               {"norm": "layer", "norm_eps": prompt["layer_norm_eps"],
                "activation": activation(prompt["hidden_act"]), **pictures(prompt), "head": "none"},
-              {**tower(decoder, d_ff="mlp_dim"), "biases": "qkv,out,mlp", "head": "none"})
+              {**tower(decoder, d_ff="mlp_dim"), "biases": "qkv,out,mlp", "positions": "none"})
     return *(general.tower(c, name, own) for name, own in zip(WHOLE, fields)), prompt, decoder
 
 
@@ -95,7 +95,7 @@ def _fields(r):
     count(decoder, "iou_head_depth", MOST_DEPTH)
     for rate in (RATE, count(decoder, "attention_downsample_rate")):
         general.tower(None, f"mask_decoder_config, attention_downsample_rate {rate}",
-                      dict(d_model=width // rate, heads=d.heads))
+                      dict(d_model=width // rate, heads=d.heads, positions="none"))
     return without(vars(v), "published")
 
 
