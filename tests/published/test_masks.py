@@ -210,6 +210,23 @@ def test_masks_on_a_mesh_are_those_of_transformers(name, shards):
         assert_equal(outputs(params, config, batch, mesh), all_of_theirs(theirs_at(name), batch))
 
 
+@pytest.mark.slow
+def test_the_last_norm_has_the_epsilon_of_its_class(tmp_path):
+    """The epsilon of config.json, or another, where the last norm's input is small."""
+    torch, batch = peer("torch"), reference("masks").batch
+    theirs = peer("transformers").SamModel.from_pretrained(
+        reference("masks").folder, attn_implementation="eager").eval()
+    layers = theirs.mask_decoder.transformer
+    with torch.no_grad():
+        for module in (layers.layers[-1].layer_norm3, layers.final_attn_token_to_image.out_proj):
+            module.weight *= 3e-3
+            module.bias *= 3e-3
+        theirs.save_pretrained(tmp_path)
+        params, config = published.load_hf(tmp_path)
+        for ours, want in zip(outputs(params, config, batch), all_of_theirs(theirs, batch)):
+            assert_close(ours, want.numpy(), 1e-5)
+
+
 @pytest.mark.parametrize("prompt", [
     dict(points=[[[50.0, 20.0]], [[9.0, 80.0]]], labels=[[1], [0]]),
     slow(dict(points=[[[50, 20], [0, 0]]], labels=[[1, -10]], boxes=[[10, 10, 90, 60]])),
