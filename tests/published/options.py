@@ -97,7 +97,7 @@ def _make(base, folder, edits):
     name = names[0] if isinstance(names, list) and names else base.model
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, **_attention(base))
-    saved(model, folder)
+    saved(test_masks.with_slow_waves(model) if base.kind == "masks" else model, folder)
 
 
 HELD = []

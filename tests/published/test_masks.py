@@ -68,15 +68,18 @@ WAVES = "shared_image_embedding.positional_embedding"
 
 
 def theirs_of(name):
-    """A model of transformers whose frequencies are small: its own scale is for rounding too."""
-    transformers, torch = peer("transformers"), peer("torch")
-    torch.manual_seed(1)
-    theirs = transformers.SamModel._from_config(
-        transformers.SamConfig(**CASES[name]), attn_implementation="eager")
-    with torch.no_grad():
-        theirs.shared_image_embedding.positional_embedding /= 20
-        theirs.prompt_encoder.shared_embedding.positional_embedding.data = (
-            theirs.shared_image_embedding.positional_embedding.data)
+    transformers = peer("transformers")
+    peer("torch").manual_seed(1)
+    return with_slow_waves(transformers.SamModel._from_config(
+        transformers.SamConfig(**CASES[name]), attn_implementation="eager"))
+
+
+def with_slow_waves(theirs):
+    """A model of transformers with frequencies of size 1, as published ones have. New models have
+    half of the width, and then angles of hundreds, whose sines are mostly rounding."""
+    waves = theirs.shared_image_embedding.positional_embedding.data
+    waves /= waves.abs().mean()
+    theirs.prompt_encoder.shared_embedding.positional_embedding.data = waves
     return theirs
 
 
