@@ -361,7 +361,9 @@ def test_a_run_of_arrays_learns_and_is_exported(tmp_path):
         train.main([str(word) for word in (
             *words, "--out", tmp_path / f"out{n}", "--mesh", mesh)])
         losses.append(losses_of(rows_of(tmp_path / f"out{n}")))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len({*losses[0]}) == 3
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-6) and len({*losses[0]}) == 3
+    # (AdamW's first update enlarges the rounding in gradients that are almost 0.)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     folders.export(["--run", str(tmp_path / "out1"), "--export", str(tmp_path / "hf")])
     theirs = read_by_theirs(peer("transformers").SamModel, tmp_path / "hf")
     before = theirs_at("masks").state_dict()
