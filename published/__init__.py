@@ -3,7 +3,7 @@ optional: delete it if you only train the decoder in model.py.
 
     transformer   decoders, encoders and encoder-decoders of every family; its options are in
                   general.py, its weights in tables.py, the rest in positions.py and stems.py
-    clip  swin  sam  blip2      vision models built from transformer.py, general.py, windows.py
+    clip  swin  sam  sam_masks  blip2       vision models built from these and windows.py
     llama  gpt  encoders  encoder_decoders      families: config.json and arrays (family.py)
     record  arrays_of_folder  folders           read and write a folder
     hub_names   names on the Hugging Face hub: models, and datasets as --data
@@ -26,7 +26,7 @@ import jax
 from jax.sharding import Mesh
 
 import model
-from published import blip2, clip, folders, hub_names, sam, swin, transformer
+from published import blip2, clip, folders, hub_names, sam, sam_masks, swin, transformer
 from published.arrays_of_folder import read_config
 from published.general import lacking
 from published.llama import families_of, family_of
@@ -44,8 +44,8 @@ from zigzag.parallel.network import network_of as network_of
 from zigzag.parallel.saved import load_run as load_run
 
 # {model_type in a published config.json: network}. model.py and transformer.py cover all others.
-KINDS: dict[str, Network] = {kind: network for network in (
-    blip2.NETWORK, clip.NETWORK, swin.NETWORK, sam.NETWORK) for kind in network.families}
+KINDS: dict[str, Network] = {kind: part.NETWORK for part in (blip2, clip, swin, sam, sam_masks)
+                             for kind in part.NETWORK.families}
 
 
 # -------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from jax import Array
 
 import shard
 from published import general, llama, tables, transformer
-from published.family import Family, attention, is_range, keys, mlp, under
+from published.family import Family, attention, inside, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
 from published.record import an_id, classed, count, pictures, refuse, with_usual_names, wrong
@@ -111,8 +111,7 @@ def table(c: Any) -> Params:
     make = Table(L=q.layers // 2, Q=record_of(c)["num_query_tokens"], d=q.d_model, D=c.d_model,
                  X=v.d_model, K=q.kv_heads, N=q.head_dim, M=q.head_dim)
     own = tables.layer_weights(dataclasses.replace(q, layers=q.layers // 2), q.layers // 2)
-    cross = {f"cross_{name.removeprefix('attn_')}": w for name, w in own.items()
-             if name.startswith(("wq", "wk", "wv", "wo", "attn_norm"))}
+    cross = tables.attention_weights(own, "cross_")
     cross |= {"cross_wk": make("L/pipe X/fsdp K/tensor N", v.d_model**-0.5),
               "cross_wv": make("L/pipe X/fsdp K/tensor M", v.d_model**-0.5)}
     return {"vision": tables.table(v), "text": tables.table(c),
@@ -128,23 +127,15 @@ def _attention_arrays(name, ours, norm):
                                        "output.dense", ours), {"output.LayerNorm": norm})
 
 
-def _of_text(ours):
-    """Rewrite a row of the language model's name table for weights under "text"."""
-    return " ".join(f"text.{word}" if word.replace(".", "").isidentifier() else word
-                    for word in ours.split())
-
-
 def _text_arrays(c):
     """Return the language model's names for its arrays."""
     arrays = llama.FAMILIES["t5" if c.encoder_layers else "opt"].arrays
     found = {}
-    for name, ours in (arrays(c) if callable(arrays) else arrays).items():
-        stack = re.search("{(.*)}", name)
-        if stack is None:
-            found[name] = _of_text(ours)
-        else:       # {l} is any of the layers
+    for name, ours in inside("text", arrays(c) if callable(arrays) else arrays).items():
+        if stack := re.search("{(.*)}", name):      # {l} is any of the layers
             there = "layers" if stack[1] == "l" else stack[1]
-            found[name.replace(stack[0], f"{{text.{there}}}")] = ours
+            name = name.replace(stack[0], f"{{text.{there}}}")
+        found[name] = ours
     return found
 
 

@@ -3,6 +3,7 @@
 Families are in llama.py, gpt.py, encoders.py and others; arrays_of_folder.py explains the names.
 """
 
+import re
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
@@ -81,6 +82,13 @@ def biased(**has):
 
 def under(prefix: str, *groups: Names) -> Names:
     return {prefix + name: ours for group in groups for name, ours in group.items()}
+
+
+def inside(path: str, names: Names) -> Names:
+    """Move a name table's weights to `path` in a larger model. The path of a layer's weight comes
+    from its stack instead."""
+    return {name: ours if "{" in name else re.sub(r"\b[a-z][\w.]+", rf"{path}.\g<0>", ours)
+            for name, ours in names.items()}
 
 
 def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:

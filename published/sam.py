@@ -8,10 +8,8 @@ Consecutive layers of the same kind form a run, with stacked weights; the two ki
 tables of different sizes. Each score gets a bias that depends on the query and its distance to the
 key in rows and columns: q . down[rows] + q . right[columns].
 
-From the folder of a SamModel we read only vision_encoder.*, because the prompt encoder and the mask
-decoder are separate models. We save a SamVisionModel, without them.
-
-Windows need the whole sequence, and runs differ, so `check` rejects the axes pipe and seq.
+This is a SamVisionModel; sam_masks.py has the SamModel around it. Windows need the whole sequence,
+and runs differ, so `check` rejects the axes pipe and seq.
 
 B batch, T sequence, D model, H heads (K of keys), N per head (M of values), F feed-forward, L
 layers of a run, J distances, C channels, y and x the sides of a patch, P and p rows and columns of
@@ -20,7 +18,6 @@ tokens, O width of the result (o the same), k and z the sides of a convolution.
 
 import functools
 import itertools
-import json
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +30,7 @@ from published import general, stems, transformer, windows
 from published.family import Family, biased, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
-from published.record import classed, count, pictures, tower, wrong
+from published.record import count, pictures, tower, wrong
 from published.tables import layer_weights, norms
 from published.transformer import norm
 from zigzag.core.mesh import cast
@@ -199,15 +196,6 @@ def _fields(r):
             **biased(embed=True, qkv=r["qkv_bias"], out=True, mlp=True)}
 
 
-def _fields_of_whole(r):
-    """Return the fields of a SamModel. We read, train and save only its image encoder."""
-    classed(r, {"": {}, "SamModel": {}})
-    own = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
-           "architectures": ["SamVisionModel"]}
-    return {**_fields(r.part("vision_config", DEFAULTS, own)),
-            "published": json.dumps(own, sort_keys=True)}
-
-
 ARRAYS = under("vision_encoder.", {
     "patch_embed.projection": "patch", "patch_embed.projection.weight": "D C y x -> patch",
     "pos_embed": "1 P p D -> positions"}, under("neck.", {
@@ -218,19 +206,14 @@ ARRAYS = under("vision_encoder.", {
             **mlp("mlp.lin1", "mlp.lin2")}))
 
 
-def _stacks(c):
-    return {"l": [(run.name, run.numbers) for run in runs(c)]}
+def stacks(c: Config, at: str = "") -> dict[str, list[tuple[str, list[int]]]]:
+    """Name the layers' stacks for the arrays' names; `at` is the path to them in a larger model."""
+    return {"l": [(at + run.name, run.numbers) for run in runs(c)]}
 
 
 IN_VISION = "num_pos_feats scale mlp_ratio intermediate_size projection_dim tie_word_embeddings"
-OTHER_PARTS = dict.fromkeys((r"prompt_encoder\..*", r"mask_decoder\..*",
-                             r"shared_image_embedding\..*"), "^SamModel$")
-FAMILIES = {
-    "sam": Family(_fields_of_whole, ARRAYS, {"vision_config": None}, ignored=OTHER_PARTS,
-                  stacks=_stacks, neutral=keys(f"{IN_VISION} mask_decoder_config "
-                                               "prompt_encoder_config")),
-    "sam_vision_model": Family(_fields, ARRAYS, DEFAULTS, stacks=_stacks,
-                               neutral=keys(IN_VISION))}
+FAMILIES = {"sam_vision_model": Family(_fields, ARRAYS, DEFAULTS, stacks=stacks,
+                                       neutral=keys(IN_VISION))}
 
 NETWORK = Network("sam", Config, table, loss, batch_shapes, forward, FAMILIES, check,
                   gives=lambda c: "vectors", source_shape=transformer.source_shape)

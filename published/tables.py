@@ -137,6 +137,12 @@ def layer_weights(c: Any, L: int, experts: int = 0) -> Params:
     return weights | norms(c, make, "L/pipe D", names)
 
 
+def attention_weights(layer: Params, name: str) -> Params:
+    """Return a layer's weights of attention and its norm under other names, such as cross_wq."""
+    return {f"{name}{own.removeprefix('attn_')}": w for own, w in layer.items()
+            if own.startswith(("wq", "wk", "wv", "wo", "attn_norm"))}
+
+
 def norms(c: Any, make: Any, axes: str, names: list[str]) -> Params:
     """Return the scales of these norms, plus the biases of LayerNorms."""
     weights = {name: make(axes) for name in names}

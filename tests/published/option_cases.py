@@ -19,6 +19,7 @@ from tests.common import peer
 from tests.published import (
     test_encoder_families,
     test_families,
+    test_masks,
     test_pairs_families,
     test_pictures,
     test_two_towers,
@@ -43,8 +44,8 @@ class Base:
     family: str             # a model_type
     model: str              # the class that its folder is of
     fields: dict            # what its configuration is made of
-    kind: str               # decoder, encoder, picture, pair, clip, blip2, swin or sam: what it is
-                            # given, and what is compared
+    kind: str               # decoder, encoder, picture, pair, clip, blip2, swin, sam or masks: what
+                            # it is given, and what is compared
     rank: int               # 0: the first of its family, with which every field is varied; 1: the
                             # first with its head, with which those of its own class are; 2:
                             # another, with which these are, each to fewer values
@@ -80,9 +81,9 @@ def _bases():
               for name, (kind, fields) in test_pairs_families.CASES.items() if name != "t5 deep"]
     found += [(name, "CLIPModel" if name.startswith("clip") else "Blip2ForConditionalGeneration",
                fields, name.split()[0]) for name, fields in test_two_towers.CASES.items()]
-    found += [(name, model, {"vision_config": fields, **test_pictures.OTHERS}
-               if model == "SamModel" else fields, name.split()[0])
+    found += [(name, model, fields, name.split()[0])
               for name, (model, fields) in test_pictures.CASES.items()]
+    found += [(name, "SamModel", fields, "masks") for name, fields in test_masks.CASES.items()]
     return found
 
 

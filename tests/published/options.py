@@ -30,10 +30,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import published
+from published import sam_masks
 from tests.common import peer
+from tests.published import test_masks
 from tests.published.option_cases import bases, cases_of, changed, speaks_5
 from tests.published.test_families import as_theirs, saved
 from tests.published.test_two_towers import IMAGE
@@ -94,7 +97,7 @@ def _make(base, folder, edits):
     name = names[0] if isinstance(names, list) and names else base.model
     torch.manual_seed(1)
     model = getattr(transformers, name)._from_config(config, **_attention(base))
-    saved(model, folder)
+    saved(test_masks.with_slow_waves(model) if base.kind == "masks" else model, folder)
 
 
 HELD = []
@@ -148,6 +151,9 @@ def batch_of(base, config):
     mask = (np.arange(time) < np.array([[time], [11]])).astype(np.float32)
     if base.kind in ("picture", "swin", "sam"):
         return {"source": pictures}
+    if base.kind == "masks":
+        batch = test_masks.batch_for(config.vision_config.to_dict(), rows=rows)
+        return {name: a for name, a in batch.items() if name != "targets"}
     if base.kind == "decoder":
         return {"tokens": _ids(rng, (rows, time))}
     if base.kind == "encoder":
@@ -217,7 +223,7 @@ def _class_of(base, record):
     if base.kind == "decoder":
         has_classes = str(name).endswith("ForSequenceClassification")
         return getattr(transformers, name) if has_classes else transformers.AutoModelForCausalLM
-    name = name if base.kind in ("encoder", "picture", "swin", "sam") else base.model
+    name = name if base.kind in ("encoder", "picture", "swin", "sam", "masks") else base.model
     return getattr(transformers, name if hasattr(transformers, str(name)) else base.model)
 
 
@@ -243,8 +249,9 @@ def theirs(base, folder, batch=None, strict=False):
     if batch is None:
         batch = batch_of(base, model.config)
     with torch.no_grad():
-        if base.kind == "sam":
-            out = getattr(model.eval(), "vision_encoder", model)(torch.tensor(batch["source"]))
+        if base.kind == "masks":
+            masks, scores = test_masks.all_of_theirs(model.eval(), batch)
+            return _with_scores(masks.numpy(), scores.numpy()), batch
         elif base.kind == "decoder":
             # (Row by row: one with classes takes several only if its config names a padding.)
             rows = _their_inputs(base, batch)["input_ids"]
@@ -255,6 +262,12 @@ def theirs(base, folder, batch=None, strict=False):
         if getattr(out, name, None) is not None:
             return seen(base, getattr(out, name).numpy(), batch), batch
     return seen(base, out[0].numpy(), batch), batch
+
+
+def _with_scores(masks, scores):
+    """Masks [B, P, A, ...] and scores [B, P, A] in one array, at scales that a model has."""
+    join = np if isinstance(masks, np.ndarray) else jnp
+    return join.concatenate([masks.reshape(*scores.shape[:2], -1), scores], -1)
 
 
 PROGRAMS = {}
@@ -275,8 +288,12 @@ def _program(config, *args):
     network, key = network_of(config), key_of(config)
     if network not in published.KINDS.values() and key in PROGRAMS:
         return PROGRAMS[key]
-    lowered = jax.jit(lambda params, x, rest: network.forward(params, x, config, **rest)
-                      ).lower(*args)
+    def run(params, x, rest):
+        if network is sam_masks.NETWORK:
+            return _with_scores(*sam_masks.segment(params, {"source": x, **rest}, config))
+        return network.forward(params, x, config, **rest)
+
+    lowered = jax.jit(run).lower(*args)
     text = lowered.as_text()
     if text not in PROGRAMS:
         PROGRAMS[text] = lowered.compile()

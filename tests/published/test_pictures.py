@@ -45,15 +45,11 @@ SAM = dict(hidden_size=48, num_hidden_layers=5, num_attention_heads=4, image_siz
            layer_norm_eps=1e-3)
 PLAIN = {**SAM, "num_attention_heads": 3, "use_abs_pos": False, "use_rel_pos": False,
          "qkv_bias": False, "window_size": 3, "num_hidden_layers": 2, "global_attn_indexes": []}
-OTHERS = dict(prompt_encoder_config=dict(hidden_size=20, image_embedding_size=6, image_size=97,
-                                         patch_size=16, mask_input_channels=4),
-              mask_decoder_config=dict(hidden_size=20, mlp_dim=24, num_attention_heads=2,
-                                       iou_head_hidden_dim=16))
 # The last stage of V2 has 4 x 4 tokens, fewer than a window.
 V2 = {**SWIN, "window_size": 5, "pretrained_window_sizes": [6, 0]}
 LAYER = "swinv2.encoder.layers.0.blocks.1"
 V2_DEEP = {**DEEP, "image_size": 34, "window_size": 5, "pretrained_window_sizes": [0, 12, 3, 9]}
-CASES = {"swin": ("SwinForImageClassification", SWIN), "sam": ("SamModel", SAM),
+CASES = {"swin": ("SwinForImageClassification", SWIN), "sam": ("SamVisionModel", SAM),
          "swin v2": ("Swinv2ForImageClassification", V2),
          "swin v2 deep": ("Swinv2ForImageClassification", V2_DEEP),
          "swin v2 bare": ("Swinv2Model", {**V2_DEEP, "pretrained_window_sizes": [0, 0, 0]}),
@@ -67,9 +63,7 @@ each = functools.partial(cases, quick=("swin", "sam"), slow=SLOW, names=CASES)
 def theirs_of(name):
     transformers = peer("transformers")
     kind, fields = CASES[name]
-    if kind == "SamModel":
-        config = transformers.SamConfig(vision_config=fields, **OTHERS)
-    elif kind == "SamVisionModel":
+    if kind == "SamVisionModel":
         config = transformers.SamVisionConfig(**fields)
     else:
         config = getattr(transformers, kind).config_class(**fields)
@@ -148,15 +142,13 @@ def test_gradients_are_those_of_torch(name):
 
 @pytest.mark.parametrize("name", each(names=TRAINED, quick=("swin",)))
 def test_what_we_train_transformers_reads(name, tmp_path):
-    """An array that is written as it was read and not as it is now; an image encoder that is
-    written as a whole SamModel."""
+    """An array that is written as it was read and not as it is now."""
     torch, transformers = peer("torch"), peer("transformers")
     pictures = reference(name).batch["source"]
     ours = export_trained(tmp_path / "out", loaded(name), reference(name), functools.partial(
         logits_of, tokens=pictures))
     assert published.network_of_folder(tmp_path / "out") is network_of(loaded(name)[1])
-    kind = CASES[name][0].replace("SamModel", "SamVisionModel")
-    theirs = read_by_theirs(getattr(transformers, kind), tmp_path / "out")
+    theirs = read_by_theirs(getattr(transformers, CASES[name][0]), tmp_path / "out")
     with torch.no_grad():
         assert_close(outputs(theirs, torch.tensor(pictures)).numpy(), ours, 1e-5)
 

@@ -41,7 +41,7 @@ def load_run(folder: str | Path, mesh: Any = None, step: int | None = None,
 
 def is_custom(record: dict[str, Any]) -> bool:
     """Return whether a run's weights belong to a custom task instead of a network."""
-    return record.get("own_weights") or record.get("vocab_size") == 0
+    return record.get("own_weights", record.get("vocab_size") == 0)
 
 
 def read_run_weights(network: Network, folder: str | Path, wanted: Params,
