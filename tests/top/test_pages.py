@@ -164,6 +164,7 @@ RUN_BY = {
     "shard.all_rows(texts": "run/test_custom_loss.py",
     "generator_loss": "tasks/test_custom_step.py",
     'GPT["phi"]': "published/test_families.py",
+    "sam_masks.predict": "published/test_masks.py",
     "NETWORK = Network(": "test_a_network_of_your_own",
     "import data, train": "test_a_network_of_your_own",
     "digits.jsonl": "test_the_pairs_of_digits",
