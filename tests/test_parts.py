@@ -137,5 +137,5 @@ def test_a_plain_run_loads_what_it_uses(bare, text, tmp_path):
 
     out = tmp_path / "out"
     words = "--shards", 4, "--steps", 1, "--data", text, "--out", out, *SMALL
-    assert of_command(ROOT, "train.py", *words) <= 17_180
+    assert of_command(ROOT, "train.py", *words) <= 17_200
     assert of_command(ROOT, "sample.py", "--run", out, "--prompt", "ba", "--tokens", 4) <= 10_820
