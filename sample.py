@@ -113,8 +113,11 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
              ) -> list:
     """Return the new ids for each prompt: `tokens` of them, or fewer if an id or a text in `stop`
     comes first (texts need the tokenizer). With logprobs, return pairs (ids, their
-    log-probabilities); with exact, the training pass computes these once more. The other options
+    log-probabilities); with exact, the training pass computes these. The other options
     are the same as `stream`'s, except piece and ended."""
+    if exact:
+        return part("accounts.exact", "exact=True").generate(
+            params, prompts, config, tokens, sampling, stop=stop, tokenizer=tokenizer, **options)
     stop = [stop] if np.ndim(stop) == 0 else stop
     texts = [one for one in stop if isinstance(one, str)]
     if texts and tokenizer is None:
@@ -125,10 +128,6 @@ def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, tokens:
                       piece=16 if texts else tokens, ended=lambda n: answers[n].reason, **options):
         for answer, pair in zip(answers, new):
             answer.add(pair)
-    if exact:
-        found = [answer.ids for answer in answers]
-        return [*zip(found, part("accounts.exact", "generate(exact=True)").logprobs_of(
-            params, config, prompts, found))]
     return [(answer.ids, answer.logprobs) if logprobs else answer.ids for answer in answers]
 
 

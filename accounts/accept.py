@@ -99,9 +99,8 @@ class Comparison:
             loss, _ = with_checked_sums(functools.partial(plan.network.loss, config=config.network))
         exact = dataclasses.replace(plan, config=config, loss=loss, dtype="float32")
         values = rewritten(functools.partial(_values, plan), plan)
-        state = program.state
-        args = state["params"], state["frozen"], program.batch
-        self.low = _compiled(values, plan, *args, state.get("scale"))
+        args = program.state["params"], program.state["frozen"], program.batch
+        self.low = _compiled(values, plan, *args, program.state.get("scale"))
         self.exact = _compiled(functools.partial(_values, exact), exact, *args)
         process_allgather("compiled")       # before devices first wait for one another
 

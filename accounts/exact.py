@@ -1,10 +1,10 @@
 """generate(exact=True): the log-probabilities of generated ids, computed by the training pass.
 
-Generation adds the same numbers in another order than training does, which shows in 16 bits. So we
-run the finished rows once through the pass that evaluates the training loss (train.make_evaluate).
-That loss is a sum over tokens of weight * -log-probability. Its derivative by the weights is each
-token's -log-probability, and contains no backward pass: no layer depends on these weights. A run
-with --collectives compiler may round otherwise in 16 bits.
+Generation adds numbers in another order than training does, which shows in 16 bits. So we run the
+finished rows through the pass that evaluates the training loss (train.make_evaluate). That loss is
+a sum over tokens of weight * -log-probability. Its derivative with respect to a token's weight is
+that token's -log-probability, and needs no backward pass through the layers: none of them depends
+on the tokens' weights. In 16 bits, a run with --collectives compiler may round differently.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any, Callable, Sequence
 import jax
 import numpy as np
 
+import sample
 import train
 from zigzag.core.errors import ConfigError
 from zigzag.core.mesh import make_mesh, mesh_of, row_groups
@@ -22,22 +23,23 @@ from zigzag.generate.rows import on_host
 from zigzag.parallel.network import network_of
 from zigzag.run.task import without_data
 
-# Rows are padded to a multiple of this, or to the context, so that few lengths have to compile.
+# Rows are padded to a multiple of this, so that few lengths have to compile.
 LENGTH = 128
 
 
-def logprobs_of(params: Any, config: Any, prompts: Sequence[Sequence[int]],
-                answers: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the log-probabilities of each answer's ids, as the training pass computes them."""
+def generate(params: Any, prompts: Sequence[Sequence[int]], config: Any, *given: Any,
+             **options: Any) -> list[tuple[list[int], list[float]]]:
+    """Do the same as sample.generate, and return pairs (ids, their log-probabilities)."""
+    if isinstance(params.get("layers"), list) or network_of(config).source_shape(config):
+        raise ConfigError("exact=True: needs a decoder's weights as sample.load returns them, "
+                          "not those of sample.for_decoding, and no source")
+    answers = sample.generate(params, prompts, config, *given, **options)
     mesh = mesh_of(params) or make_mesh(jax.devices()[:1])
-    rows = [[*prompt, *ids] for prompt, ids in zip(prompts, answers, strict=True)]
+    rows = [[*prompt, *ids] for prompt, ids in zip(prompts, answers)]
     longest = max(map(len, rows), default=0) - 1
     if longest > config.seq_len:
         raise ConfigError(f"exact=True: a prompt and its answer have {longest + 1:,} tokens, more "
                           f"than training sees at once (seq_len {config.seq_len:,} and one more)")
-    if isinstance(params.get("layers"), list) or network_of(config).source_shape(config):
-        raise ConfigError("exact=True: needs a decoder's weights as sample.load returns them, "
-                          "not those of sample.for_decoding, and no source")
     count = row_groups(mesh) * config.microbatches
     size = min(config.seq_len, -(-longest // LENGTH) * LENGTH)
     ids = np.zeros((-(-len(rows) // count) * count, size + 1), np.int32)
@@ -48,14 +50,14 @@ def logprobs_of(params: Any, config: Any, prompts: Sequence[Sequence[int]],
     with jax.set_mesh(mesh):
         placed = place_batch(mesh, lambda a, b: {k: v[a:b] for k, v in batch.items()}, len(ids))
         found = on_host(_training_pass(config, mesh)(params, placed))
-    return [found[i, len(prompt) - 1:len(own) - 1].tolist()
-            for i, (prompt, own) in enumerate(zip(prompts, rows))]
+    return [(new, of_row[len(prompt) - 1:len(prompt) - 1 + len(new)].tolist())
+            for prompt, new, of_row in zip(prompts, answers, found)]
 
 
 @functools.lru_cache(maxsize=8)
 def _training_pass(config: Any, mesh: Any) -> Callable:
     """Return the compiled function (weights, batch) -> each target's log-probability [B, T]."""
-    if config.schedule == "1f1b":       # its backward pass knows derivatives by parameters only
+    if config.schedule == "1f1b":       # its backward pass differentiates only the model's weights
         schedule = "interleaved" if config.chunks > 1 else "gpipe"
         config = dataclasses.replace(config, schedule=schedule)
     of_run = train.Config(network=config, batch=row_groups(mesh) * config.microbatches)

@@ -227,6 +227,15 @@ def test_no_tower_sends_more_than_by_hand(name, shards):
     assert net.weight_specs(loaded(name)[1], mesh_of(f"tensor={shards}")) == ours
 
 
+def after_pictures(torch, texts, pad):
+    """A picture and then these ids in each row, as transformers' generate takes them."""
+    rows = [[IMAGE] * QUERIES + ids for ids in texts]
+    longest = max(map(len, rows))
+    return {"input_ids": torch.tensor([[pad] * (longest - len(r)) + r for r in rows]),
+            "attention_mask": torch.tensor([[0] * (longest - len(r)) + [1] * len(r)
+                                            for r in rows])}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [(), [[5], [9, 20, 30], [7, 8], [11]]], ids=["", "prompts"])
 def test_captions_are_those_of_transformers(prompts):
@@ -239,11 +248,7 @@ def test_captions_are_those_of_transformers(prompts):
     ours = sample.generate(params, prompts or begin, config, 10, 0, source=pictures,
                            stop=[blip2.OPT["eos_token_id"]])
     if prompts:
-        rows = [[IMAGE] * QUERIES + prompt for prompt in prompts]
-        longest = max(map(len, rows))
-        given = {"input_ids": torch.tensor([[1] * (longest - len(r)) + r for r in rows]),
-                 "attention_mask": torch.tensor([[0] * (longest - len(r)) + [1] * len(r)
-                                                 for r in rows])}
+        given = after_pictures(torch, prompts, 1)
     want = theirs.eval().generate(torch.tensor(pictures), **given, do_sample=False,
                                   max_new_tokens=10, min_new_tokens=10)[:, -10:].tolist()
     assert [row[:len(caption)] for row, caption in zip(want, ours)] == ours
@@ -259,11 +264,7 @@ def answers_of_theirs(name, pictures, texts, **how):
     torch, given = peer("torch"), {}
     theirs = classes(name)[1].from_pretrained(reference(name).folder, dtype=torch.float32)
     if texts:
-        rows = [[IMAGE] * QUERIES + ids for ids in texts]
-        longest = max(map(len, rows))
-        given = {"input_ids": torch.tensor([[0] * (longest - len(r)) + r for r in rows]),
-                 "attention_mask": torch.tensor([[0] * (longest - len(r)) + [1] * len(r)
-                                                 for r in rows])}
+        given = after_pictures(torch, texts, 0)
     # (Their cache has as many layers as the encoder, in 4.57.6: none.)
     return theirs.eval().generate(torch.tensor(pictures), **given, do_sample=False,
                                   use_cache=False, **how)[:, 1:].tolist()

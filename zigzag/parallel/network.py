@@ -270,7 +270,7 @@ class Network:
     source_ids: Callable = lambda config: ()    # config -> placeholder ids for the source, at the
     #                                     start of each row
     source_text: Callable = lambda config: ()   # config -> placeholder ids for the source, at the
-    #                                     start of a text that its encoder reads besides
+    #                                     start of the text that its encoder also reads
     decoder_of: Callable | None = None  # a weight tree -> the same tree with the decoder's
     #                                     weights at the top level; None: they already are
 
