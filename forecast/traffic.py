@@ -269,9 +269,10 @@ def _tensor(run, traffic):
         yield "all-reduce", "tensor", run.layers * blocks, run.D_bytes
     if run.splits_time or not is_whole:
         # The gradients of wq and wo, and of wk and wv, if tensor doesn't divide their heads.
-        heads = sum(heads for heads in (c.heads, c.kv_heads) if heads % n)
-        for row in c.d_model, c.head_dim:
-            yield "all-reduce", "tensor", run.layers, run.D_bytes * heads * c.head_dim, row
+        for heads, row in ((c.heads, c.head_dim), (c.heads, c.d_model),
+                           (c.kv_heads, c.head_dim), (c.kv_heads, c.head_dim)):
+            if heads % n:
+                yield "all-reduce", "tensor", run.layers, run.D_bytes * heads * c.head_dim, row
     if traffic.head_norms and not is_whole:     # two means per token, and their gradients
         yield "all-reduce", "tensor", run.layers * (run.forwards + 1), 2 * run.tokens * 4
 

@@ -9,7 +9,7 @@ from tests.helpers import make, program_of
 
 @pytest.mark.parametrize("mesh, changes", [
     ("fsdp=2,tensor=2", {}),
-    full("fsdp=8", dict(remat="full")), full("tensor=4", dict(overlap=True)),
+    full("fsdp=8", dict(remat="full", batch=16)), full("tensor=4", dict(overlap=True)),
     full("tensor=4", dict(seq_len=18)), full("tensor=4", dict(heads=9, kv_heads=3, head_dim=32)),
     full("fsdp=2,pipe=2", dict(sum_dtype="float32")),
     full("fsdp=2,pipe=2,tensor=2", dict(layers=8, microbatches=2, chunks=2, **ONE_F_ONE_B)),
