@@ -60,17 +60,16 @@ class Engine:
 
     def unstacked(self, params: Any) -> Any:
         """Return the weights in the decoding dtype, with the layers as a list."""
-        # w[i] would compile a slice for each i; a dynamic index compiles one for all layers.
         params = self.decoder_of(params)
         return unstack_layers(cast(params, self.config.dtype), layer_counts(params),
-                              lambda w, i: lax.dynamic_index_in_dim(w, i, 0, keepdims=False))
+                              lambda w, i: w[i])
 
     def for_decoding(self, params: Any) -> Any:
         """Prepare the weights for decoding: cast them, split them, and turn the layers into a list.
         If they're already prepared, return them unchanged."""
         if isinstance(params.get("layers"), list):
             return params
-        return placed(self.unstacked(params), self.specs)
+        return _prepared(params, engine=self)
 
     def places(self, mesh: Any) -> Any:
         """Return the shapes and shardings that for_decoding produces on this mesh."""
@@ -114,6 +113,13 @@ class Engine:
         return jax.shard_map(
             run, in_specs=(specs, specs_of(state, state.get("cache"))),
             out_specs=specs_of(outputs))(params, state)
+
+
+@jax.jit(static_argnames="engine")
+def _prepared(params, engine):
+    """Do what for_decoding does, in one program: simulated devices can block one another if each
+    weight's slices and sends are a program of its own."""
+    return placed(engine.unstacked(params), engine.specs)
 
 
 def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any:
