@@ -60,16 +60,13 @@ class Engine:
 
     def unstacked(self, params: Any) -> Any:
         """Return the weights in the decoding dtype, with the layers as a list."""
-        params = self.decoder_of(params)
-        return unstack_layers(cast(params, self.config.dtype), layer_counts(params),
-                              lambda w, i: w[i])
+        params = cast(self.decoder_of(params), self.config.dtype)
+        return unstack_layers(params, layer_counts(params), lambda w, i: w[i])
 
     def for_decoding(self, params: Any) -> Any:
         """Prepare the weights for decoding: cast them, split them, and turn the layers into a list.
         If they're already prepared, return them unchanged."""
-        if isinstance(params.get("layers"), list):
-            return params
-        return _prepared(params, engine=self)
+        return params if isinstance(params.get("layers"), list) else _prepared(params, engine=self)
 
     def places(self, mesh: Any) -> Any:
         """Return the shapes and shardings that for_decoding produces on this mesh."""
@@ -117,8 +114,7 @@ class Engine:
 
 @jax.jit(static_argnames="engine")
 def _prepared(params, engine):
-    """Do what for_decoding does, in one program: simulated devices can block one another if each
-    weight's slices and sends are a program of its own."""
+    # One program for all weights: simulated devices could block one another in many small ones.
     return placed(engine.unstacked(params), engine.specs)
 
 
