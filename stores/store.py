@@ -92,9 +92,10 @@ class Store:
         if re.search("40[13] [FU]|Signature|InvalidAccessKey", text):
             return kind(f"{self.address}: access was denied ({_why(e)}); {how}")
 
-    def all(self, do: Callable[[Any], Any], of: Iterable[Any]) -> list[Any]:
+    def all(self, do: Callable[[Any], Any], of: Iterable[Any], at_once: int = AT_ONCE
+            ) -> list[Any]:
         """Return do(x) for each x, several at once."""
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(do, of))
 
     def list(self, folder: str = "", most: int | None = None) -> dict[str, Meta]:
