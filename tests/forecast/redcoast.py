@@ -1,5 +1,5 @@
-"""One step of a GPT-J by RedCoast's own package and by zigzag, on four simulated devices: what each
-sends, the memory for its temporaries, and its loss on the same weights and rows.
+"""A step of a GPT-J by RedCoast's own package and by zigzag, on four simulated devices: the bytes
+that each sends, the memory of its temporaries, and its loss on the same weights and rows.
 
     pip install --no-deps redco==0.4.23         (beside requirements-peers.txt)
     python -m tests.forecast.redcoast           [--steps 35: also time as many steps of each]
@@ -85,7 +85,7 @@ def by_redcoast(folder):
 
 
 def by_zigzag(folder, *words):
-    """The same of zigzag's step."""
+    """Return the same two for zigzag's step, with these flags besides."""
     config = train.parse(["--model", folder, "--shards", "4", "--dtype", "float32", "--batch",
                           str(BATCH), "--seq_len", str(TIME), "--optimizer", "adamw", *words])
     program, step = programs.ready_to_run(config)
