@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from forecast.arithmetic import arithmetic
-from forecast.traffic import rows_in_use
+from forecast.traffic import expert_layers, rows_in_use
 from zigzag.core.chips import Chip
 from zigzag.core.errors import one_line
 from zigzag.core.mesh import by_path
@@ -61,6 +61,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     c = config.network
     d, f, p, s, e, t = (sizes[a] for a in ("data", "fsdp", "pipe", "seq", "expert", "tensor"))
     itemsize = jnp.dtype(c.dtype).itemsize
+    less = 1 / itemsize if getattr(config, "send_dtype", "") else 1     # over fsdp, tensor and pipe
     # Per device: parameters before the split over fsdp, and how many of those are trained; layers,
     # tokens, and the README's X and K.
     own, trained = (
@@ -81,10 +82,10 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     work = flops / math.prod(sizes.values()) * cost * turns
     room = c.experts and min(1, c.expert_room * visits(c.experts_per_token, c.experts // e, e))
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
-            + (1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns
-            + layers * cost * (
-                8 * (1 - 1 / t) * X + 4 * (s - 1) * K + 4 * (e - 1) * room * X)
-            + 4 * X * (p > 1))
+            + (1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns * less
+            + layers * cost * (8 * (1 - 1 / t) * X * less + 4 * (s - 1) * K)
+            + expert_layers(c) / p * cost * 4 * (e - 1) * room * X
+            + 4 * X * (p > 1) * less)
     kept = tokens / config.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
     return Cost(work / chip.flops, sent / chip.links, {
         "weights, gradients, optimizer": (STATE_BYTES * trained + itemsize * (own - trained)) / f,

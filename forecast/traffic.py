@@ -107,6 +107,11 @@ def _rows(plan):
             yield from _experts(run)
 
 
+def expert_layers(c: Any) -> int:
+    """Return how many of a model's layers have experts."""
+    return getattr(c, "expert_layers", c.layers) if getattr(c, "experts", 0) else 0
+
+
 def rows_in_use(config: Any, mesh: Any) -> float:
     """Return the fraction of the rows computed by a device's experts that are tokens, if all
     experts are equally busy. The other rows are spare room."""
@@ -151,8 +156,10 @@ class _Run:
         # Whether tensor also splits the head's tokens after the stages divide them.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
-        # How often a layer runs, and its forward passes each time (1F1B and --remat each add one).
-        self.layers = round(self.passes * c.layers / S)
+        # How often layers run, and those with experts, and the forward passes each time (1F1B and
+        # --remat each add one).
+        self.layers, self.routed = (
+            round(self.passes * count / S) for count in (c.layers, expert_layers(c)))
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and head run, and the bytes of their X: in 1F1B, of a microbatch,
         # and the embedding in every tick.
@@ -245,6 +252,7 @@ def _tensor(run, traffic):
     scatters them at its output, and the backward pass runs the transposes. If tensor doesn't divide
     the sequence, an all-reduce replaces both."""
     c, n, blocks = run.model, run.sizes["tensor"], traffic.pairs
+    routed = run.routed / run.layers        # the fraction of layers with experts
     # If tensor doesn't divide the heads, every device computes all of attention: no reduction.
     is_whole = c.heads % n > 0
     out = blocks - (is_whole and blocks > 1)
@@ -252,15 +260,15 @@ def _tensor(run, traffic):
     # Reductions out of a block forward, and into it backward. The reduced result is saved for the
     # backward pass, so recomputing doesn't reduce it again. Experts and the other branch share the
     # gather, except backward.
-    reductions = out * (1 + run.is_1f1b) + into + traffic.beside
+    beside = routed * traffic.beside
+    reductions = out * (1 + run.is_1f1b) + into + beside
     gathers = (blocks * run.forwards + out) * run.splits_time
     if c.overlap and run.splits_time:       # experts and unsplit blocks don't overlap
-        inner = blocks - is_whole - bool(c.experts)
+        inner = blocks - is_whole - routed
         scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
-        reductions -= scatters + traffic.beside
-        yield run.in_parts(run.layers * (
-            scatters + own + traffic.beside * (1 + run.forwards)), run.X)
+        reductions -= scatters + beside
+        yield run.in_parts(run.layers * (scatters + own + beside * (1 + run.forwards)), run.X)
     times, X = run.layers * run.strips, run.X // run.strips
     yield run.reduce, "tensor", times * reductions, X, c.d_model
     yield "all-gather", "tensor", times * gathers, X, c.d_model
@@ -303,19 +311,19 @@ def _vocabulary(run, rows):
 
 
 def _experts(run):
-    """4 (n-1) r X per layer: buckets with room for a fraction r of the tokens, on the way to the
-    experts and back, forward and backward. The indices of each token's experts and its routing
-    weights go along. We expect a single round. Over tensor, each device routes its own tokens and
-    gathers all choices."""
+    """4 (n-1) r X per layer with experts: buckets with room for a fraction r of the tokens, on the
+    way to the experts and back, forward and backward. The indices of each token's experts and its
+    routing weights go along. We expect a single round. Over tensor, each device routes its own
+    tokens and gathers all choices."""
     c, n = run.model, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
-    exchanges = 3 + run.forwards + run.is_1f1b
+    exchanges, layers = 3 + run.forwards + run.is_1f1b, run.routed
     rows = n * run.room.tokens
-    yield "all-to-all", "expert", run.layers * exchanges, rows * run.D_bytes
-    choices, routings = run.tokens * c.experts_per_token, run.layers * run.forwards
+    yield "all-to-all", "expert", layers * exchanges, rows * run.D_bytes
+    choices, routings = run.tokens * c.experts_per_token, layers * run.forwards
     here = rows * min(c.experts_per_token, c.experts // n)
     # The indices of the experts, and their weights, which have a gradient.
-    for times, itemsize in ((routings, 4), (routings + run.layers, run.itemsize)):
+    for times, itemsize in ((routings, 4), (routings + layers, run.itemsize)):
         yield "all-to-all", "expert", times, here * itemsize
         yield "all-gather", "tensor", routings * run.splits_time, choices * itemsize
     # How many choices each device gets, and the two largest counts.
@@ -325,12 +333,13 @@ def _experts(run):
     # The gradients of the routing weights. There are too few of them to fill a TPU tile. If they
     # don't come from expert, the TPU compiler sums them everywhere and slices.
     scatters = not on_tpu or n > 1 or c.experts_per_token >= 8
-    yield run.reduce if scatters else "all-reduce", "tensor", run.layers, choices * run.itemsize
+    yield run.reduce if scatters else "all-reduce", "tensor", layers, choices * run.itemsize
     if run.splits_time:
         # The router is whole. The TPU compiler rounds its gradient before the sum.
-        yield ("all-reduce", "tensor", run.layers,
+        yield ("all-reduce", "tensor", layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
-        yield "all-reduce", "tensor", run.ticks, (c.layers * c.experts + 2) * 4     # the metrics
+        metrics = expert_layers(c) * c.experts + 2
+        yield "all-reduce", "tensor", run.ticks, metrics * 4
     # Sums over the whole sequence: each expert's load per row and, outside the layers, the row's
     # weight.
     axes = "seq+tensor" if run.splits_time else "seq"

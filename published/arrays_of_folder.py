@@ -46,7 +46,7 @@ from zigzag.core.files import check_others, read_json, write_json
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
 from zigzag.generate.rows import on_host
-from zigzag.parallel.table import layer_counts
+from zigzag.parallel.table import layer_stacks
 
 # {dtype that we can write: its name in a file}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -222,15 +222,14 @@ class Part(NamedTuple):
     change: Change
 
 
-def stacks_of(own: Fields) -> dict[str, list[tuple[str, range]]]:
+def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
     """Return {word: [(layer stack, its layers' numbers)]} for the words in braces in names. A word
-    is the path of a stack, for example {encoder.layers}. {l} is any layer, either in dense_layers
-    or in the layers after them."""
-    counts = {path.rpartition(".")[0]: w.shape[0] for path, w in own.items() if "L" in w.axes}
-    found = {stack: [(stack, range(count))] for stack, count in counts.items()}
-    dense = counts.get("dense_layers", 0)
-    found["layers"] = [("layers", range(dense, dense + counts.get("layers", 0)))]
-    return found | {"l": [*found.get("dense_layers", []), *found["layers"]]}
+    is the path of a stack, for example {encoder.layers}. {l} is any layer of the main stacks."""
+    found = {path.rpartition(".")[0]: range(w.shape[0]) for path, w in by_path(table).items()
+             if "L" in w.axes}
+    main = layer_stacks(table)
+    return {stack: [(stack, numbers)] for stack, numbers in (found | main).items()} | {
+        "l": [*main.items()]}
 
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
@@ -240,7 +239,7 @@ def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = Fals
     stacks_of). With `is_fused`, a single array holds all experts."""
     names, own, adjust = family.arrays, by_path(table), family.adjust(config)
     names = names(config) if callable(names) else names
-    stacks = stacks_of(own) | family.stacks(config)
+    stacks = stacks_of(table) | family.stacks(config)
     if is_fused:
         names = {name: ours for name, ours in names.items() if "{e}" not in name} | family.fused
     for template, ours in names.items():
@@ -372,7 +371,7 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
             pieces.setdefault(part.path, []).append((name, part))
 
     def make(path, shape):
-        path, number = (path, None) if path in axes else _of_stack(path, layer_counts(table))
+        path, number = (path, None) if path in axes else _of_stack(path, layer_stacks(table))
 
         @functools.cache
         def read(*bounds):
@@ -388,11 +387,11 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
 
 
-def _of_stack(path, counts):
+def _of_stack(path, stacks):
     """Return (path of the stacked weight, index in the stack) for a weight in a separate layer."""
     _, layer, name = path.split(".", 2)
-    at = int(layer) - counts.get("dense_layers", 0)
-    return (f"layers.{name}", at) if at >= 0 else (f"dense_layers.{name}", int(layer))
+    return next((f"{stack}.{name}", numbers.index(int(layer)))
+                for stack, numbers in stacks.items() if int(layer) in numbers)
 
 
 def _read_part(folder, axes, pieces, ranges):

@@ -388,13 +388,26 @@ ROUTED = dict(experts_per_token="num_experts_per_tok", router_norm="norm_topk_pr
 
 
 def _qwen3_moe(r):
-    dense = sorted(r["mlp_only_layers"] or [])
-    if dense != list(range(len(dense))):
-        raise wrong("mlp_only_layers", dense, " is not supported, only the first ones")
-    refuse(r, decoder_sparse_step=1, qkv_bias=False, use_qk_norm=True,
-           shared_expert_intermediate_size=0)
-    return {**_llama(r), **window(r), **named(r, experts="num_experts", **ROUTED), "qk_norm": True,
-            "dense_layers": len(dense)}
+    refuse(r, qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0)
+    fields = _llama(r)
+    return {**fields, **window(r), **named(r, experts="num_experts", **ROUTED), "qk_norm": True,
+            **_layers_with_experts(r, fields["layers"])}
+
+
+def _layers_with_experts(r, layers):
+    """Return the fields that say which layers have experts: after some initial layers, the last of
+    each group of layers."""
+    dense, step = r["mlp_only_layers"] or [], count(r, "decoder_sparse_step")
+    if not isinstance(dense, list):
+        raise wrong("mlp_only_layers", dense, ": expected a list of layers' numbers")
+    routed = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    every = routed[1] - routed[0] if len(routed) > 1 else 1
+    first = layers - len(routed) * every
+    if not routed or first < 0 or routed != [*range(first + every - 1, layers, every)]:
+        name = "mlp_only_layers" if dense else "decoder_sparse_step"
+        raise wrong(name, r[name], f" is not supported with {layers} layers, only experts in the "
+                                   f"last of each group of layers, after some without any")
+    return {"dense_layers": first, "expert_every": every}
 
 
 FAMILIES["qwen3_moe"] = _relative(

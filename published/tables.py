@@ -26,7 +26,11 @@ def table(c: Any) -> Params:
     make = Table(D=D, W=W, V=padded(c.vocab_size), P=c.position_rows, d=D, A=c.labels, k=3,
                  J=relative_rows(c), H=c.heads, Z=c.token_types, C=c.channels, y=c.patch_size,
                  x=c.patch_size)
-    weights = {"layers": layer_weights(c, c.layer_groups or c.layers - c.dense_layers, c.experts)}
+    count = c.layer_groups or c.expert_layers
+    weights = {"layers": layer_weights(c, count, c.experts)}
+    if c.expert_every > 1:
+        weights["layers"]["between"] = {
+            str(i): layer_weights(c, count) for i in range(c.expert_every - 1)}
     if c.dense_layers:
         weights["dense_layers"] = layer_weights(c, c.dense_layers)
     if c.encoder_layers:

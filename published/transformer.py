@@ -266,12 +266,13 @@ def _experts(w, h, c, i, batch, beside):
     if c.router == "sigmoid":
         probs = probs / probs.sum(-1, keepdims=True)
     balance, z, busy = shard.router_terms(logits, probs, chosen, batch["weights"])
-    added, layers = c.balance * balance + c.router_z * z, c.layers - c.dense_layers
+    added = c.balance * balance + c.router_z * z
     if c.balance_bias:
         added += _load_on_bias(w["router_bias"], busy)
-    load = jnp.zeros((layers, c.experts)).at[i - c.dense_layers].set(busy)
-    logged = {"router_loss": added, "expert_load": load,
-              "expert_rounds": rounds / layers * batch["weights"].sum()}
+    at = (i - c.dense_layers) // c.expert_every
+    logged = {"router_loss": added,
+              "expert_load": jnp.zeros((c.expert_layers, c.experts)).at[at].set(busy),
+              "expert_rounds": rounds / c.expert_layers * batch["weights"].sum()}
     return out, (added, lax.stop_gradient(logged))
 
 
@@ -431,16 +432,23 @@ def _layers(params, specs=None):
 
 
 def _layer(w, x, i, c, batch):
-    """Run layer i, or group i of layers: x [B, T, D] -> x, and the layer's loss terms."""
-    return _repeat(w, x, i, c, batch) if c.layer_groups else block(w, x, i, c, batch)[:2]
+    """Run entry i of the main stack: a layer, with the layers between it and the previous entry, or
+    a group of layers. x [B, T, D] -> x, and the loss terms."""
+    if c.layer_groups:
+        return _repeat(w, x, i, c, batch)
+    i = c.dense_layers + i * c.expert_every
+    for between in range(c.expert_every - 1):
+        own = {**only(w, "relative"), **w["between"][str(between)]}
+        x = block(own, x, i + between, c, batch)[0]
+    return block(w, x, i + c.expert_every - 1, c, batch)[:2]
 
 
 def begin(params, c, batch, specs=None, embed=embedding):
     """Return the embedding [B, T, D] or, if there are `dense_layers`, their output."""
     x = embed(params, batch, c)
     if c.dense_layers:
-        x, _ = shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), params["dense_layers"], x,
-                            jnp.arange(c.dense_layers), specs and specs["dense_layers"], c)
+        x, _ = shard.layers(lambda w, x, i: block(w, x, i, c, batch)[:2], params["dense_layers"],
+                            x, jnp.arange(c.dense_layers), specs and specs["dense_layers"], c)
     return x
 
 
@@ -451,7 +459,7 @@ def trunk(params, c, batch, specs=None, embed=embedding):
     stacked, specs = _layers(params, specs)
     # During generation every device has all layers, and no spec names pipe.
     if axis_size("pipe") == 1 or specs and "pipe" not in jax.tree.leaves(specs)[0]:
-        numbers = jnp.arange(c.dense_layers, c.layer_groups or c.layers)
+        numbers = jnp.arange(c.layer_groups or c.expert_layers)
         return shard.layers(lambda w, x, i: _layer(w, x, i, c, batch), stacked, x, numbers, specs,
                             c)[0]
     x, _ = shard.through_layers(
@@ -521,7 +529,7 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
     c, params, batch = prepare_batch(params, batch, config, specs, embed_source)
 
     def layer(w, x, i, batch):
-        return _layer(w, x, c.dense_layers + i, c, batch)
+        return _layer(w, x, i, c, batch)
 
     def head(params, x, batch):
         if c.head in ("classes", "none"):
@@ -691,8 +699,9 @@ def check(c: Config, mesh: Any) -> None:
     it doesn't divide stays whole."""
     stages = mesh.shape["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
-    check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
-                 stages * c.chunks)
+    for name, parts in (("encoder_layers", 1), ("layers", c.expert_every)):
+        check_length(f"pipe={stages}{with_chunks}", name, getattr(c, name),
+                     stages * c.chunks * parts)
     elsewhere = f"on mesh axis pipe={stages}; give its devices to data, fsdp, expert or tensor"
     refuse_rows(c, [
         ("head", c.head == "none", "this model returns vectors and has no loss; give fit a loss, "

@@ -49,17 +49,43 @@ def test_a_mesh_is_chosen_that_fits(monkeypatch, capsys):
         dry_run.choose_mesh(config)
 
 
+def links(mesh, **changes):
+    """The seconds that cost_model has for links of a byte per second."""
+    config = make(mesh=mesh, **{**WIDE, **changes})
+    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
+    sizes = {a: mesh_sizes(mesh).get(a, 1) for a in AXES}
+    chip = chips.Chip(flops=1e12, memory=1e9, bandwidth=1e11, links=1.0)
+    return cost_model(config, params, sizes, chip, flops=1.0).links
+
+
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "tensor=4", "data=2,fsdp=2,tensor=2", "seq=4",
                                   "pipe=4"])
 def test_the_cost_model_is_near_the_expected_traffic(mesh):
     """An estimate without the cost of some parallelism, which would always be chosen."""
-    config = make(mesh=mesh, microbatches=2 if "pipe" in mesh else 1, **WIDE)
-    params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
-    sizes = {a: mesh_sizes(mesh).get(a, 1) for a in AXES}
-    slow_links = chips.Chip(flops=1e12, memory=1e9, bandwidth=1e11, links=1.0)
-    estimate = cost_model(config, params, sizes, slow_links, net.flops(config, 16 * 64)).links
-    exact = sum(c.bytes for c in expected_traffic(program_of(config, mesh).plan))
-    assert 0.5 < estimate / exact < 2
+    changes = dict(microbatches=2 if "pipe" in mesh else 1)
+    program = program_of(make(mesh=mesh, **{**WIDE, **changes}), mesh)
+    exact = sum(c.bytes for c in expected_traffic(program.plan))
+    assert 0.5 < links(mesh, **changes) / exact < 2
+
+
+@pytest.mark.parametrize("mesh, share", [("data=8", 1), ("seq=4", 1), ("expert=2", 1),
+                                         ("fsdp=8", 0.5), ("tensor=4", 0.5), ("pipe=4", 0.5)])
+def test_the_cost_model_knows_what_is_sent_in_8_bits(mesh, share):
+    """A mesh that --mesh auto does not choose, because it counts 16 bits where 8 are sent, or one
+    that it does choose, because it counts 8 where 16 are."""
+    changes = dict(dtype="bfloat16", microbatches=2, experts=2)
+    in_16_bits = links(mesh, **changes)
+    assert links(mesh, **changes, send_dtype="float8") == pytest.approx(share * in_16_bits)
+
+
+@pytest.mark.parametrize("changes", [dict(dense_layers=2), dict(expert_every=2)], ids=str)
+def test_the_cost_model_knows_which_layers_have_experts(changes):
+    """An estimate in which layers without experts send tokens to experts."""
+    def of_tokens(**changes):
+        return links("expert=2", experts=2, batch=32, **changes) - links(
+            "expert=2", experts=2, batch=16, **changes)
+
+    assert 0 < of_tokens(**changes) == pytest.approx(of_tokens() / 2)
 
 
 # -------------------------------------------------------------------------------------------

@@ -56,6 +56,11 @@ HEAD_NORMS = dict(qk_norm=True, qk_norm_wide=True)
     full("expert=2,tensor=2", dict(experts=4, remat="full")),
     full("expert=2,pipe=2", dict(experts=4, microbatches=2, remat="full", **ONE_F_ONE_B)),
     full("expert=2,seq=2", dict(experts=4, parallel_block=True)),
+    # Layers without experts.
+    ("fsdp=2,expert=2,tensor=2", dict(experts=4, expert_every=2)),
+    full("fsdp=2,expert=2,tensor=2", dict(experts=4, dense_layers=1)),
+    full("pipe=2,expert=2,tensor=2", dict(experts=4, expert_every=2, layers=8, microbatches=2)),
+    full("tensor=2", dict(experts=4, shared_experts=1, dense_layers=1, overlap=True)),
     full("tensor=2", dict(experts=4, parallel_block=True, shared_experts=1)),
     full("fsdp=2,pipe=2,expert=2", dict(experts=4, **INTERLEAVED)),
     # Key heads that neither divide tensor nor are divided by it; time that it does not divide.
