@@ -127,6 +127,20 @@ def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
     assert added == pytest.approx(weights.sum())
 
 
+@pytest.mark.parametrize("mesh, changes", [
+    ("fsdp=2,expert=2,tensor=2", dict(expert_every=2)),
+    full("pipe=2,expert=2", dict(expert_every=2, microbatches=2, schedule="1f1b")),
+    full("pipe=2,tensor=2", dict(expert_every=2, layers=8, microbatches=2, chunks=2,
+                                 schedule="interleaved")),
+    full("data=2,seq=2,tensor=2", dict(expert_every=3, dense_layers=1, dropout=0.1)),
+    full("fsdp=2,tensor=2", dict(expert_every=2, dense_layers=2, remat="full")),
+    full("expert=4,tensor=2", dict(expert_every=4, norm_place="out"))])
+def test_experts_in_every_nth_layer_on_a_mesh(mesh, changes):
+    """Layers between those with experts that a mesh gathers wrongly, or whose dropout depends on
+    it; loads of experts in another layer's row."""
+    assert_same_on(mesh, **{"layers": 4, **changes}, experts=4)
+
+
 BIASED = dict(experts=4, experts_per_token=1, router="sigmoid", balance=0.0, router_z=0.0)
 
 

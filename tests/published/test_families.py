@@ -121,6 +121,10 @@ CASES = {
     "qwen3_moe": ("Qwen3Moe", new(6, 3, **MIXED, num_experts=4, head_dim=16)),
     "qwen3_moe dense": ("Qwen3Moe", new(**MIXED, num_experts=4, mlp_only_layers=[0],
                                         norm_topk_prob=True, layers=3)),
+    "qwen3_moe every 2": ("Qwen3Moe", new(6, 3, **MIXED, num_experts=4, head_dim=16, layers=4,
+                                          decoder_sparse_step=2)),
+    "qwen3_moe late": ("Qwen3Moe", new(**MIXED, num_experts=4, layers=5, mlp_only_layers=[0, 1, 3],
+                                       decoder_sparse_step=1)),
     "deepseek_v3": ("DeepseekV3", DEEP),
     "deepseek_v3 yarn": ("DeepseekV3", {
         **DEEP, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "first_k_dense_replace": 0,
@@ -130,7 +134,8 @@ CASES = {
 }
 # These at each start; one of each other family in .ci/run, the rest in .ci/full.
 QUICK = ("llama", "gpt2", "gemma3", "falcon 40b", "deepseek_v3")
-TRAINED = ("gpt2", "gemma3", "deepseek_v3")     # (where gradients are compared, too)
+# Those whose gradients are compared, too.
+TRAINED = ("gpt2", "gemma3", "deepseek_v3", "qwen3_moe every 2")
 SLOW = ("llama3", "mistral", "qwen2", "qwen3", "gemma2", "phi3 long", "gptj", "gpt_neo", "gpt_neox",
         "opt 350m", "bloom", "falcon rw", "chatglm", "mixtral", "qwen3_moe", "olmo2", "granite",
         "smollm3", "starcoder2")
@@ -603,7 +608,7 @@ REFUSED = [
     ("opt", dict(enable_bias=False)), ("opt", dict(layer_norm_elementwise_affine=False)),
     ("bloom", dict(apply_residual_connection_post_layernorm=True)),
     ("falcon 40b", dict(parallel_attn=False)), ("gemma3", dict(use_bidirectional_attention=True)),
-    ("qwen3_moe", dict(decoder_sparse_step=2)), ("qwen3_moe", dict(mlp_only_layers=[1])),
+    ("qwen3_moe", dict(decoder_sparse_step=3)), ("qwen3_moe", dict(mlp_only_layers=[1])),
     ("deepseek_v3", dict(attention_bias=True)), ("deepseek_v3", dict(scoring_func="softmax")),
     ("deepseek_v3", dict(topk_method="greedy")), ("starcoder2", dict(norm_type="rms_norm")),
     ("starcoder2", dict(mlp_type="gated")), ("smollm3", dict(use_sliding_window=False)),
@@ -626,6 +631,29 @@ def test_options_that_we_do_not_compute_are_refused(name, changes):
     kind, fields = CASES[name]
     config = getattr(peer("transformers"), f"{kind}Config")(**fields)
     assert_not_supported(json.loads(config.to_json_string(use_diff=False)), changes)
+
+
+@pytest.mark.parametrize("layers, step, dense, want", [
+    (6, 1, None, (0, 1)), (6, 1, [1, 0], (2, 1)), (6, 2, None, (0, 2)), (6, 3, [], (0, 3)),
+    (6, 2, [0, 2], (0, 2)), (6, 2, [1], (2, 2)), (7, 1, [0, 1, 3, 5], (1, 2)), (6, 6, [], (5, 1)),
+    (4, 1, [0, 2, 99], (0, 2)),
+    (5, 2, None, "decoder_sparse_step 2 "), (6, 1, [5], r"mlp_only_layers \[5\] "),
+    (6, 1, [1], r"mlp_only_layers \[1\] "), (2, 3, None, "decoder_sparse_step 3 "),
+    (6, 1, [0, 3], r"mlp_only_layers \[0, 3\] "), (6, 0, None, "decoder_sparse_step 0: expected"),
+    (6, 1, "0", "mlp_only_layers '0': expected a list")], ids=str)
+def test_which_layers_have_experts(layers, step, dense, want):
+    """Experts in other layers than in transformers, where config.json says it in two ways."""
+    record = {**new(layers=layers, **MIXED), "model_type": "qwen3_moe", "num_experts": 4,
+              "decoder_sparse_step": step, "mlp_only_layers": dense}
+    if isinstance(want, str):
+        with pytest.raises(ConfigError, match=want):
+            llama.fields_of(record)
+        return
+    fields = llama.fields_of(record)
+    assert (fields["dense_layers"], fields["expert_every"]) == want
+    first, every = want     # as in Qwen3MoeDecoderLayer
+    assert [i for i in range(layers) if i >= first and (i - first) % every == every - 1] == [
+        i for i in range(layers) if i not in (dense or []) and (i + 1) % step == 0]
 
 
 def test_windows_are_of_the_families_that_have_them():
