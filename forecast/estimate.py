@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from forecast.arithmetic import arithmetic
-from forecast.traffic import expert_layers, rows_in_use
+from forecast.traffic import rows_in_use
 from zigzag.core.chips import Chip
 from zigzag.core.errors import one_line
 from zigzag.core.mesh import by_path
@@ -63,12 +63,13 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     itemsize = jnp.dtype(c.dtype).itemsize
     less = 1 / itemsize if getattr(config, "send_dtype", "") else 1     # over fsdp, tensor and pipe
     # Per device: parameters before the split over fsdp, and how many of those are trained; layers,
-    # tokens, and the README's X and K.
+    # those with experts, tokens, and the README's X and K.
     own, trained = (
         sum(w.size / (p if path.startswith("layers") or c.chunks == 1 else 1)
             / (e if ".e_" in path else 1) for path, w in by_path(tree).items()) / t
         for tree in (params, low_rank.split(params)[0] if c.lora_rank else params))
-    layers, tokens = c.layers / p, config.batch * c.seq_len / (d * f * e * s)
+    layers, routed = c.layers / p, getattr(c, "expert_layers", c.layers) / p
+    tokens = config.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
     turns = 1       # a stage's passes per microbatch, including idle ones
@@ -82,10 +83,9 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     work = flops / math.prod(sizes.values()) * cost * turns
     room = c.experts and min(1, c.expert_room * visits(c.experts_per_token, c.experts // e, e))
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
-            + (1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns * less
-            + layers * cost * (8 * (1 - 1 / t) * X * less + 4 * (s - 1) * K)
-            + expert_layers(c) / p * cost * 4 * (e - 1) * room * X
-            + 4 * X * (p > 1) * less)
+            + less * ((1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns
+                      + layers * cost * 8 * (1 - 1 / t) * X + 4 * X * (p > 1))
+            + 4 * cost * (layers * (s - 1) * K + routed * (e - 1) * room * X))
     kept = tokens / config.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
     return Cost(work / chip.flops, sent / chip.links, {
         "weights, gradients, optimizer": (STATE_BYTES * trained + itemsize * (own - trained)) / f,

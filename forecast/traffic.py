@@ -107,11 +107,6 @@ def _rows(plan):
             yield from _experts(run)
 
 
-def expert_layers(c: Any) -> int:
-    """Return how many of a model's layers have experts."""
-    return getattr(c, "expert_layers", c.layers) if getattr(c, "experts", 0) else 0
-
-
 def rows_in_use(config: Any, mesh: Any) -> float:
     """Return the fraction of the rows computed by a device's experts that are tokens, if all
     experts are equally busy. The other rows are spare room."""
@@ -147,9 +142,9 @@ class _Run:
         self.D_bytes = c.d_model * self.itemsize        # of a token in the stream
         self.X = self.tokens * self.D_bytes
         # The room for these tokens on their way to experts.
-        n = self.sizes["expert"]
-        self.room = getattr(c, "experts", 0) and dispatch.room_of(
-            self.tokens, c.experts_per_token, c.experts // n, n, c.expert_room)
+        n, experts = self.sizes["expert"], getattr(c, "experts", 0)
+        self.room = experts and dispatch.room_of(
+            self.tokens, c.experts_per_token, experts // n, n, c.expert_room)
         # How many strips a layer cuts its rows into.
         self.strips = strips.count(self.rows, self.time, self.sizes, platform(mesh),
                                    strips.least(config))
@@ -158,8 +153,9 @@ class _Run:
 
         # How often layers run, and those with experts, and the forward passes each time (1F1B and
         # --remat each add one).
+        self.expert_layers = experts and getattr(c, "expert_layers", c.layers)
         self.layers, self.routed = (
-            round(self.passes * count / S) for count in (c.layers, expert_layers(c)))
+            round(self.passes * count / S) for count in (c.layers, self.expert_layers))
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and head run, and the bytes of their X: in 1F1B, of a microbatch,
         # and the embedding in every tick.
@@ -252,7 +248,6 @@ def _tensor(run, traffic):
     scatters them at its output, and the backward pass runs the transposes. If tensor doesn't divide
     the sequence, an all-reduce replaces both."""
     c, n, blocks = run.model, run.sizes["tensor"], traffic.pairs
-    routed = run.routed / run.layers        # the fraction of layers with experts
     # If tensor doesn't divide the heads, every device computes all of attention: no reduction.
     is_whole = c.heads % n > 0
     out = blocks - (is_whole and blocks > 1)
@@ -260,11 +255,11 @@ def _tensor(run, traffic):
     # Reductions out of a block forward, and into it backward. The reduced result is saved for the
     # backward pass, so recomputing doesn't reduce it again. Experts and the other branch share the
     # gather, except backward.
-    beside = routed * traffic.beside
+    beside = traffic.beside * run.routed / run.layers
     reductions = out * (1 + run.is_1f1b) + into + beside
     gathers = (blocks * run.forwards + out) * run.splits_time
     if c.overlap and run.splits_time:       # experts and unsplit blocks don't overlap
-        inner = blocks - is_whole - routed
+        inner = blocks - is_whole - run.routed / run.layers
         scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
         reductions -= scatters + beside
@@ -338,8 +333,7 @@ def _experts(run):
         # The router is whole. The TPU compiler rounds its gradient before the sum.
         yield ("all-reduce", "tensor", layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
-        metrics = expert_layers(c) * c.experts + 2
-        yield "all-reduce", "tensor", run.ticks, metrics * 4
+        yield "all-reduce", "tensor", run.ticks, (run.expert_layers * c.experts + 2) * 4  # metrics
     # Sums over the whole sequence: each expert's load per row and, outside the layers, the row's
     # weight.
     axes = "seq+tensor" if run.splits_time else "seq"

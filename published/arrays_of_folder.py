@@ -46,7 +46,7 @@ from zigzag.core.files import check_others, read_json, write_json
 from zigzag.core.hosts import process_allgather
 from zigzag.core.mesh import by_path, flatten
 from zigzag.generate.rows import on_host
-from zigzag.parallel.table import layer_stacks
+from zigzag.parallel.table import layer_counts
 
 # {dtype that we can write: its name in a file}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -224,12 +224,18 @@ class Part(NamedTuple):
 
 def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
     """Return {word: [(layer stack, its layers' numbers)]} for the words in braces in names. A word
-    is the path of a stack, for example {encoder.layers}. {l} is any layer of the main stacks."""
+    is the path of a stack, for example {encoder.layers}. {l} is any layer of the main stacks: in
+    dense_layers, then in layers.between and in `layers` in turns (tables.py)."""
+    counts = layer_counts(table)
+    dense, main = counts.get("dense_layers", 0), counts.get("layers", 0)
+    every = 1 + len(table["layers"].get("between", ())) if main else 1
+    own = {"dense_layers": range(dense)} | {
+        "layers" if i == every - 1 else f"layers.between.{i}": range(
+            dense + i, dense + main * every, every) for i in range(every)}
     found = {path.rpartition(".")[0]: range(w.shape[0]) for path, w in by_path(table).items()
              if "L" in w.axes}
-    main = layer_stacks(table)
-    return {stack: [(stack, numbers)] for stack, numbers in (found | main).items()} | {
-        "l": [*main.items()]}
+    return {word: [(word, numbers)] for word, numbers in (found | own).items()} | {
+        "l": [*own.items()]}
 
 
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
@@ -371,7 +377,7 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
             pieces.setdefault(part.path, []).append((name, part))
 
     def make(path, shape):
-        path, number = (path, None) if path in axes else _of_stack(path, layer_stacks(table))
+        path, number = (path, None) if path in axes else _of_stack(path, table)
 
         @functools.cache
         def read(*bounds):
@@ -387,11 +393,11 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
 
 
-def _of_stack(path, stacks):
+def _of_stack(path, table):
     """Return (path of the stacked weight, index in the stack) for a weight in a separate layer."""
     _, layer, name = path.split(".", 2)
     return next((f"{stack}.{name}", numbers.index(int(layer)))
-                for stack, numbers in stacks.items() if int(layer) in numbers)
+                for stack, numbers in stacks_of(table)["l"] if int(layer) in numbers)
 
 
 def _read_part(folder, axes, pieces, ranges):

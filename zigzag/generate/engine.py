@@ -9,7 +9,6 @@ values that all rows share.
 import contextlib
 import dataclasses
 import functools
-import operator
 from typing import Any, Callable, Iterable, Iterator
 
 import jax
@@ -32,7 +31,7 @@ from zigzag.generate.decoding import State
 from zigzag.parallel import low_rank
 from zigzag.parallel.collectives import all_gather
 from zigzag.parallel.network import Network
-from zigzag.parallel.table import layer_stacks
+from zigzag.parallel.table import layer_counts
 
 REPLICATED = {"slot", "ends", "limit", "written"}     # state values that all rows share
 
@@ -62,7 +61,7 @@ class Engine:
     def unstacked(self, params: Any) -> Any:
         """Return the weights in the decoding dtype, with the layers as a list."""
         params = cast(self.decoder_of(params), self.config.dtype)
-        return unstack_layers(params, layer_stacks(params), lambda w, i: w[i])
+        return unstack_layers(params, layer_counts(params), lambda w, i: w[i])
 
     def for_decoding(self, params: Any) -> Any:
         """Prepare the weights for decoding: cast them, split them, and turn the layers into a list.
@@ -119,16 +118,18 @@ def _prepared(params, engine):
     return placed(engine.unstacked(params), engine.specs)
 
 
-def unstack_layers(tree: Any, stacks: dict[str, range], of_layer: Callable) -> Any:
-    """Replace a tree's stacked weights [L, ...] with a list of layers, each a dict. `stacks` are
-    table.layer_stacks. of_layer(leaf, i) returns the leaf of a stack's layer i, given a stacked
-    leaf (a weight or its spec)."""
-    layers = {}
-    for path, numbers in stacks.items():
-        own = without(functools.reduce(operator.getitem, path.split("."), tree), "between")
-        for i, number in enumerate(numbers):
-            layers[number] = low_rank.adapted(jax.tree.map(lambda w: of_layer(w, i), own))
-    return {**without(tree, "dense_layers", "layers"), "layers": [*map(layers.get, sorted(layers))]}
+def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any:
+    """Replace a tree's stacked weights [L, ...] with a list of layers, each a dict. `counts` maps
+    the names of the stacks, in order, to the number of layers in each. of_layer(leaf, i) returns
+    layer i's leaf, given a stacked leaf (a weight or its spec). The layers in a stack's `between`
+    come before its own layer i."""
+    layers = []
+    for name, count in counts.items():
+        for i in range(count):
+            own = jax.tree.map(lambda w: of_layer(w, i), tree[name])
+            between = own.pop("between", {})
+            layers += [*(between[key] for key in sorted(between, key=int)), own]
+    return {**without(tree, *counts), "layers": [*map(low_rank.adapted, layers)]}
 
 
 @functools.cache
@@ -138,7 +139,7 @@ def _specs(engine, mesh):
         return None
     network, config = engine.network, engine.config
     specs = engine.decoder_of(without_axis(network.weight_specs(config, mesh), "pipe"))
-    return unstack_layers(specs, layer_stacks(engine.decoder_of(network.table(config))),
+    return unstack_layers(specs, layer_counts(engine.decoder_of(network.table(config))),
                           lambda spec, i: P(*spec[1:]))
 
 

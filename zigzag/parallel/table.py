@@ -80,18 +80,11 @@ def padded(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
-def layer_stacks(tree: Any) -> dict[str, range]:
-    """Return {path: its layers' numbers} for the layer stacks in a table or a tree of weights:
-    dense_layers come first, if there are any. Then the stacks in layers.between and `layers` itself
-    take turns, one layer of each."""
-    sizes = {name: jax.tree.leaves(tree[name])[0].shape[0] for name in ("dense_layers", "layers")
-             if name in tree}
-    first, groups = sizes.get("dense_layers", 0), sizes.get("layers", 0)
-    turns = [f"layers.between.{i}" for i in range(len(tree.get("layers", {}).get("between", ())))]
-    turns += ["layers"] * ("layers" in tree)
-    found = {"dense_layers": range(first)} if first else {}
-    return found | {path: range(first + i, first + groups * len(turns), len(turns))
-                    for i, path in enumerate(turns)}
+def layer_counts(tree: Any) -> dict[str, int]:
+    """Return {name: number of layers} for the layer stacks in a table or a tree of weights, in the
+    order they run."""
+    return {name: jax.tree.leaves(tree[name])[0].shape[0] for name in ("dense_layers", "layers")
+            if name in tree}
 
 
 def first_values(table: Any, key: Array) -> Any:

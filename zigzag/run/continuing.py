@@ -73,7 +73,8 @@ def check_folder(cls: type, out: str, now: Values, needs: Sequence[str] = (),
     if not is_run(out):
         check_others(place(out), "--out", "train.py", OF_BEGINNING)
         return {}
-    old, now, may = as_saved(read_old(cls, out)), as_saved(now), may_change(cls)
+    old = as_saved({**run_record(out, "--out"), **record_of(old_config(cls, out))})
+    now, may = as_saved(now), may_change(cls)
     if lacking := [name for name in needs if name not in old]:
         raise ConfigError(f"--out {out} holds a run of a different task (it has no {lacking[0]}); "
                           f"give another --out")
@@ -117,11 +118,6 @@ def is_run(folder: str) -> bool:
 def old_config(cls: type, folder: str, flag: str = "--out") -> Any:
     """Read the config of the run that `flag` names."""
     return run_config(folder, cls, flag, network=config_of_run(folder, flag))
-
-
-def read_old(cls: type, folder: str) -> Values:
-    """Read the config.json of the run in a folder, adding all recorded fields of its config."""
-    return {**run_record(folder, "--out"), **record_of(old_config(cls, folder))}
 
 
 def check_steps(given: Values, out: str) -> None:

@@ -1,6 +1,7 @@
 """A run's less common options. train.Config has the options to know first."""
 
 import dataclasses
+import math
 
 from zigzag.core.errors import derive
 from zigzag.core.hosts import Processes
@@ -118,7 +119,8 @@ class MoreOptions(*added("OfTraining"), Processes):
         object.__setattr__(self, "best", tuple(name for name in best if name not in ("", "none")))
         checks.check_config(self)
         if self.tokens:
-            object.__setattr__(self, "steps", schedules.steps_of_tokens(self))
+            steps = math.ceil(self.tokens / (self.batch * self.network.seq_len))
+            object.__setattr__(self, "steps", steps)
             object.__setattr__(self, "tokens", 0)
         all_of_it = self.init_from and not self.network.lora_rank
         derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)

@@ -114,11 +114,6 @@ def fixed_from(c: Any) -> int:
     return _end(c) - min(updates(c.cooldown, _end(c)), _length(c)) + 1
 
 
-def steps_of_tokens(c: Any) -> int:
-    """Return the number of steps for --tokens, rounded up."""
-    return math.ceil(c.tokens / (c.batch * c.network.seq_len))
-
-
 def with_steps(c: Any, examples: int) -> Any:
     """Set the config's steps from its --epochs over this many examples."""
     if not c.epochs:
