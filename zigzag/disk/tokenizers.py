@@ -275,17 +275,12 @@ def tokenizer_at(path: str | Path) -> Tokenizer:
     if not path.exists():
         raise ConfigError(f"--tokenizer {path}: no such file; expected a sentencepiece model, a "
                           f"tokenizer.json, a folder with one of them, or bytes")
-    if path.name == FILE_OF["tiktoken"] or _has_ranks(path):
+    with open(path, "rb") as f:     # a base64 token and rank 0, as in LLaMA 3's tokenizer.model
+        has_ranks = re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200))
+    if has_ranks or path.name == FILE_OF["tiktoken"]:
         return part("tools.tiktoken", f"--tokenizer {path}").Tiktoken(path)
     return (TokenizerJson if path.suffix == ".json" else PiecesT5
             if path.name == PiecesT5.file else Pieces)(path)
-
-
-def _has_ranks(path):
-    """Return whether a file's first line is a base64 token and rank 0, as in LLaMA 3's
-    tokenizer.model."""
-    with open(path, "rb") as f:
-        return bool(re.fullmatch(rb"[A-Za-z0-9+/=]+ 0\r?\n", f.readline(200)))
 
 
 def published_tokenizer(folder: str | Path, rows: int, needed: bool = True) -> Tokenizer | None:
