@@ -149,6 +149,21 @@ def test_a_window_rolls_at_the_real_size():
     assert_teacher_forced(params, config, prompts, found, near=1e-4)
 
 
+@pytest.mark.parametrize("changes", [
+    dict(expert_every=3, dense_layers=1, layers=7),
+    pytest.param(dict(expert_every=12, layers=24), marks=pytest.mark.full)], ids=str)
+def test_a_layer_has_its_own_number_in_every_stack(changes):
+    """Layers that training runs in another order than generation, or under another number: here
+    each has its own window and positions."""
+    rest = changes["layers"] - 3
+    config = make(**changes, seq_len=40, window=3, local_layers="llg" + "g" * rest, experts=4,
+                  rotary_layers="nrr" + "r" * rest).network
+    params = far_apart(config)
+    prompts = prompts_of(config)
+    found = sample.generate(params, prompts, config, NEW, temperature=0, logprobs=True)
+    assert_teacher_forced(params, config, prompts, found)
+
+
 # -------------------------------------------------------------------------------------------
 # Log-probabilities
 

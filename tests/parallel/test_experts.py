@@ -141,6 +141,17 @@ def test_experts_in_every_nth_layer_on_a_mesh(mesh, changes):
     assert_same_on(mesh, **{"layers": 4, **changes}, experts=4)
 
 
+@pytest.mark.parametrize("changes", [dict(expert_every=2), dict(dense_layers=1, expert_every=3),
+                                     dict(dense_layers=3)], ids=str)
+def test_what_is_logged_has_a_row_for_each_layer_with_experts(changes):
+    """A load in another layer's row; rows of layers without experts; a mean over all layers."""
+    c = make(layers=4, experts=4, **changes).network
+    _, count, others = transformer.loss(net.init(c, jax.random.key(0)), batch_of(make()), c)
+    assert others["expert_load"].shape == (c.expert_layers, 4)
+    np.testing.assert_allclose(others["expert_load"].sum(1) / count, 1, rtol=1e-5)
+    assert others["expert_rounds"] / count == pytest.approx(1)
+
+
 BIASED = dict(experts=4, experts_per_token=1, router="sigmoid", balance=0.0, router_z=0.0)
 
 
