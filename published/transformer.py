@@ -419,10 +419,10 @@ def with_positions(batch, c):
 # -------------------------------------------------------------------------------------------
 # The network: all layers, logits, loss
 
-def _layers(params, specs=None):
-    """Return the layers' stacked weights and their specs. Each layer gets a copy of the weights
-    that all layers share."""
-    layers, specs = params["layers"], specs and specs["layers"]
+def _layers(params, specs=None, stack="layers"):
+    """Return a stack of layers' weights and their specs. Each layer gets a copy of the weights that
+    all layers share."""
+    layers, specs = params[stack], specs and specs[stack]
     if "relative" in params:
         shared = params["relative"]
         count = jax.tree.leaves(layers)[0].shape[:1]
@@ -447,8 +447,9 @@ def begin(params, c, batch, specs=None, embed=embedding):
     """Return the embedding [B, T, D] or, if there are `dense_layers`, their output."""
     x = embed(params, batch, c)
     if c.dense_layers:
-        x, _ = shard.layers(lambda w, x, i: block(w, x, i, c, batch)[:2], params["dense_layers"],
-                            x, jnp.arange(c.dense_layers), specs and specs["dense_layers"], c)
+        stacked, specs = _layers(params, specs, "dense_layers")
+        x, _ = shard.layers(lambda w, x, i: block(w, x, i, c, batch)[:2], stacked, x,
+                            jnp.arange(c.dense_layers), specs, c)
     return x
 
 

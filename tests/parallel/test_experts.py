@@ -11,6 +11,7 @@ from published import transformer
 from tests.common import (
     assert_same_on,
     assert_same_update,
+    check_network,
     full,
     gradients_of,
     net,
@@ -18,6 +19,7 @@ from tests.common import (
 )
 from tests.helpers import batch_of, learn, make, mesh_of, program_of
 from zigzag.core import mesh as mesh_tools
+from zigzag.core.errors import ConfigError
 from zigzag.parallel import experts
 from zigzag.parallel.experts import Room, _by_blocks, in_rounds, room_of, rounds_of
 from zigzag.parallel.hlo import collectives
@@ -134,11 +136,25 @@ def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
                                  schedule="interleaved")),
     full("data=2,seq=2,tensor=2", dict(expert_every=3, dense_layers=1, dropout=0.1)),
     full("fsdp=2,tensor=2", dict(expert_every=2, dense_layers=2, remat="full")),
+    full("fsdp=2,tensor=2", dict(expert_every=2, dense_layers=2, relative="buckets",
+                                 relative_shared=True)),
     full("expert=4,tensor=2", dict(expert_every=4, norm_place="out"))])
 def test_experts_in_every_nth_layer_on_a_mesh(mesh, changes):
     """Layers between those with experts that a mesh gathers wrongly, or whose dropout depends on
     it; loads of experts in another layer's row."""
     assert_same_on(mesh, **{"layers": 4, **changes}, experts=4)
+
+
+def test_a_stage_has_whole_entries_of_the_stack():
+    """A traceback where the stages divide the layers, but not the layers with experts."""
+    c = make(experts=4, expert_every=2, layers=4)
+    check_network(c, mesh_of("pipe=2"))
+    with pytest.raises(ConfigError, match="--layers 4 does not divide into 8; .* --layers 8"):
+        check_network(c, mesh_of("pipe=4"))
+    with pytest.raises(ConfigError, match="--expert_every 3: .*must divide the --layers 4"):
+        make(experts=4, expert_every=3, layers=4)
+    with pytest.raises(ConfigError, match="--expert_every 2: needs --experts"):
+        make(expert_every=2, layers=4)
 
 
 @pytest.mark.parametrize("changes", [dict(expert_every=2), dict(dense_layers=1, expert_every=3),
