@@ -338,13 +338,14 @@ def _kinds(c):
     return [name for name in ("token_types", "task_types") if getattr(c, name)]
 
 
-def block(w, x, i, c, batch, cache=None):
-    """Run layer i: x [B, T, D] -> x, the layer's loss terms, and the cache."""
+def block(w, x, i, c, batch, cache=None, attend=_attention):
+    """Run layer i: x [B, T, D] -> x, the layer's loss terms, and the cache. windows.py has another
+    `attend`."""
     w = low_rank.adapted(w)
     if c.parallel_block:
         return _parallel_block(w, x, i, c, batch, cache)
     is_first = c.norm_place in ("post", "out")      # attention and MLP come before their norms
-    y, cache = _attention(w, x if is_first else norm(w, "attn_norm", x, c), c, i, batch, cache)
+    y, cache = attend(w, x if is_first else norm(w, "attn_norm", x, c), c, i, batch, cache)
     x = _add(w, "attn", x, y, c, 2 * i, batch)
     if "cross_wq" in w:
         y = _cross_attention(w, x if is_first else norm(w, "cross_norm", x, c), c, batch, cache)

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import shard
-from published.transformer import feed_forward, norm, with_bias
-from zigzag.parallel import low_rank
+from published import transformer
 
 
 def patches(params: Any, pictures: Array, c: Any) -> Array:
@@ -32,25 +31,20 @@ def block(w: Any, x: Array, size: tuple[int, int], window: int, c: Any, attend: 
           shift: Any = None) -> Array:
     """Run a block with windowed attention on the stream x [B, T, D] of images with `size` = (h,
     w) tokens. Roll each image by `shift` before cutting it. attend(w, q, k, v, size) computes
-    attention for each window's tokens [B W, t, H, N], where `size` includes the padding. The norms
-    are before attention and the MLP, or with norm_place "out" on their outputs."""
-    w, is_first = low_rank.adapted(w), c.norm_place == "out"
-    h = x if is_first else norm(w, "attn_norm", x, c)
-    picture = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
-    picture = padded(picture, window)           # tokens see the padding (zeros plus bias)
-    whole = picture.shape[1:3]
-    picture = picture if shift is None else jnp.roll(picture, (-shift, -shift), (1, 2))
-    q, k, v = shard.columns(cut(picture, window), gathered=True, *[
-        with_bias(w, name) for name in ("wq", "wk", "wv")])
-    out = join(attend(w, q, k, v, whole), window, *whole)
-    out = out if shift is None else jnp.roll(out, (shift, shift), (1, 2))
-    out = out[:, :size[0], :size[1]].reshape(len(h), -1, *out.shape[3:])        # [B, T, H, N]
-    out = shard.row((out, w["wo"])) + w["wo_bias"]
-    if is_first:
-        x = x + norm(w, "attn_out_norm", out, c)
-        return x + norm(w, "mlp_out_norm", feed_forward(w, x, c)[0], c)
-    x = x + out
-    return x + feed_forward(w, norm(w, "mlp_norm", x, c), c)[0]
+    attention for each window's tokens [B W, t, H, N], where `size` includes the padding."""
+    def in_windows(w, h, *_):
+        picture = shard.time_of_block(h).reshape(len(h), *size, h.shape[-1])
+        picture = padded(picture, window)           # tokens see the padding (zeros plus bias)
+        whole = picture.shape[1:3]
+        picture = picture if shift is None else jnp.roll(picture, (-shift, -shift), (1, 2))
+        q, k, v = shard.columns(cut(picture, window), gathered=True, *[
+            transformer.with_bias(w, name) for name in ("wq", "wk", "wv")])
+        out = join(attend(w, q, k, v, whole), window, *whole)
+        out = out if shift is None else jnp.roll(out, (shift, shift), (1, 2))
+        out = out[:, :size[0], :size[1]].reshape(len(h), -1, *out.shape[3:])    # [B, T, H, N]
+        return shard.row((out, w["wo"])) + w["wo_bias"], None
+
+    return transformer.block(w, x, 0, c, {}, attend=in_windows)[0]
 
 
 def padded(x: Array, size: int) -> Array:
