@@ -238,16 +238,21 @@ def stacks_of(table: Any) -> dict[str, list[tuple[str, range]]]:
         "l": [*own.items()]}
 
 
+# Arrays that hold all experts, in folders written by transformers 5.
+FUSED = {"model.layers.{l}.mlp.experts.gate_up_proj": "-> e_gate e_up",
+         "model.layers.{l}.mlp.experts.down_proj": "-> e_down"}
+
+
 def published_arrays(family: Any, config: Any, table: Any, is_fused: bool = False
                      ) -> Iterator[tuple[str, list[Part]]]:
     """Yield (name, its Parts) for every array of a model with this config. If a name repeats, the
     later one wins. In names, {e} is an expert's number, and any other word is a layer's number (see
-    stacks_of). With `is_fused`, a single array holds all experts."""
+    stacks_of). With `is_fused`, the arrays in FUSED replace those of a single expert."""
     names, own, adjust = family.arrays, by_path(table), family.adjust(config)
     names = names(config) if callable(names) else names
     stacks = stacks_of(table) | family.stacks(config)
     if is_fused:
-        names = {name: ours for name, ours in names.items() if "{e}" not in name} | family.fused
+        names = {name: ours for name, ours in names.items() if "{e}" not in name} | FUSED
     for template, ours in names.items():
         word = "".join(re.findall(r"{(?!e})(.*?)}", template))      # at most one
         experts = range(config.experts) if "{e}" in template else [None]
@@ -308,10 +313,6 @@ def _layout_there(rows, has_expert):
     return "E " * experts + f"({' | '.join(outputs)})" + others
 
 
-# Suffixes of arrays that hold all experts, in folders written by transformers 5.
-FUSED = ("experts.gate_up_proj", "experts.down_proj")
-
-
 def check_arrays(folder: Folder, family: Any, config: Any, table: Any
                  ) -> dict[str, list[Part]]:
     """Return {name: its Parts} for this folder's arrays. Reject the folder if an array is missing
@@ -320,7 +321,7 @@ def check_arrays(folder: Folder, family: Any, config: Any, table: Any
     for pattern, why in family.ignored.items():
         pattern = pattern.replace("{layers}", str(config.layers))
         spare |= {name: why for name in there if re.fullmatch(pattern, name)}
-    is_fused = any(name.endswith(FUSED) for name in there)
+    is_fused = any(re.search(r"experts\.(gate_up|down)_proj$", name) for name in there)
     # A bare model (without a head) has no prefix in its names.
     named = there - spare.keys()
     bare = family.prefix and not any(name.startswith(family.prefix) for name in named)

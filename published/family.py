@@ -38,8 +38,6 @@ class Family(NamedTuple):
                                                 # the ones from arrays_of_folder.stacks_of
     older: Names = {}                           # {part of a name: the same part in older or newer
                                                 # versions}
-    fused: Names = {}                           # arrays that hold all experts, replacing arrays of
-                                                # a single expert
     seen: Callable[..., Fields] | None = None   # (config.json, fields, a function that returns the
                                                 # folder's arrays) -> more fields, which depend on
                                                 # the arrays

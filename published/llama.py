@@ -369,16 +369,13 @@ def _routed(prefix, gate="gate_proj", up="up_proj", down="down_proj"):
             f"{prefix}experts.{{e}}.{up}": "e_up", f"{prefix}experts.{{e}}.{down}": "e_down"}
 
 
-# Arrays that hold all experts, as in transformers 5.
-FUSED = under(LAYER, {"mlp.experts.gate_up_proj": "-> e_gate e_up",
-                      "mlp.experts.down_proj": "-> e_down"})
 FAMILIES["mixtral"] = _relative(
     lambda r: {**_modern(r), **window(r), **named(r, experts="num_local_experts",
                                                   experts_per_token="num_experts_per_tok")},
     {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
      "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
      "num_experts_per_tok": 2},
-    LLAMA | under(LAYER, _routed("block_sparse_moe.", "w1", "w3", "w2")), fused=FUSED,
+    LLAMA | under(LAYER, _routed("block_sparse_moe.", "w1", "w3", "w2")),
     aliases={"num_experts": "num_local_experts"}, older={".block_sparse_moe.": ".mlp."},
     neutral=keys("router_jitter_noise"))
 
@@ -415,7 +412,7 @@ FAMILIES["qwen3_moe"] = _relative(
     {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
      "mlp_only_layers": None, "decoder_sparse_step": 1}, NORMED | under(LAYER, _routed("mlp.")),
-    aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW, fused=FUSED,
+    aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW,
     neutral=NO_WINDOW)
 
 
@@ -468,7 +465,7 @@ FAMILIES["deepseek_v3"] = _relative(
      "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256,
      "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
      "first_k_dense_replace": 3, "norm_topk_prob": True, "rope_interleave": True,
-     "attention_bias": False}, _deepseek_v3_arrays, fused=FUSED, adjust=_deepseek_v3_order,
+     "attention_bias": False}, _deepseek_v3_arrays, adjust=_deepseek_v3_order,
     ignored={**INV_FREQ, r"(model\.)?layers\.{layers}\..*": ""},
     aliases={"num_local_experts": "n_routed_experts",
              "num_mtp_layers": "num_nextn_predict_layers"},
@@ -520,19 +517,16 @@ FAMILIES["glm"] = _relative(
 NEUTRAL = dict(activation="silu", biases="", rotary_dim=0, window=0, local_layers="")
 
 
-def _plain_fields(family):
-    def fields(r):
-        found = family.fields(r)
-        for name, neutral in NEUTRAL.items():
-            if (value := found.pop(name, neutral)) != neutral:
-                raise ConfigError(f"config.json: --{name} would be {value!r}, which the plain "
-                                  f"decoder lacks; published.load_hf finds the network that has it")
-        return found
-
-    return fields
+def _plain_fields(r):
+    found = FAMILIES[r.kind].fields(r)
+    for name, neutral in NEUTRAL.items():
+        if (value := found.pop(name, neutral)) != neutral:
+            raise ConfigError(f"config.json: --{name} would be {value!r}, which the plain decoder "
+                              f"lacks; published.load_hf finds the network that has it")
+    return found
 
 
-PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields(FAMILIES[kind]))
+PLAIN = {kind: FAMILIES[kind]._replace(fields=_plain_fields)
          for kind in ("llama", "mistral", "mixtral")}
 
 
