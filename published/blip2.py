@@ -72,35 +72,31 @@ def _fields(r):
                     f" is not supported, only hidden_size {text['d_model']}")
     count(r, "num_query_tokens")    # a text with an image has this many image tokens
     an_id("image_token_index", r["image_token_index"], text["vocab_size"])
-    general.tower(None, "vision_config", _vision(r))
-    general.tower(None, "qformer_config", _qformer(r))
+    vision_config(None, r)
+    qformer_config(None, r)
     text.pop("published")
     return text
 
 
-def _vision(r):
-    r = r.part("vision_config", VISION)
+def vision_config(c: Any, r: Any = None) -> Any:
+    """Return the vision tower's Config for model c, or from the config.json `r` alone."""
+    r = (r or record_of(c)).part("vision_config", VISION)
     refuse(r, num_channels=3)       # the class in transformers ignores this key
     biases = "embed,qkv,out,mlp" if r["qkv_bias"] else "embed,out,mlp"
-    return {**general.tower_sizes(r), **pictures(r), "positions": "learned", "biases": biases}
+    return general.tower(c, "vision_config", {**general.tower_sizes(r), **pictures(r),
+                                              "positions": "learned", "biases": biases})
 
 
-def _qformer(r):
-    r = r.part("qformer_config", QFORMER)
+def qformer_config(c: Any, r: Any = None) -> Any:
+    """Return the Q-Former's Config for model c, or from the config.json `r` alone."""
+    r = (r or record_of(c)).part("qformer_config", QFORMER)
     refuse(r, cross_attention_frequency=2, use_qformer_text_input=False,
            position_embedding_type="absolute")
     if r["num_hidden_layers"] % 2:
         raise wrong("qformer_config.num_hidden_layers", r["num_hidden_layers"], ": expected an "
                     "even number, as every other layer attends to the picture")
-    return {**general.tower_sizes(r), "norm_place": "post", "causal": False, "positions": "none"}
-
-
-def vision_config(c: Any) -> Any:
-    return general.tower(c, "vision_config", _vision(record_of(c)))
-
-
-def qformer_config(c: Any) -> Any:
-    return general.tower(c, "qformer_config", _qformer(record_of(c)))
+    return general.tower(c, "qformer_config", {
+        **general.tower_sizes(r), "norm_place": "post", "causal": False, "positions": "none"})
 
 
 # -------------------------------------------------------------------------------------------
@@ -127,18 +123,6 @@ def _attention_arrays(name, ours, norm):
                                        "output.dense", ours), {"output.LayerNorm": norm})
 
 
-def _text_arrays(c):
-    """Return the language model's names for its arrays."""
-    arrays = llama.FAMILIES["t5" if c.encoder_layers else "opt"].arrays
-    found = {}
-    for name, ours in inside("text", arrays(c) if callable(arrays) else arrays).items():
-        if stack := re.search("{(.*)}", name):      # {l} is any of the layers
-            there = "layers" if stack[1] == "l" else stack[1]
-            name = name.replace(stack[0], f"{{text.{there}}}")
-        found[name] = ours
-    return found
-
-
 VISION_ARRAYS = {
     "embeddings.class_embedding": "1 1 D -> vision.class_token",
     "embeddings.patch_embedding": "vision.patch",
@@ -158,7 +142,15 @@ OTHERS = under("vision_model.", VISION_ARRAYS) | {
 
 
 def _arrays(c):
-    return OTHERS | under("language_model.", _text_arrays(c))
+    """Return the names of all arrays: the language model's own names follow language_model."""
+    arrays = llama.FAMILIES["t5" if c.encoder_layers else "opt"].arrays
+    found = {}
+    for name, ours in inside("text", arrays(c) if callable(arrays) else arrays).items():
+        if stack := re.search("{(.*)}", name):      # {l} is any of the layers
+            there = "layers" if stack[1] == "l" else stack[1]
+            name = name.replace(stack[0], f"{{text.{there}}}")
+        found[name] = ours
+    return OTHERS | under("language_model.", found)
 
 
 def _tied(record, fields, arrays):

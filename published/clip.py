@@ -54,7 +54,7 @@ def _part(r, name, defaults):
 def _fields(r):
     classed(r, {"": {}, "CLIPModel": {}})
     text = _part(r, "text_config", TEXT)
-    general.tower(None, "vision_config", _vision(r))
+    vision_config(None, r)
     count(r, "projection_dim")
     float(r["logit_scale_init_value"])      # fail here, not in the weight table, if it's no number
     an_id("text_config.eos_token_id", text["eos_token_id"])
@@ -63,13 +63,11 @@ def _fields(r):
         position_rows="max_position_embeddings")}
 
 
-def _vision(r):
-    r = _part(r, "vision_config", VISION)
-    return {**general.tower_sizes(r), **pictures(r), "positions": "learned", "embed_norm": True}
-
-
-def vision_config(c: Any) -> Any:
-    return general.tower(c, "vision_config", _vision(record_of(c)))
+def vision_config(c: Any, r: Any = None) -> Any:
+    """Return the vision tower's Config for model c, or from the config.json `r` alone."""
+    r = _part(r or record_of(c), "vision_config", VISION)
+    return general.tower(c, "vision_config", {**general.tower_sizes(r), **pictures(r),
+                                              "positions": "learned", "embed_norm": True})
 
 
 # -------------------------------------------------------------------------------------------
