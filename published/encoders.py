@@ -49,20 +49,10 @@ OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.bet
 # Heads
 
 POOLED, PLAIN = dict(head="classes", pool_dense=True), dict(head="none", pool_dense=True)
-MASKED = dict(head="masked")
 
 
 def _published(r, **changes):
     return {"published": json.dumps({**r.given, **changes}, sort_keys=True)}
-
-
-def _head(r, kind):
-    """Return the fields of a text encoder's head."""
-    fields = classed(r, {f"{kind}For(MaskedLM|PreTraining)": MASKED,
-                         f"{kind}ForSequenceClassification": POOLED, f"{kind}Model": PLAIN})
-    if r["architectures"][0].endswith("ForPreTraining"):
-        fields |= _published(r, architectures=[f"{kind}ForMaskedLM"])
-    return fields
 
 
 def _pooler(r, fields, arrays):
@@ -89,8 +79,12 @@ TEXT = dict(hidden_act="gelu", max_position_embeddings=512, type_vocab_size=2, l
 
 def _text(r, kind):
     refuse(r, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    head = classed(r, {f"{kind}For(MaskedLM|PreTraining)": dict(head="masked"),
+                       f"{kind}ForSequenceClassification": POOLED, f"{kind}Model": PLAIN})
+    if r["architectures"][0].endswith("ForPreTraining"):
+        head |= _published(r, architectures=[f"{kind}ForMaskedLM"])
     return {**sizes(r), "causal": False, "norm_place": "post", "embed_norm": True,
-            "positions": "learned", "biases": "qkv,out,mlp,head", **_head(r, kind), **tower(
+            "positions": "learned", "biases": "qkv,out,mlp,head", **head, **tower(
                 r, d_ff="intermediate_size", token_types="type_vocab_size",
                 position_rows="max_position_embeddings", tied="tie_word_embeddings")}
 
@@ -122,13 +116,10 @@ def _ernie(r):
     return {**_text(r, "Ernie"), **(types if r["use_task_id"] else {})}
 
 
-def _ernie_arrays(c):
-    return _bert_arrays(c, "ernie.") | {"ernie.embeddings.task_type_embeddings": "task_types"}
-
-
 ENCODERS["ernie"] = Family(
-    _ernie, _ernie_arrays, {**TEXT, "task_type_vocab_size": 3, "use_task_id": False}, "ernie.",
-    LEFT_OUT, seen=_pooler)
+    _ernie, lambda c: _bert_arrays(c, "ernie.") | {
+        "ernie.embeddings.task_type_embeddings": "task_types"},
+    {**TEXT, "task_type_vocab_size": 3, "use_task_id": False}, "ernie.", LEFT_OUT, seen=_pooler)
 
 
 def _roberta(r):
@@ -192,12 +183,19 @@ PICTURES = dict(hidden_act="gelu", layer_norm_eps=1e-12, image_size=224, patch_s
 
 # The token for masked patches. We ignore it, because we never mask patches.
 MASK_TOKEN = r"(\w+\.)?embeddings\.mask_token"
-# The names that transformers 5 writes when it doesn't save in the original format.
-NEWER = {"encoder.layer.": "layers.", "attention.attention.query": "attention.q_proj",
-         "attention.attention.key": "attention.k_proj",
-         "attention.attention.value": "attention.v_proj",
-         "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
-         "output.dense": "mlp.fc2", "attention.attention.relative": "relative",
+
+
+def newer(module):
+    """Return {part of a name: the one that transformers 5 writes when it doesn't save in the
+    original format}. `module` has the queries, keys and values."""
+    return {f"{module}.query": "attention.q_proj", f"{module}.key": "attention.k_proj",
+            f"{module}.value": "attention.v_proj",
+            "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
+            "output.dense": "mlp.fc2"}
+
+
+NEWER = {"encoder.layer.": "layers.", **newer("attention.attention"),
+         "attention.attention.relative": "relative",
          "encoder.relative_position_bias.": "shared_position_bias."}
 PATCHES = {"embeddings.patch_embeddings.projection": "patch",
            "embeddings.patch_embeddings.projection.weight": "D C y x -> patch"}

@@ -299,9 +299,10 @@ def sizes(r: Record, **names: str) -> Fields:
 
 
 def tower(r: Record, **names: str) -> Fields:
-    """Read the fields of layers with LayerNorm and an ungated MLP."""
+    """Read the fields of layers with LayerNorm and an ungated MLP, which config.json has under the
+    usual names or under these."""
     return {"norm": "layer", "gated": False, **named(
-        r, **SIZES, norm_eps="layer_norm_eps", activation="hidden_act", **names)}
+        r, **{**SIZES, "norm_eps": "layer_norm_eps", "activation": "hidden_act", **names})}
 
 
 def pictures(r: Record) -> Fields:

@@ -29,7 +29,7 @@ from published import general, sam, transformer
 from published.family import Family, attention, inside, mlp, under
 from published.general import Batch, Shapes
 from published.llama import fields_of, record_of
-from published.record import Record, activation, classed, count, pictures, refuse, tower, wrong
+from published.record import Record, classed, count, pictures, refuse, tower, wrong
 from published.tables import attention_weights, layer_weights, norms
 from published.transformer import activate, feed_forward, norm, with_bias
 from zigzag.core.errors import ConfigError
@@ -69,8 +69,8 @@ def configs(r: Any, c: Any = None) -> tuple:
     vision = {**(r.plain("vision_config") or {}), "model_type": "sam_vision_model",
               "architectures": ["SamVisionModel"]}
     fields = (fields_of(vision, sam.FAMILIES, "vision_config."),
-              {"norm": "layer", "norm_eps": prompt["layer_norm_eps"],
-               "activation": activation(prompt["hidden_act"]), **pictures(prompt), "head": "none"},
+              {**tower(prompt, layers="", d_model="", heads=""), **pictures(prompt),
+               "head": "none"},
               {**tower(decoder, d_ff="mlp_dim"), "biases": "qkv,out,mlp", "positions": "none"})
     return *(general.tower(c, name, own) for name, own in zip(WHOLE, fields)), prompt, decoder
 

@@ -39,7 +39,7 @@ from jax import Array, lax, nn
 
 import shard
 from published import general, stems, transformer, windows
-from published.encoders import PATCHES
+from published.encoders import PATCHES, newer
 from published.family import Family, biased, keys, mlp, under
 from published.family import attention as names_of_attention
 from published.general import Batch, Config
@@ -50,9 +50,9 @@ from published.record import (
     MOST_LAYERS,
     classed,
     count,
-    named,
     pictures,
     refuse,
+    tower,
     wrong,
 )
 from published.tables import batch_shapes, head_weights, layer_weights, norms
@@ -265,10 +265,10 @@ def _fields(r):
     head = classed(r, {f"{kind}ForImageClassification": dict(head="classes", pool="mean"),
                        f"{kind}Model": dict(head="none")})
     bias = {"qv" if is_second else "qkv": r["qkv_bias"]}
-    return {**pictures(r), **head, "layers": sum(r["depths"]), "heads": heads,
-            "d_ff": int(r["mlp_ratio"] * r["embed_dim"]), "gated": False, "norm": "layer",
-            "norm_place": "out" if is_second else "pre", "positions": "none",
-            **named(r, d_model="embed_dim", norm_eps="layer_norm_eps", activation="hidden_act"),
+    return {**tower(r, layers="", d_model="embed_dim", heads=""), **pictures(r), **head,
+            "layers": sum(r["depths"]), "heads": heads, "positions": "none",
+            "d_ff": int(r["mlp_ratio"] * r["embed_dim"]),
+            "norm_place": "out" if is_second else "pre",
             **biased(embed=True, **bias, out=True, mlp=True)}
 
 
@@ -280,10 +280,14 @@ def _check_stages(r, is_second):
             1 <= len(depths) == len(heads)):
         raise wrong("depths", depths, f" and num_heads {heads!r:.80}: expected two lists of the "
                                       f"same length")
-    if is_second:
-        _check_trained(r, len(depths))
-        if not r["image_size"] // r["patch_size"] >> (len(depths) - 1):
-            raise wrong("image_size", r["image_size"], ": the last stage has no tokens")
+    trained = r.plain("pretrained_window_sizes") if is_second else None
+    if trained is not None and (
+            not isinstance(trained, list) or len(trained) < len(depths)
+            or not all(type(n) is int and n != 1 and 0 <= n <= MOST for n in trained)):
+        raise wrong("pretrained_window_sizes", trained, ": expected a number for each stage, 0 or "
+                                                        "at least 2")
+    if is_second and not r["image_size"] // r["patch_size"] >> (len(depths) - 1):
+        raise wrong("image_size", r["image_size"], ": the last stage has no tokens")
     for layers, own in zip(depths, heads):
         count({"depths": layers}, "depths", MOST_LAYERS)
         if width % count({"num_heads": own}, "num_heads"):
@@ -295,16 +299,6 @@ def _check_stages(r, is_second):
             raise wrong("mlp_ratio", r["mlp_ratio"], f": {width} times it is not a valid MLP width")
         size, width = -(-size // 2), 2 * width
     return heads[0]
-
-
-def _check_trained(r, stages):
-    """Reject invalid window sizes that the model was first trained with."""
-    trained = r.plain("pretrained_window_sizes")
-    if trained is not None and (
-            not isinstance(trained, list) or len(trained) < stages
-            or not all(type(n) is int and n != 1 and 0 <= n <= MOST for n in trained)):
-        raise wrong("pretrained_window_sizes", trained, ": expected a number for each stage, 0 or "
-                                                        "at least 2")
 
 
 def _arrays(c):
@@ -325,13 +319,6 @@ def _arrays(c):
     return under("swinv2." if is_v2(c) else "swin.", found) | {"classifier": "classifier"}
 
 
-# The names that transformers 5 writes when it doesn't save in the original format.
-NEWER = {"attention.self.query": "attention.q_proj", "attention.self.key": "attention.k_proj",
-         "attention.self.value": "attention.v_proj",
-         "attention.output.dense": "attention.o_proj", "intermediate.dense": "mlp.fc1",
-         "output.dense": "mlp.fc2", "self.relative": "relative_position_bias.relative"}
-
-
 def _is_index(c, array):
     """Return whether the array gives the bias table's row for each pair of tokens in a window."""
     def index(side):
@@ -350,7 +337,8 @@ def _is_coordinates(c, array):
 NEUTRAL = keys("""drop_path_rate encoder_stride hidden_size num_layers out_features out_indices
                   path_norm stage_names tie_word_embeddings""")
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
-              older=NEWER, aliases={"num_attention_heads": "num_heads"}, neutral=NEUTRAL)
+              older={**newer("attention.self"), "self.relative": "relative_position_bias.relative"},
+              aliases={"num_attention_heads": "num_heads"}, neutral=NEUTRAL)
 SWIN_V2 = Family(_fields, _arrays, {**DEFAULTS, "pretrained_window_sizes": [0, 0, 0, 0]}, "swinv2.",
                  {r".*relative_position_index": _is_index,
                   r".*relative_coords_table": _is_coordinates},
