@@ -31,18 +31,6 @@ LENGTH = 512
 # T5: RMSNorm before attention and the MLP, learned distance biases. T5 1.1 has a gated MLP and an
 # untied head
 
-def _t5_mlp(r):
-    """Read the MLP's fields from feed_forward_proj, which is ACTIVATION or gated-ACTIVATION. The
-    keys dense_act_fn and is_gated_act take precedence."""
-    words = r["feed_forward_proj"].split("-")
-    if len(words) > 2 or len(words) == 2 and words[0] != "gated":
-        raise wrong("feed_forward_proj", r["feed_forward_proj"],
-                    ": expected relu, for example, or gated-gelu")
-    name = "gelu_new" if words == ["gated", "gelu"] else words[-1]
-    return dict(activation=activation(r.get("dense_act_fn") or name),
-                gated=bool(r.get("is_gated_act", words[0] == "gated")))
-
-
 def _t5(r):
     refuse(r, is_encoder_decoder=True)
     fields = sizes(r, layers="num_layers", d_model="d_model", heads="num_heads", seq_len="",
@@ -54,7 +42,16 @@ def _t5(r):
     is_scaled = bool(r.get("scale_decoder_outputs", tied))
     if is_scaled and not tied:
         refuse(r, scale_decoder_outputs=False)
-    return {**fields, **classed(r, LANGUAGE_MODELS), **_t5_mlp(r), "seq_len": LENGTH,
+    # The MLP: ACTIVATION or gated-ACTIVATION. The keys dense_act_fn and is_gated_act take
+    # precedence.
+    words = r["feed_forward_proj"].split("-")
+    if len(words) > 2 or len(words) == 2 and words[0] != "gated":
+        raise wrong("feed_forward_proj", r["feed_forward_proj"],
+                    ": expected relu, for example, or gated-gelu")
+    name = "gelu_new" if words == ["gated", "gelu"] else words[-1]
+    return {**fields, **classed(r, LANGUAGE_MODELS), "seq_len": LENGTH,
+            "activation": activation(r.get("dense_act_fn") or name),
+            "gated": bool(r.get("is_gated_act", words[0] == "gated")),
             "source_len": LENGTH, "encoder_layers": fields["layers"],
             "layers": fields["layers"] if r["num_decoder_layers"] is None else count(
                 r, "num_decoder_layers", MOST_LAYERS),
@@ -147,15 +144,15 @@ BART = CODERS | under("model.", {
     "decoder.embed_tokens.weight": "== embed", "decoder.layernorm_embedding": "embed_norm",
     "encoder.layernorm_embedding": "encoder.embed_norm"}) | {
         "lm_head.weight": "== embed", "final_logits_bias": "1 V ~ head_bias"}
+CODER_NAMES = {"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
+               "num_hidden_layers": "encoder_layers"}
 CODER = dict(is_encoder_decoder=True, tie_word_embeddings=True, scale_embedding=False,
              activation_function="gelu")
 PAIRS["bart"] = Family(
     _bart, BART,
     {**CODER, "max_position_embeddings": 1024, "decoder_start_token_id": 2, "pad_token_id": 1,
      "eos_token_id": 2}, "model.",
-    {r"(.*\.)?version": lambda c, array: array.size == 1},
-    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
-             "num_hidden_layers": "encoder_layers"},
+    {r"(.*\.)?version": lambda c, array: array.size == 1}, aliases=CODER_NAMES,
     neutral=keys("""classif_dropout extra_pos_embeddings force_bos_token_to_be_generated save_step
                     do_blenderbot_90_layernorm student_encoder_layers student_decoder_layers
                     replacing_rate"""))
@@ -177,8 +174,7 @@ PAIRS["whisper"] = Family(
     _whisper, WHISPER,
     {**CODER, "max_source_positions": 1500, "max_target_positions": 448, "num_mel_bins": 80,
      "decoder_start_token_id": 50257, "pad_token_id": 50256, "eos_token_id": 50256}, "model.",
-    aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
-             "num_hidden_layers": "encoder_layers"},
+    aliases=CODER_NAMES,
     neutral=keys("""apply_spec_augment mask_feature_length mask_feature_min_masks
                     mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob
                     median_filter_width use_weighted_layer_sum classifier_proj_size
