@@ -45,6 +45,7 @@ HEADS = {"lm_head": "head = embed", "score": "classifier"}
 ENDS = {"transformer.wte": "embed", "transformer.wpe": "positions", "transformer.ln_f": "norm",
         **HEADS}
 NORMS = {"ln_1": "attn_norm", "ln_2": "mlp_norm"}
+LATER_NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 
 
 def _gpt(r):
@@ -53,15 +54,9 @@ def _gpt(r):
 
 
 def _gpt2(r):
-    refuse(r, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-           add_cross_attention=False)
+    refuse(r, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     return {**_gpt(r), "positions": "learned", "position_rows": r["n_positions"],
             "biases": "qkv,out,mlp"}
-
-
-def _gptj(r):
-    return {**_gpt(r), "rotary_dim": r["rotary_dim"] or 0, "parallel_block": True,
-            "biases": "mlp,head"}
 
 
 # GPT-2 stores the transposes of torch's Linear weights.
@@ -84,7 +79,9 @@ def _is_sinusoids(c, array):
 
 
 GPT["gptj"] = Family(
-    _gptj, ENDS | under("transformer.h.{l}.", NORMS, attention("attn.{}_proj", "q k v out"),
+    lambda r: {**_gpt(r), "rotary_dim": r["rotary_dim"] or 0, "parallel_block": True,
+               "biases": "mlp,head"},
+    ENDS | under("transformer.h.{l}.", NORMS, attention("attn.{}_proj", "q k v out"),
                         mlp("mlp.fc_in", "mlp.fc_out")),
     {**GPT2, "n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False},
     "transformer.", {**MASKS, r".*embed_positions": _is_sinusoids}, neighbours_apart, GPT2_NAMES,
@@ -128,9 +125,8 @@ MLP_4H = mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 GPT["gpt_neox"] = Family(
     _gpt_neox, {"gpt_neox.embed_in": "embed", "gpt_neox.final_layer_norm": "norm",
                 "embed_out": "head = embed", "score": "classifier"} | under(
-        "gpt_neox.layers.{l}.", MLP_4H, under("attention.query_key_value", GROUPED),
-        {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
-         "attention.dense": "wo"}),
+        "gpt_neox.layers.{l}.", MLP_4H, under("attention.query_key_value", GROUPED), LATER_NORMS,
+        {"attention.dense": "wo"}),
     dict(layer_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=2048,
          rotary_pct=0.25, rotary_emb_base=10000, attention_bias=True, use_parallel_residual=True,
          hidden_act="gelu"), "gpt_neox.", {**INV_FREQ, **MASKS},
@@ -141,12 +137,10 @@ def _opt(r):
     refuse(r, enable_bias=True, layer_norm_elementwise_affine=True,
            _remove_final_layer_norm=False)
     width = r["word_embed_proj_dim"] or r["hidden_size"]
-    of_head = decoder_head(r)
-    if of_head:
+    fields = _old(r, "", d_ff="ffn_dim", activation="activation_function")
+    if "head" in fields:
         refuse(r, word_embed_proj_dim=r["word_embed_proj_dim"] and r["hidden_size"])
-    return {**sizes(r, d_ff="ffn_dim", tied="tie_word_embeddings",
-                    activation="activation_function"), **of_head, "norm": "layer", "norm_eps": 1e-5,
-            "gated": False, "positions": "learned", "position_offset": 2,
+    return {**fields, "norm_eps": 1e-5, "positions": "learned", "position_offset": 2,
             "position_rows": r["max_position_embeddings"] + 2, "pad_id": -2,
             "biases": "qkv,out,mlp", "embed_dim": width,
             "norm_place": "pre" if r["do_layer_norm_before"] else "post"}
@@ -174,9 +168,8 @@ def _bloom(r):
 
 
 def _bloom_arrays(c):
-    norms = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
-    if c.parallel_norms == 2:
-        norms = {"ln_attn": "attn_norm", "ln_mlp": "mlp_norm"}
+    two = {"ln_attn": "attn_norm", "ln_mlp": "mlp_norm"}
+    norms = two if c.parallel_norms == 2 else LATER_NORMS
     return HEADS | under("transformer.", {
         "word_embeddings": "embed", "word_embeddings_layernorm": "embed_norm", "ln_f": "norm"
     }) | under("transformer.h.{l}.", norms, {"self_attention.dense": "wo"}, MLP_4H,
@@ -233,7 +226,7 @@ def _starcoder2(r):
 GPT["starcoder2"] = Family(
     _starcoder2, {"model.embed_tokens": "embed", "model.norm": "norm", **HEADS} | under(
         "model.layers.{l}.", attention("self_attn.{}_proj"), mlp("mlp.c_fc", "mlp.c_proj"),
-        {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}),
+        LATER_NORMS),
     dict(num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096,
          norm_epsilon=1e-5, rope_theta=1e4, use_bias=True, sliding_window=None,
          tie_word_embeddings=True), "model.", INV_FREQ, shared=("head_dim",),

@@ -252,8 +252,7 @@ FUSED_MLP = {"mlp.gate_up_proj": "w_gate w_up", "mlp.down_proj": "w_down"}
 
 
 def _phi3(r):
-    refuse(r, attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1,
-           interpolate_factor=1)
+    refuse(r, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
     return {**_modern(r, names={"su": "longrope", "yarn": "longrope"}), **window(r)}
 
 
@@ -325,15 +324,11 @@ FAMILIES["olmo2"] = _relative(
     {"rms_norm_eps": 1e-5, "attention_bias": False}, NORMED | under(LAYER, OUT_NORMS))
 
 
-def _granite(r):
-    return {**_llama(r), "embed_scale": factor(r, "embedding_multiplier"),
-            "attn_scale": factor(r, "attention_multiplier"),
-            "residual_scale": float(r["residual_multiplier"]),
-            "head_scale": 1 / factor(r, "logits_scaling")}
-
-
 FAMILIES["granite"] = _relative(
-    _granite,
+    lambda r: {**_llama(r), "embed_scale": factor(r, "embedding_multiplier"),
+               "attn_scale": factor(r, "attention_multiplier"),
+               "residual_scale": float(r["residual_multiplier"]),
+               "head_scale": 1 / factor(r, "logits_scaling")},
     {"attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0,
      "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0})
 
@@ -412,8 +407,7 @@ FAMILIES["qwen3_moe"] = _relative(
     {**QWEN, "num_key_value_heads": 4, "attention_bias": False, "num_experts": 128,
      "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
      "mlp_only_layers": None, "decoder_sparse_step": 1}, NORMED | under(LAYER, _routed("mlp.")),
-    aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW,
-    neutral=NO_WINDOW)
+    aliases={"num_local_experts": "num_experts"}, shared=WITH_WINDOW, neutral=NO_WINDOW)
 
 
 def _deepseek_v3(r):
