@@ -123,18 +123,14 @@ def load_for_decoding(folder: str, mesh: Mesh, edited: bool = False
     config = folders.hf_config(network, folder, dtype=best_dtype(mesh))
     check_writes(network, config, f"--model {folder}", mesh)
     tokenizer = hub_names.tokenizer_of(folder, config.vocab_size)
-    return *_for_decoding(network, config, folder, mesh, edited), tokenizer
-
-
-def _for_decoding(network, config, folder, mesh, edited):
-    if network.decoder_of:      # a decoder inside a larger model: load stacked layers
+    engine = Engine(network, config)
+    if network.decoder_of:
         network.check(config, mesh)
-        params, config = folders.load_hf(network, folder, mesh, edited, dtype=best_dtype(mesh))
-        with jax.set_mesh(mesh):
-            return Engine(network, config).for_decoding(params), config
     folders.check_hf(network, folder, config, edited)
-    places = Engine(network, config).places(mesh)
-    return folders.read_hf(network, folder, config, places), config
+    places = network.places(config, mesh) if network.decoder_of else engine.places(mesh)
+    params = folders.read_hf(network, folder, config, places)
+    with jax.set_mesh(mesh):        # layers that are a list already stay as they are
+        return engine.for_decoding(params), config, tokenizer
 
 
 def save_hf(folder: str | Path, params: Params, config: Any, dtype: str = "float32") -> None:

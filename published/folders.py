@@ -47,10 +47,7 @@ def _may_change(network):
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
             stored: str = "float32", **fields: Any) -> tuple[Params, Any]:
-    """Load (weights, config) from a Hugging Face folder. Weights go straight into their shards on
-    the mesh, or onto one device if `mesh` is None, in the dtype `stored`. `fields` override options
-    for training and running the model. With `edited`, load even if the network's code computes
-    something else."""
+    """Do what published.load_hf describes, for a network that the caller knows."""
     config = hf_config(network, folder, **fields)
     check_hf(network, folder, config, edited)       # before building large shapes
     places = cast(network.places(config, mesh), stored)
