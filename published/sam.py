@@ -107,10 +107,9 @@ def _distance_scores(w, q, window):
     keys in the window, the second per column."""
     apart = np.arange(window)[:, None] - np.arange(window) + window - 1
     q = q.reshape(len(q), window, window, *q.shape[2:])
-    scores = {"down": jnp.einsum("bijhn,ikn->bijhk", q, w["down"][apart],
-                                 preferred_element_type=jnp.float32),
-              "right": jnp.einsum("bijhn,jkn->bijhk", q, w["right"][apart],
-                                  preferred_element_type=jnp.float32)}
+    scores = {name: jnp.einsum(f"bijhn,{side}kn->bijhk", q, w[name][apart],
+                               preferred_element_type=jnp.float32)
+              for name, side in (("down", "i"), ("right", "j"))}
     return jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), scores)
 
 

@@ -530,9 +530,6 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
     cross-entropy of `labels` [B] and the row count."""
     c, params, batch = prepare_batch(params, batch, config, specs, embed_source)
 
-    def layer(w, x, i, batch):
-        return _layer(w, x, i, c, batch)
-
     def head(params, x, batch):
         if c.head in ("classes", "none"):
             x = x if c.head == "none" else _class_logits(params, x, c, batch)
@@ -545,8 +542,9 @@ def loss(params: Params, batch: Batch, config: Config, specs: Params | None = No
     others = without(params, "layers", "encoder")
     stacked, specs_of_layers = _layers(params, specs)
     return shard.pipelined_loss(
-        lambda params, batch: begin(params, c, batch, specs, embed), layer, head, others, stacked,
-        batch, specs_of_layers, c, all_time=c.head == "classes")
+        lambda params, batch: begin(params, c, batch, specs, embed),
+        lambda w, x, i, batch: _layer(w, x, i, c, batch), head, others, stacked, batch,
+        specs_of_layers, c, all_time=c.head == "classes")
 
 
 # -------------------------------------------------------------------------------------------
