@@ -45,7 +45,7 @@ GONE = {part for part in PARTS if not (ROOT / part).is_dir()}
 of_the_whole = pytest.mark.skipif(bool(GONE), reason=f"without {', '.join(sorted(GONE))}")
 
 # The maximum number of lines of Python in each folder.
-BUDGETS = {"zigzag": 14_986, "published": 6_095, "forecast": 1_120, "tools": 1_400, "tasks": 1_010,
+BUDGETS = {"zigzag": 14_986, "published": 6_080, "forecast": 1_120, "tools": 1_400, "tasks": 1_010,
            "accounts": 1_300, "precision": 300, "stores": 710, "recipes": 1_530, "learn": 3_050}
 
 
