@@ -63,12 +63,12 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     itemsize = jnp.dtype(c.dtype).itemsize
     less = 1 / itemsize if getattr(config, "send_dtype", "") else 1     # over fsdp, tensor and pipe
     # Per device: parameters before the split over fsdp, and how many of those are trained; layers,
-    # those with experts, tokens, and the README's X and K.
+    # entries of their stack (each has experts, if any), tokens, and the README's X and K.
     own, trained = (
         sum(w.size / (p if path.startswith("layers") or c.chunks == 1 else 1)
             / (e if ".e_" in path else 1) for path, w in by_path(tree).items()) / t
         for tree in (params, low_rank.split(params)[0] if c.lora_rank else params))
-    layers, routed = c.layers / p, getattr(c, "expert_layers", c.layers) / p
+    layers, entries = c.layers / p, getattr(c, "expert_layers", c.layers) / p
     tokens = config.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t
@@ -85,13 +85,13 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
     sent = (2 * (1 - 1 / (d * e * s)) * 4 * trained / f
             + less * ((1 - 1 / f) * (2 * own + trained) * itemsize * config.accumulate * turns
                       + layers * cost * 8 * (1 - 1 / t) * X + 4 * X * (p > 1))
-            + 4 * cost * (layers * (s - 1) * K + routed * (e - 1) * room * X))
+            + 4 * cost * (layers * (s - 1) * K + entries * (e - 1) * room * X))
     kept = tokens / config.accumulate / t * layers * (of_model * c.d_model + of_ff * c.d_ff)
     return Cost(work / chip.flops, sent / chip.links, {
         "weights, gradients, optimizer": (STATE_BYTES * trained + itemsize * (own - trained)) / f,
         "activations kept for the backward pass": kept * itemsize,
         "logits, softmax, their gradients": 3 * 4 * min(LOGITS, tokens * c.vocab_size),
-        "two layers' gathered weights and gradients": 4 * own * itemsize / layers,
+        "two layers' gathered weights and gradients": 4 * own * itemsize / entries,
         "attention's scores, in blocks": 6 * 4 * min(
             SCORES / 4, tokens / config.accumulate * c.seq_len * c.heads / t)})
 

@@ -77,7 +77,8 @@ def _sends_more(plan):
             plan.sizes["data"] > 2 or config.zero or config.optimizer == "muon")
             or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
-            or c.schedule == "1f1b" and getattr(c, "layers", 0) == plan.sizes["pipe"] * c.chunks
+            or c.schedule == "1f1b" and getattr(
+                c, "expert_layers", getattr(c, "layers", 0)) == plan.sizes["pipe"] * c.chunks
             or any(d.spec != d.spec_in_loss and (
                 d.stacked or without_axis(d.spec, "pipe") != d.spec_in_loss)
                 for d in jax.tree.leaves(plan.decisions))
@@ -151,8 +152,7 @@ class _Run:
         # Whether tensor also splits the head's tokens after the stages divide them.
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
-        # How often layers run, and those with experts, and the forward passes each time (1F1B and
-        # --remat each add one).
+        # How often layers run, and those with experts; forward passes each time (1F1B, --remat: +1)
         self.expert_layers = experts and getattr(c, "expert_layers", c.layers)
         self.layers, self.routed = (
             round(self.passes * count / S) for count in (c.layers, self.expert_layers))

@@ -122,7 +122,7 @@ class Config(ComputeOptions):
     shared_experts: int = 0       # additional experts that every token visits
     expert_d_ff: int = 0          # width of an expert; 0: d_ff
     dense_layers: int = 0         # number of initial layers with a dense MLP instead of experts
-    expert_every: int = flag(1, least=1)  # after those, every n-th layer has experts
+    expert_every: int = flag(1, least=1)  # after the dense_layers, every n-th layer has experts
     router: str = flag("softmax", one_of=("softmax", "sigmoid"))
                                   # softmax, or sigmoid with a bias for choosing experts
     router_norm: bool = True      # normalize a token's routing weights to sum to 1
@@ -143,7 +143,8 @@ class Config(ComputeOptions):
 
     @property
     def expert_layers(self) -> int:
-        """The number of layers in the main stack, which have experts if the model does."""
+        """The number of entries in the main stack: if the model has experts, each has a layer with
+        experts, and the expert_every - 1 layers before it."""
         return (self.layers - self.dense_layers) // self.expert_every
 
     @property
@@ -218,8 +219,8 @@ def _of_blocks(c):
          f"must be below --layers {c.layers}; the other layers need --experts"),
         ("expert_every", c.expert_every > 1 and not c.experts
          or (c.layers - c.dense_layers) % c.expert_every,
-         f"needs --experts, and must divide the --layers {c.layers} without the --dense_layers "
-         f"{c.dense_layers}"),
+         f"needs --experts, and must divide --layers minus --dense_layers "
+         f"({c.layers} - {c.dense_layers})"),
         ("expert_groups", c.experts % c.expert_groups or c.groups_per_token > c.expert_groups
          or c.expert_groups > 1 and c.experts < 2 * c.expert_groups,
          f"must divide --experts {c.experts} into groups of two or more (a group is chosen by its "

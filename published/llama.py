@@ -390,15 +390,15 @@ def _layers_with_experts(r, layers):
     """Return the fields that say which layers have experts: after some initial layers, the last of
     each group of layers."""
     dense, step = r["mlp_only_layers"] or [], count(r, "decoder_sparse_step")
-    if not isinstance(dense, list):
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise wrong("mlp_only_layers", dense, ": expected a list of layers' numbers")
     routed = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
     every = routed[1] - routed[0] if len(routed) > 1 else 1
     first = layers - len(routed) * every
     if not routed or first < 0 or routed != [*range(first + every - 1, layers, every)]:
-        name = "mlp_only_layers" if dense else "decoder_sparse_step"
-        raise wrong(name, r[name], f" is not supported with {layers} layers, only experts in the "
-                                   f"last of each group of layers, after some without any")
+        raise wrong("decoder_sparse_step", step, f" with mlp_only_layers {dense} and {layers} "
+                    f"layers is not supported: after some initial layers without experts, every "
+                    f"n-th layer must have experts, and so must the last")
     return {"dense_layers": first, "expert_every": every}
 
 

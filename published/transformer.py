@@ -699,9 +699,8 @@ def check(c: Config, mesh: Any) -> None:
     it doesn't divide stays whole."""
     stages = mesh.shape["pipe"]
     with_chunks = f" x --chunks {c.chunks}" if c.chunks > 1 else ""
-    for name, parts in (("encoder_layers", 1), ("layers", c.expert_every)):
-        check_length(f"pipe={stages}{with_chunks}", name, getattr(c, name),
-                     stages * c.chunks * parts)
+    check_length(f"pipe={stages}{with_chunks}", "encoder_layers", c.encoder_layers,
+                 stages * c.chunks)
     elsewhere = f"on mesh axis pipe={stages}; give its devices to data, fsdp, expert or tensor"
     refuse_rows(c, [
         ("head", c.head == "none", "this model returns vectors and has no loss; give fit a loss, "
@@ -714,6 +713,8 @@ def check(c: Config, mesh: Any) -> None:
         ("schedule", stages > 1 and c.encoder_layers and c.schedule == "1f1b",
          "an encoder-decoder runs through the stages twice, and the whole encoder comes first; "
          "give gpipe or interleaved")])
+    check_length(f"pipe={stages}{with_chunks}", "layers", c.layers - c.dense_layers,
+                 stages * c.chunks * c.expert_every)
     check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
 
 

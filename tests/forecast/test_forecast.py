@@ -49,13 +49,15 @@ def test_a_mesh_is_chosen_that_fits(monkeypatch, capsys):
         dry_run.choose_mesh(config)
 
 
+SLOW_LINKS = chips.Chip(flops=1e12, memory=1e9, bandwidth=1e11, links=1.0)
+
+
 def links(mesh, **changes):
     """The seconds that cost_model has for links of a byte per second."""
     config = make(mesh=mesh, **{**WIDE, **changes})
     params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
     sizes = {a: mesh_sizes(mesh).get(a, 1) for a in AXES}
-    chip = chips.Chip(flops=1e12, memory=1e9, bandwidth=1e11, links=1.0)
-    return cost_model(config, params, sizes, chip, flops=1.0).links
+    return cost_model(config, params, sizes, SLOW_LINKS, flops=1.0).links
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "fsdp=8", "tensor=4", "data=2,fsdp=2,tensor=2", "seq=4",
@@ -86,6 +88,18 @@ def test_the_cost_model_knows_which_layers_have_experts(changes):
             "expert=2", experts=2, batch=16, **changes)
 
     assert 0 < of_tokens(**changes) == pytest.approx(of_tokens() / 2)
+
+
+def test_the_cost_model_gathers_a_whole_entry_of_the_stack():
+    """A mesh that doesn't fit, because its layers are gathered n at a time."""
+    def gathered(**changes):
+        config = make(**{**WIDE, **changes})
+        params = jax.eval_shape(lambda: net.init(config, jax.random.key(0)))
+        parts = cost_model(config, params, dict.fromkeys(AXES, 1), SLOW_LINKS, flops=1.0).parts
+        return parts["two layers' gathered weights and gradients"] / sum(
+            w.size for w in jax.tree.leaves(params))
+
+    assert gathered(experts=2, expert_every=2) == pytest.approx(2 * gathered(experts=2))
 
 
 # -------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ def test_the_transformer_sends_what_is_expected(mesh, changes):
 
 @pytest.mark.parametrize("changes", [
     dict(lora_rank=2), dict(override=("w_up=-,data",)),
+    dict(mesh="pipe=2,data=2", layers=4, experts=4, expert_every=2, schedule="1f1b"),
     dict(remat="full:0.5"), dict(mesh="pipe=2,data=2", override=("wq=-,pipe",)),
     dict(encoder_layers=1, source_len=16)], ids=str)
 def test_where_there_is_no_formula_none_is_expected(changes, capsys):

@@ -142,7 +142,9 @@ def test_experts_that_are_equally_busy_cost_the_same_with_each_router(router):
 def test_experts_in_every_nth_layer_on_a_mesh(mesh, changes):
     """Layers between those with experts that a mesh gathers wrongly, or whose dropout depends on
     it; loads of experts in another layer's row."""
-    assert_same_on(mesh, **{"layers": 4, **changes}, experts=4)
+    changes = {"layers": 4, **changes, "experts": 4}
+    check_network(make(**changes), mesh_of(mesh))
+    assert_same_on(mesh, **changes)
 
 
 def test_a_stage_has_whole_entries_of_the_stack():
@@ -151,8 +153,9 @@ def test_a_stage_has_whole_entries_of_the_stack():
     check_network(c, mesh_of("pipe=2"))
     with pytest.raises(ConfigError, match="--layers 4 does not divide into 8; .* --layers 8"):
         check_network(c, mesh_of("pipe=4"))
-    with pytest.raises(ConfigError, match="--expert_every 3: .*must divide the --layers 4"):
-        make(experts=4, expert_every=3, layers=4)
+    check_network(make(experts=4, expert_every=3, layers=7, dense_layers=1), mesh_of("data=1"))
+    with pytest.raises(ConfigError, match=r"--expert_every 3: .*must divide .* \(5 - 1\)"):
+        make(experts=4, expert_every=3, layers=5, dense_layers=1)
     with pytest.raises(ConfigError, match="--expert_every 2: needs --experts"):
         make(expert_every=2, layers=4)
 

@@ -640,7 +640,8 @@ def test_options_that_we_do_not_compute_are_refused(name, changes):
     (5, 2, None, "decoder_sparse_step 2 "), (6, 1, [5], r"mlp_only_layers \[5\] "),
     (6, 1, [1], r"mlp_only_layers \[1\] "), (2, 3, None, "decoder_sparse_step 3 "),
     (6, 1, [0, 3], r"mlp_only_layers \[0, 3\] "), (6, 0, None, "decoder_sparse_step 0: expected"),
-    (6, 1, "0", "mlp_only_layers '0': expected a list")], ids=str)
+    (6, 1, "0", "mlp_only_layers '0': expected a list"),
+    (6, 1, ["0"], r"mlp_only_layers \['0'\]: expected a list")], ids=str)
 def test_which_layers_have_experts(layers, step, dense, want):
     """Experts in other layers than in transformers, where config.json says it in two ways."""
     record = {**new(layers=layers, **MIXED), "model_type": "qwen3_moe", "num_experts": 4,

@@ -121,8 +121,8 @@ def _prepared(params, engine):
 def unstack_layers(tree: Any, counts: dict[str, int], of_layer: Callable) -> Any:
     """Replace a tree's stacked weights [L, ...] with a list of layers, each a dict. `counts` maps
     the names of the stacks, in order, to the number of layers in each. of_layer(leaf, i) returns
-    layer i's leaf, given a stacked leaf (a weight or its spec). In `between` are layers that come
-    before a stack's own layer i."""
+    layer i's leaf, given a stacked leaf (a weight or its spec). A stack's layers in `between` come
+    before its own, for each i."""
     layers = []
     for name, count in counts.items():
         for i in range(count):
