@@ -179,10 +179,7 @@ def make_gradients(plan: Plan) -> Callable:
         shapes = jax.eval_shape(lambda w: split_over_data(w, *specs), trained)
         total = float32_zeros(shapes), mark_varying(optax.tree.zeros_like(plan.sums),
                                                     also=axes.marked)
-        if plan.accumulate == 1:
-            total, _ = add_part(total, batch)
-        else:
-            total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
+        total, _ = jax.lax.scan(add_part, total, split_rows(batch, plan.accumulate))
 
         # Sum once over the remaining axes. `scatter` (in layers, the transpose of their own gather)
         # has summed over fsdp, and the ends over pipe; jax has summed over tensor in each part.
