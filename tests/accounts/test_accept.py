@@ -104,7 +104,8 @@ def test_a_good_decoder_passes(mesh, steps, seed):
     assert 0 < float(line.split("up to ")[1].split("%")[0]) < 1
 
 
-@pytest.mark.parametrize("mesh", ["", full("fsdp=2,tensor=2")])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=2"])
 def test_a_decoder_in_float16_passes(mesh):
     """A loss scale that is compared as part of the gradient, or one that is still falling taken
     for a wrong loss."""

@@ -17,7 +17,7 @@ WORDS = ("--layers 2 --d_model 64 --heads 4 --d_ff 128 --seq_len 64 --batch 8 --
          "--mesh fsdp=2,tensor=2 --remat full --dtype bfloat16").split()
 V5E = ["--topology", "v5e:2x2"]
 # The edits that the quick tests take.
-QUICK = {"a helper", "a lost remat", "a weight that fsdp doesn't split"}
+QUICK = {"a lost remat", "a weight that fsdp doesn't split"}
 
 
 def cases(edits):

@@ -12,7 +12,7 @@ import published
 import sample
 from published import llama, transformer
 from published.record import as_config
-from tests.common import check_network, full, net, peer, slow
+from tests.common import check_network, full, net, peer
 from tests.helpers import config_of, mesh_of, own, run_of
 from tests.published.test_families import (
     BY_HAND,
@@ -180,7 +180,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, mesh):
 
 
 @pytest.mark.parametrize("name, mesh, changes", [
-    slow("t5", "pipe=2", dict(microbatches=2, remat="selective")),
+    full("t5", "pipe=2", dict(microbatches=2, remat="selective")),
     full("t5 deep", "pipe=2", dict(schedule="interleaved", chunks=2, microbatches=2)),
     full("t5 deep", "pipe=2,tensor=2", dict(schedule="interleaved", chunks=2, remat="full")),
     full("bart", "fsdp=2", dict(remat="full", accumulate=2)),
@@ -256,6 +256,7 @@ def written_by_theirs(name, count, **options):
     return ids[:, 1:].tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["", "tensor=2"])
 @pytest.mark.parametrize("name", each(quick=(), slow=EACH, names=("t5 1.1", *EACH)))
 def test_what_they_write_is_what_transformers_writes(name, mesh):

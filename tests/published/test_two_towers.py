@@ -291,7 +291,7 @@ def test_answers_of_t5_are_those_of_transformers(texts, mesh):
         max_new_tokens=6, length_penalty=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_answer_depends_on_its_own_question():
     """Two questions about one picture with one seed, whose answers depend on their order or on the
     length of the other."""
@@ -322,8 +322,8 @@ def test_a_caption_has_the_text_that_transformers_gives_the_encoder():
     assert_close(logits, scores_of(params, config, batch | {"source_tokens": text}), 1e-6)
 
 
-@pytest.mark.parametrize("mesh", ["", slow("fsdp=2,tensor=2"),
-                                  full("data=2,tensor=4")])
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=2", "data=2,tensor=4"])
 def test_forty_captions_are_the_beams_of_transformers(mesh):
     """Beams that all see the first one's picture; vectors that a mesh cuts; a prompt's place."""
     torch, name = peer("torch"), "blip2"

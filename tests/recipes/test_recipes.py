@@ -17,7 +17,16 @@ import pytest
 import sample
 import train
 from recipes import ddpg, dpo, dpsgd, grpo, lora, ppo
-from tests.common import command, ends, hosts, log_probabilities, net, peer, published_model
+from tests.common import (
+    command,
+    ends,
+    full,
+    hosts,
+    log_probabilities,
+    net,
+    peer,
+    published_model,
+)
 from tests.helpers import ROOT, KeepRows, StopAt, config_of, mesh_of, needed, rows_in, without_times
 from zigzag.run import running as begin
 
@@ -207,6 +216,7 @@ RECIPES = {name: ["--batch", "16"] for name in (
         "caption": ["--batch", "8", "--eval_every", "9"], "grpo": ["--batch", "32"],
         "distill": ["--batch", "8", "--seq_len", "16", "--layers", "1"],
         "seq2seq": ["--batch", "8", "--eval_every", "9"], "uva3d": ["--microbatches", "1"]}
+QUICK = {"ddpg", "dpo", "grpo", "regress", "seq2seq", "uva3d"}    # for .ci/run
 OF_SKLEARN = {"classify", "contrastive", "diffusion", "fedavg", "regress"}    # (its data)
 MESHES = ["data=4", "tensor=2", "fsdp=2,tensor=2"]
 
@@ -264,7 +274,8 @@ def recipe(monkeypatch, tmp_path, text):
     return run
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [
+    name if name in QUICK else full(name) for name in RECIPES])
 def test_a_recipe_takes_two_updates_on_a_mesh(recipe, name, monkeypatch):
     """A recipe that no longer runs (the next test compares its numbers); answers drawn from other
     weights, or at another temperature, than are trained."""
