@@ -56,7 +56,8 @@ def test_values_that_are_not_declared_are_refused():
     for changes, says in ((dict(size=-1), "--size -1: must be a number of at least 0"),
                           (dict(rate=-1.0), "--rate -1.0: must be"),
                           (dict(share=-1.5), "--share -1.5: must be a number of at least -1"),
-                          (dict(share=math.nan), "--share nan"), (dict(size=2**70), "--size"),
+                          (dict(share=math.nan), "--share nan"),
+                          (dict(size=2**70), "at least 0 and below 9.2"),
                           (dict(kind="c"), "--kind c: expected a or b")):
         with refuses(says):
             check_values(Own(**changes))

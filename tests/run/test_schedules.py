@@ -102,7 +102,8 @@ def test_values_that_make_no_schedule_are_refused():
     """A flag that is read and ignored; a division by zero in the middle of a run."""
     for changes, says in (
             (dict(decay="cosin"), "--decay cosin: .*did you mean 'cosine'"),
-            (dict(warmup=2.5), "--warmup 2.5: expected an integer number of updates, or a share"),
+            (dict(warmup=2.5), "--warmup 2.5: expected an integer number of updates below"),
+            (dict(warmup=3e9), "--warmup 3000000000.0: expected an integer number"),
             (dict(decay="exponential", final_share=0.0), "never reaches 0"),
             (dict(decay="constant", final_share=0.1), "--final_share 0.1: --decay constant does"),
             (dict(cooldown=0.1), "--cooldown 0.1: --decay cosine does not.*another --decay .wsd"),

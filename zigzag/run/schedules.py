@@ -31,9 +31,9 @@ DECAYS = ("cosine", "linear", "constant", "wsd", "exponential")
 def check(c: Any) -> None:
     """Reject config values that don't define a valid schedule."""
     for name in ("warmup", "cooldown"):
-        if (value := getattr(c, name) or 0) > 1 and value != int(value):
-            raise ConfigError(f"--{name} {value}: expected an integer number of updates, or a "
-                              f"share of them below 1")
+        if (value := getattr(c, name) or 0) > 1 and (value != int(value) or value >= 2**31):
+            raise ConfigError(f"--{name} {value}: expected an integer number of updates below "
+                              f"2**31, or a share of them below 1")
     for name in ("first_share", "final_share"):
         if (value := getattr(c, name) or 0) > 1:
             raise ConfigError(f"--{name} {value}: expected a share of --lr, from 0 to 1")
