@@ -36,7 +36,7 @@ from published.record import an_id, classed, count, pictures, refuse, with_usual
 from zigzag.core.mesh import cast, vary_like
 from zigzag.core.options import only, without
 from zigzag.parallel.network import CacheLayer, Network, Params
-from zigzag.parallel.products import lookup, matmul
+from zigzag.parallel.products import lookup
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
     x, _ = shard.layers(pair, only(w, *both), x, jnp.arange(c.layers // 2),
                         specs and only(specs["qformer"], *both), c)
     w = cast(only(params, "projection", "projection_bias"), c.dtype)
-    return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
+    return transformer.product(w, "projection", shard.whole_time(x))
 
 
 def _embed_with(vectors, begins=False):

@@ -56,7 +56,7 @@ from published.record import (
     wrong,
 )
 from published.tables import batch_shapes, head_weights, layer_weights, norms
-from published.transformer import class_loss, heads_of, norm
+from published.transformer import class_loss, heads_of, norm, product
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import cast
@@ -140,7 +140,7 @@ def _initial_scale(*shape):
 def _distance_biases(w, stage):
     """Return the score biases [J, H] that Swin V2's MLP computes, between 0 and 16."""
     places = jnp.asarray(coordinates(stage).reshape(-1, 2), w["distance_up"].dtype)
-    h = nn.relu(matmul(places, w["distance_up"]) + w["distance_up_bias"])
+    h = nn.relu(product(w, "distance_up", places))
     return 16 * nn.sigmoid(matmul(h, w["distance_down"], 1, jnp.float32))
 
 
@@ -231,7 +231,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     x = _trunk(params, pictures, config, specs)
     if config.head == "none":
         return x
-    return matmul(x.mean(1), params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+    return product(params, "classifier", x.mean(1), 1, jnp.float32)
 
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
