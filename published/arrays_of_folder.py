@@ -373,12 +373,18 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     if places is None:
         return None
     pieces, axes = {}, by_path(table)
+    of_layer = {str(number): (stack, at) for stack, numbers in stacks_of(table)["l"]
+                for at, number in enumerate(numbers)}   # {layer: its stack and index there}
     for name, parts in expected.items():        # {our path: its Parts, each with its array's name}
         for part in parts:
             pieces.setdefault(part.path, []).append((name, part))
 
     def make(path, shape):
-        path, number = (path, None) if path in axes else _of_stack(path, table)
+        number = None
+        if path not in axes:        # a weight of a separate layer
+            _, layer, name = path.split(".", 2)
+            stack, number = of_layer[layer]
+            path = f"{stack}.{name}"
 
         @functools.cache
         def read(*bounds):
@@ -392,13 +398,6 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
 
     paths, shapes, structure = flatten(places)
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
-
-
-def _of_stack(path, table):
-    """Return (path of the stacked weight, index in the stack) for a weight in a separate layer."""
-    _, layer, name = path.split(".", 2)
-    return next((f"{stack}.{name}", numbers.index(int(layer)))
-                for stack, numbers in stacks_of(table)["l"] if int(layer) in numbers)
 
 
 def _read_part(folder, axes, pieces, ranges):
