@@ -334,15 +334,14 @@ def _is_coordinates(c, array):
     return any(a.shape == array.shape and np.allclose(a, array, atol=0.01) for a in known)
 
 
-NEUTRAL = keys("""drop_path_rate encoder_stride hidden_size num_layers out_features out_indices
-                  path_norm stage_names tie_word_embeddings""")
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
               older={**newer("attention.self"), "self.relative": "relative_position_bias.relative"},
-              aliases={"num_attention_heads": "num_heads"}, neutral=NEUTRAL)
-SWIN_V2 = Family(_fields, _arrays, {**DEFAULTS, "pretrained_window_sizes": [0, 0, 0, 0]}, "swinv2.",
-                 {r".*relative_position_index": _is_index,
-                  r".*relative_coords_table": _is_coordinates},
-                 aliases={"num_attention_heads": "num_heads"}, neutral=NEUTRAL)
+              aliases={"num_attention_heads": "num_heads"},
+              neutral=keys("""drop_path_rate encoder_stride hidden_size num_layers out_features
+                              out_indices path_norm stage_names tie_word_embeddings"""))
+SWIN_V2 = SWIN._replace(
+    defaults={**DEFAULTS, "pretrained_window_sizes": [0, 0, 0, 0]}, prefix="swinv2.",
+    ignored={**SWIN.ignored, r".*relative_coords_table": _is_coordinates}, older={})
 
 NETWORK = Network("swin", Config, table, loss, batch_shapes, forward,
                   {"swin": SWIN, "swinv2": SWIN_V2}, check,
