@@ -439,8 +439,9 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     expected, weights = dict(published_arrays(family, config, table)), by_path(params)
+    record = json.loads(config.published)
     if lost := weights.keys() - {part.path for parts in expected.values() for part in parts}:
-        raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
+        raise ConfigError(f"a folder of model_type {record['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, parts in expected.items():
@@ -457,8 +458,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
         for name in [*header][1:]:
             file.write(published_array(name, expected[name], weights, dtype).tobytes())
     if is_writer:
-        write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
-                                          "torch_dtype": dtype})
+        write_json(path / "config.json", {**record, "dtype": dtype, "torch_dtype": dtype})
 
 
 def published_array(name: str, parts: list[Part], weights: Fields, dtype: str = "float32"
