@@ -373,12 +373,18 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
     if places is None:
         return None
     pieces, axes = {}, by_path(table)
+    of_layer = {str(number): (stack, at) for stack, numbers in stacks_of(table)["l"]
+                for at, number in enumerate(numbers)}   # {layer: its stack and index there}
     for name, parts in expected.items():        # {our path: its Parts, each with its array's name}
         for part in parts:
             pieces.setdefault(part.path, []).append((name, part))
 
     def make(path, shape):
-        path, number = (path, None) if path in axes else _of_stack(path, table)
+        number = None
+        if path not in axes:        # a weight of a separate layer
+            _, layer, name = path.split(".", 2)
+            stack, number = of_layer[layer]
+            path = f"{stack}.{name}"
 
         @functools.cache
         def read(*bounds):
@@ -392,13 +398,6 @@ def read_weights(folder: Folder, family: Any, config: Any, table: Any, places: A
 
     paths, shapes, structure = flatten(places)
     return structure.unflatten([make(path, shape) for path, shape in zip(paths, shapes)])
-
-
-def _of_stack(path, table):
-    """Return (path of the stacked weight, index in the stack) for a weight in a separate layer."""
-    _, layer, name = path.split(".", 2)
-    return next((f"{stack}.{name}", numbers.index(int(layer)))
-                for stack, numbers in stacks_of(table)["l"] if int(layer) in numbers)
 
 
 def _read_part(folder, axes, pieces, ranges):
@@ -440,8 +439,9 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     expected, weights = dict(published_arrays(family, config, table)), by_path(params)
+    record = json.loads(config.published)
     if lost := weights.keys() - {part.path for parts in expected.values() for part in parts}:
-        raise ConfigError(f"a folder of model_type {json.loads(config.published)['model_type']} "
+        raise ConfigError(f"a folder of model_type {record['model_type']} "
                           f"has no array for the weights {_listed(lost)}")
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, parts in expected.items():
@@ -458,8 +458,7 @@ def write_folder(path: str | Path, family: Any, config: Any, table: Any, params:
         for name in [*header][1:]:
             file.write(published_array(name, expected[name], weights, dtype).tobytes())
     if is_writer:
-        write_json(path / "config.json", {**json.loads(config.published), "dtype": dtype,
-                                          "torch_dtype": dtype})
+        write_json(path / "config.json", {**record, "dtype": dtype, "torch_dtype": dtype})
 
 
 def published_array(name: str, parts: list[Part], weights: Fields, dtype: str = "float32"

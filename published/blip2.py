@@ -29,14 +29,14 @@ from jax import Array
 
 import shard
 from published import general, llama, tables, transformer
-from published.family import Family, attention, inside, is_range, keys, mlp, under
+from published.family import Family, attention_and_norm, inside, is_range, keys, mlp, under
 from published.general import Batch, Config, Shapes
 from published.llama import record_of
 from published.record import an_id, classed, count, pictures, refuse, with_usual_names, wrong
 from zigzag.core.mesh import cast, vary_like
 from zigzag.core.options import only, without
 from zigzag.parallel.network import CacheLayer, Network, Params
-from zigzag.parallel.products import lookup, matmul
+from zigzag.parallel.products import lookup
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
@@ -117,12 +117,6 @@ def table(c: Any) -> Params:
             "projection": make("d D/fsdp", q.d_model**-0.5), "projection_bias": make("D", 0.0)}
 
 
-def _attention_arrays(name, ours, norm):
-    """Return BERT's names for the arrays of an attention block."""
-    return under(f"{name}.", attention("{}", "attention.query attention.key attention.value "
-                                       "output.dense", ours), {"output.LayerNorm": norm})
-
-
 VISION_ARRAYS = {
     "embeddings.class_embedding": "1 1 D -> vision.class_token",
     "embeddings.patch_embedding": "vision.patch",
@@ -131,14 +125,17 @@ VISION_ARRAYS = {
     **under("encoder.layers.{vision.layers}.", mlp("mlp.fc1", "mlp.fc2"), {
         "layer_norm1": "attn_norm", "layer_norm2": "mlp_norm", "self_attn.qkv": "wq wk wv",
         "self_attn.projection": "wo"})}
+QFORMER_PARTS = "attention.query attention.key attention.value output.dense"
 OTHERS = under("vision_model.", VISION_ARRAYS) | {
     "query_tokens": "1 Q d -> qformer.query", "qformer.layernorm": "qformer.norm",
     "language_projection": "projection"} | under(
-    "qformer.encoder.layer.{q}.", _attention_arrays("attention", "", "attn_norm"),
+    "qformer.encoder.layer.{q}.",
+    attention_and_norm("attention.{}", "attention.output.LayerNorm", QFORMER_PARTS),
     mlp("intermediate_query.dense", "output_query.dense"),
     {"output_query.LayerNorm": "mlp_norm"}) | under(
     "qformer.encoder.layer.{x}.",
-    _attention_arrays("crossattention", "cross_", "cross_norm"))
+    attention_and_norm("crossattention.{}", "crossattention.output.LayerNorm", QFORMER_PARTS,
+                       "cross_"))
 
 
 def _arrays(c):
@@ -211,7 +208,7 @@ def image_vectors(params: Params, batch: Batch, config: Any, specs: Any = None
     x, _ = shard.layers(pair, only(w, *both), x, jnp.arange(c.layers // 2),
                         specs and only(specs["qformer"], *both), c)
     w = cast(only(params, "projection", "projection_bias"), c.dtype)
-    return matmul(shard.whole_time(x), w["projection"]) + w["projection_bias"]
+    return transformer.product(w, "projection", shard.whole_time(x))
 
 
 def _embed_with(vectors, begins=False):

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from published.family import Families, Family, attention, keys, mlp, under
+from published.family import Families, Family, attention_and_norm, keys, mlp, under
 from published.record import (
     LANGUAGE_MODELS,
     MOST_LAYERS,
@@ -76,9 +76,8 @@ def _t5_tied(r, fields, arrays):
 
 def _t5_arrays(c):
     ups = {"wi_0": "w_gate", "wi_1": "w_up"} if c.gated else {"wi": "w_up"}
-    own, cross = ({**attention(f"{name}.{{}}", ours=ours), "layer_norm": norm}
-                  for name, ours, norm in (("SelfAttention", "", "attn_norm"),
-                                           ("EncDecAttention", "cross_", "cross_norm")))
+    own = attention_and_norm("SelfAttention.{}", "layer_norm")
+    cross = attention_and_norm("EncDecAttention.{}", "layer_norm", ours="cross_")
     others = under("DenseReluDense.", ups, {"wo": "w_down"}) | {"layer_norm": "mlp_norm"}
     relative = "block.0.layer.0.SelfAttention.relative_attention_bias"
     return {"shared": "embed", "lm_head": "head = embed",
@@ -118,9 +117,8 @@ def _layers(r, seq_len, source_len):
 
 
 # The arrays that BART and Whisper have under the same names.
-OWN, CROSS = ({**attention(f"{name}.{{}}_proj", "q k v out", ours), f"{name}_layer_norm": norm}
-              for name, ours, norm in (("self_attn", "", "attn_norm"),
-                                       ("encoder_attn", "cross_", "cross_norm")))
+OWN = attention_and_norm("self_attn.{}_proj", "self_attn_layer_norm", "q k v out")
+CROSS = attention_and_norm("encoder_attn.{}_proj", "encoder_attn_layer_norm", "q k v out", "cross_")
 OTHERS = mlp("fc1", "fc2") | {"final_layer_norm": "mlp_norm"}
 CODERS = under("model.", {
     "decoder.embed_positions": "positions", "encoder.embed_positions": "encoder.positions",

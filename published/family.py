@@ -96,6 +96,11 @@ def attention(name: str, parts: str = "q k v o", ours: str = "") -> Names:
             for part, w in zip(parts.split(), ("wq", "wk", "wv", "wo"))}
 
 
+def attention_and_norm(name: str, norm: str, parts: str = "q k v o", ours: str = "") -> Names:
+    """Name the four modules as `attention` does, and the norm of this attention."""
+    return {**attention(name, parts, ours), norm: f"{ours or 'attn_'}norm"}
+
+
 def mlp(up: str, down: str) -> Names:
     return {up: "w_up", down: "w_down"}
 

@@ -18,6 +18,7 @@ from published.family import (
     neighbours_apart,
     under,
 )
+from published.positions import waves
 from published.record import (
     decoder_head,
     of_layers,
@@ -74,8 +75,8 @@ GPT["gpt2"] = Family(_gpt2, ENDS | under(
 def _is_sinusoids(c, array):
     """Return whether the array holds each position's sines and cosines, as in GPT-J's earliest
     folders."""
-    angle = np.arange(len(array))[:, None] * plain_rates(c.rotary_dim or c.head_dim, 10000.0)
-    return np.allclose(array, np.concatenate([np.sin(angle), np.cos(angle)], 1), atol=0.01)
+    rates = plain_rates(c.rotary_dim or c.head_dim, 10000.0)
+    return np.allclose(array, waves(len(array), rates), atol=0.01)
 
 
 GPT["gptj"] = Family(

@@ -445,7 +445,7 @@ def _deepseek_v3_arrays(c):
 def _deepseek_v3_order(c):
     """Return the changes to heads: published heads end with the rotated part, in adjacent pairs."""
     begin, turned = c.head_dim - c.rotary_dim, c.rotary_dim
-    if not json.loads(c.published).get("rope_interleave", True):
+    if not record_of(c)["rope_interleave"]:
         return {"wq": Change(np.roll(np.arange(c.head_dim), turned))}
     return {"wq": Change(neighbours(turned, c.head_dim, begin)),
             "k_rotary": Change(neighbours(turned, turned))}

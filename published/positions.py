@@ -158,6 +158,12 @@ def counted(flags: Array, slots: Array) -> Array:
     return jnp.take_along_axis(position, slots, 1)
 
 
+def waves(rows: int, rates: np.ndarray) -> np.ndarray:
+    """Return the sines of each position times the rates, then the cosines."""
+    angle = np.arange(rows)[:, None] * rates
+    return np.concatenate([np.sin(angle), np.cos(angle)], 1)
+
+
 def sinusoids(rows: int, width: int) -> np.ndarray:
     """Return a table [rows, width] of positions' sines (even columns) and cosines (odd columns)."""
     angle = np.arange(rows)[:, None] * plain_rates(width, 10000.0)

@@ -31,7 +31,7 @@ from published.general import Batch, Shapes
 from published.llama import fields_of, record_of
 from published.record import Record, classed, count, pictures, refuse, tower, wrong
 from published.tables import attention_weights, layer_weights, norms
-from published.transformer import activate, feed_forward, norm, with_bias
+from published.transformer import activate, feed_forward, norm, product, with_bias
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import cast, vary_like
@@ -39,7 +39,6 @@ from zigzag.core.options import flag, only, without
 from zigzag.parallel import low_rank
 from zigzag.parallel.attention import softmax_attention
 from zigzag.parallel.network import Network, Params
-from zigzag.parallel.products import matmul
 from zigzag.parallel.table import Table
 
 # -------------------------------------------------------------------------------------------
@@ -207,9 +206,8 @@ def _rough(w, batch, p):
     x = batch["masks"].reshape(-1, p.side, 2, 2, p.side, 2, 2).transpose(0, 1, 4, 2, 5, 3, 6)
     x = x.reshape(len(x), p.side**2, 2, 2, 2, 2).astype(w["mask0"].dtype)   # [B, S, k, z, k, z]
     for name, sides in (("mask0", 2), ("mask1", 3)):
-        x = matmul(x, w[name], sides) + w[f"{name}_bias"]
-        x = activate(p, norm(w, f"{name}_norm", x, p))
-    return matmul(x, w["mask2"]) + w["mask2_bias"]
+        x = activate(p, norm(w, f"{name}_norm", product(w, name, x, sides), p))
+    return product(w, "mask2", x)
 
 
 def _attend(w, name, q, k, v):
@@ -242,8 +240,8 @@ def _layer(w, streams, i, places, grid, c):
 
 def _mlp(w, x):
     for n in range(len(w) // 2 - 1):
-        x = jax.nn.relu(matmul(x, w[f"w{n}"]) + w[f"w{n}_bias"])
-    return matmul(x, w["out"]) + w["out_bias"]
+        x = jax.nn.relu(product(w, f"w{n}", x))
+    return product(w, "out", x)
 
 
 def _decode(w, x, y, grid, d, c, specs):
@@ -256,9 +254,9 @@ def _decode(w, x, y, grid, d, c, specs):
     x, y, side, A = shard.whole_time(streams[0]), streams[1], c.side, len(w["mask_tokens"])
     _, vectors = shard.layers(lambda w, _, x: (None, _mlp(w, x)), w["vectors"], None,
                               x[:, 1:A + 1].swapaxes(0, 1), specs and specs["vectors"], c)
-    y = norm(w, "up_norm", matmul(y, w["up0"]) + w["up0_bias"], d, eps=sam.EPS)
+    y = norm(w, "up_norm", product(w, "up0", y), d, eps=sam.EPS)
     y = jax.nn.gelu(y, approximate=False)                               # [B, S, k, z, u]
-    y = jax.nn.gelu(matmul(y, w["up1"]) + w["up1_bias"], approximate=False)     # [.., k, z, v]
+    y = jax.nn.gelu(product(w, "up1", y), approximate=False)            # [.., k, z, v]
     masks = jnp.einsum("bskzlyv,abv->bskzlya", y, vectors, preferred_element_type=jnp.float32)
     masks = shard.whole_time(masks.reshape(*masks.shape[:2], -1))
     masks = masks.reshape(-1, side, side, 2, 2, 2, 2, A).transpose(0, 7, 1, 3, 5, 2, 4, 6)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from published.positions import waves
 from zigzag.core.errors import ConfigError
 from zigzag.parallel.network import Params
 
@@ -83,5 +84,4 @@ def sound_positions(rows: int, width: int) -> np.ndarray:
     """Return Whisper's position table [rows, width]: each row has sines in its first half and
     cosines in its second."""
     rates = 10000.0 ** (-np.arange(width // 2) / max(width // 2 - 1, 1))
-    angle = np.arange(rows)[:, None] * rates
-    return np.concatenate([np.sin(angle), np.cos(angle)], 1).astype(np.float32)
+    return waves(rows, rates).astype(np.float32)

@@ -56,7 +56,7 @@ from published.record import (
     wrong,
 )
 from published.tables import batch_shapes, head_weights, layer_weights, norms
-from published.transformer import class_loss, heads_of, norm
+from published.transformer import class_loss, heads_of, norm, product
 from zigzag.core.errors import ConfigError
 from zigzag.core.flags import change
 from zigzag.core.mesh import cast
@@ -140,7 +140,7 @@ def _initial_scale(*shape):
 def _distance_biases(w, stage):
     """Return the score biases [J, H] that Swin V2's MLP computes, between 0 and 16."""
     places = jnp.asarray(coordinates(stage).reshape(-1, 2), w["distance_up"].dtype)
-    h = nn.relu(matmul(places, w["distance_up"]) + w["distance_up_bias"])
+    h = nn.relu(product(w, "distance_up", places))
     return 16 * nn.sigmoid(matmul(h, w["distance_down"], 1, jnp.float32))
 
 
@@ -231,7 +231,7 @@ def forward(params: Params, pictures: Array, config: Config, specs: Params | Non
     x = _trunk(params, pictures, config, specs)
     if config.head == "none":
         return x
-    return matmul(x.mean(1), params["classifier"], 1, jnp.float32) + params["classifier_bias"]
+    return product(params, "classifier", x.mean(1), 1, jnp.float32)
 
 
 def loss(params: Params, batch: Batch, config: Config, specs: Params | None = None
@@ -334,15 +334,14 @@ def _is_coordinates(c, array):
     return any(a.shape == array.shape and np.allclose(a, array, atol=0.01) for a in known)
 
 
-NEUTRAL = keys("""drop_path_rate encoder_stride hidden_size num_layers out_features out_indices
-                  path_norm stage_names tie_word_embeddings""")
 SWIN = Family(_fields, _arrays, DEFAULTS, "swin.", {r".*relative_position_index": _is_index},
               older={**newer("attention.self"), "self.relative": "relative_position_bias.relative"},
-              aliases={"num_attention_heads": "num_heads"}, neutral=NEUTRAL)
-SWIN_V2 = Family(_fields, _arrays, {**DEFAULTS, "pretrained_window_sizes": [0, 0, 0, 0]}, "swinv2.",
-                 {r".*relative_position_index": _is_index,
-                  r".*relative_coords_table": _is_coordinates},
-                 aliases={"num_attention_heads": "num_heads"}, neutral=NEUTRAL)
+              aliases={"num_attention_heads": "num_heads"},
+              neutral=keys("""drop_path_rate encoder_stride hidden_size num_layers out_features
+                              out_indices path_norm stage_names tie_word_embeddings"""))
+SWIN_V2 = SWIN._replace(
+    defaults={**DEFAULTS, "pretrained_window_sizes": [0, 0, 0, 0]}, prefix="swinv2.",
+    ignored={**SWIN.ignored, r".*relative_coords_table": _is_coordinates}, older={})
 
 NETWORK = Network("swin", Config, table, loss, batch_shapes, forward,
                   {"swin": SWIN, "swinv2": SWIN_V2}, check,

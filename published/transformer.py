@@ -215,6 +215,11 @@ def _plus_bias(w, y, *names):
     return sum((w[f"{name}_bias"] for name in names if f"{name}_bias" in w), y)
 
 
+def product(w, name, x, *how):
+    """Multiply x by this weight, and add its bias if it has one. `how` are matmul's options."""
+    return _plus_bias(w, matmul(x, w[name], *how), name)
+
+
 LOAD_SCALE = 1e-3       # of the gradient that --balance_bias gives to a router's biases
 ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_tanh": jax.nn.gelu,
                "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -329,7 +334,7 @@ def embedding(params, batch, c):
     if c.embed_norm:
         x = norm(params, "embed_norm", x, c)
         if "project_in" in params:
-            x = _plus_bias(params, matmul(x, params["project_in"]), "project_in")
+            x = product(params, "project_in", x)
     return x
 
 
@@ -384,7 +389,7 @@ def loss_head(params, x, c):
     if "norm" in params:
         x = norm(params, "norm", x, c)
     if c.head == "masked":
-        x = activate(c, _plus_bias(params, matmul(x, params["transform"]), "transform"))
+        x = activate(c, product(params, "transform", x))
         x = norm(params, "transform_norm", x, c)
     if "project_out" in params:
         x = matmul(x, params["project_out"])
@@ -660,9 +665,8 @@ def _class_logits(params, x, c, batch):
     if "norm" in params:
         x = norm(params, "norm", x, c)
     if c.pool_dense:
-        x = jnp.tanh(matmul(x, params["pool"]) + params["pool_bias"])
-    logits = matmul(x, params["classifier"], 1, jnp.float32)
-    return _plus_bias(params, logits, "classifier")
+        x = jnp.tanh(product(params, "pool", x))
+    return product(params, "classifier", x, 1, jnp.float32)
 
 
 def class_loss(logits, batch, c):
