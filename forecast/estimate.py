@@ -68,7 +68,7 @@ def cost_model(config: Any, params: Any, sizes: dict[str, int], chip: Chip, flop
         sum(w.size / (p if path.startswith("layers") or c.chunks == 1 else 1)
             / (e if ".e_" in path else 1) for path, w in by_path(tree).items()) / t
         for tree in (params, low_rank.split(params)[0] if c.lora_rank else params))
-    layers, entries = c.layers / p, c.expert_layers / p
+    layers, entries = c.layers / p, getattr(c, "expert_layers", c.layers) / p
     tokens = config.batch * c.seq_len / (d * f * e * s)
     X = tokens * c.d_model * itemsize
     K = tokens * c.kv_heads * c.head_dim * itemsize / t

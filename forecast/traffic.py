@@ -77,7 +77,8 @@ def _sends_more(plan):
             plan.sizes["data"] > 2 or config.zero or config.optimizer == "muon")
             or c.lora_rank > 0 or "all_rows" in plan.names
             or c.remat not in POLICIES
-            or c.schedule == "1f1b" and c.expert_layers == plan.sizes["pipe"] * c.chunks
+            or c.schedule == "1f1b" and getattr(
+                c, "expert_layers", getattr(c, "layers", 0)) == plan.sizes["pipe"] * c.chunks
             or any(d.spec != d.spec_in_loss and (
                 d.stacked or without_axis(d.spec, "pipe") != d.spec_in_loss)
                 for d in jax.tree.leaves(plan.decisions))
@@ -152,8 +153,9 @@ class _Run:
         self.splits_head = self.splits_time and self.time // S % self.sizes["tensor"] == 0
 
         # How often layers run, and those with experts; forward passes each time (1F1B, --remat: +1)
-        self.layers, self.expert_layers = (
-            round(self.passes * count / S) for count in (c.layers, experts and c.expert_layers))
+        self.expert_layers = experts and getattr(c, "expert_layers", c.layers)
+        self.layers, self.routed = (
+            round(self.passes * count / S) for count in (c.layers, self.expert_layers))
         self.forwards = 1 + self.is_1f1b + (c.remat != "none")
         # How often the embedding and head run, and the bytes of their X: in 1F1B, of a microbatch,
         # and the embedding in every tick.
@@ -253,11 +255,11 @@ def _tensor(run, traffic):
     # Reductions out of a block forward, and into it backward. The reduced result is saved for the
     # backward pass, so recomputing doesn't reduce it again. Experts and the other branch share the
     # gather, except backward.
-    beside = traffic.beside * run.expert_layers / run.layers
+    beside = traffic.beside * run.routed / run.layers
     reductions = out * (1 + run.is_1f1b) + into + beside
     gathers = (blocks * run.forwards + out) * run.splits_time
     if c.overlap and run.splits_time:       # experts and unsplit blocks don't overlap
-        inner = blocks - is_whole - run.expert_layers / run.layers
+        inner = blocks - is_whole - run.routed / run.layers
         scatters, own = inner * (2 + run.is_1f1b), inner * (run.forwards + 1)
         gathers -= own
         reductions -= scatters + beside
@@ -310,7 +312,7 @@ def _experts(run):
     tokens and gathers all choices."""
     c, n = run.model, run.sizes["expert"]
     on_tpu = platform(run.mesh) == "tpu"
-    exchanges, layers = 3 + run.forwards + run.is_1f1b, run.expert_layers
+    exchanges, layers = 3 + run.forwards + run.is_1f1b, run.routed
     rows = n * run.room.tokens
     yield "all-to-all", "expert", layers * exchanges, rows * run.D_bytes
     choices, routings = run.tokens * c.experts_per_token, layers * run.forwards
@@ -331,7 +333,7 @@ def _experts(run):
         # The router is whole. The TPU compiler rounds its gradient before the sum.
         yield ("all-reduce", "tensor", layers,
                c.d_model * c.experts * (run.itemsize if on_tpu else 4))
-        yield "all-reduce", "tensor", run.ticks, (c.expert_layers * c.experts + 2) * 4  # metrics
+        yield "all-reduce", "tensor", run.ticks, (run.expert_layers * c.experts + 2) * 4  # metrics
     # Sums over the whole sequence: each expert's load per row and, outside the layers, the row's
     # weight.
     axes = "seq+tensor" if run.splits_time else "seq"

@@ -99,12 +99,6 @@ class ComputeOptions:
     published: str = flag("", same=True, part="published")
                                   # config.json of the published model behind this one
 
-    @property
-    def expert_layers(self) -> int:
-        """The number of layers with experts, if the network has experts; also the number of entries
-        in its main layer stack."""
-        return getattr(self, "layers", 0)
-
 
 def with_hits(total: Any, count: Any, hits: Any, c: Any) -> tuple:
     """Return what a network's loss returns: (sum, count), plus, with --accuracy, the total weight
