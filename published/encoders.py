@@ -11,15 +11,7 @@ import json
 
 import numpy as np
 
-from published.family import (
-    Families,
-    Family,
-    attention,
-    is_range,
-    keys,
-    mlp,
-    under,
-)
+from published.family import Families, Family, attention, is_range, keys, mlp, under
 from published.positions import patch_ids
 from published.record import (
     an_id,
