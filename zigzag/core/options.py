@@ -162,8 +162,7 @@ def check_values(config: Any) -> None:
         is_number = option.kind in (int, float)
         if is_number and not (option.least <= value < option.below and math.isfinite(value)):
             raise ConfigError(f"--{name} {value}: must be a number of at least {option.least:g}"
-                              + f" and below {option.below:g}" * (
-                                  option.below == 1 or value >= option.below))
+                              + f" and below {option.below:g}" * (value >= option.least))
 
 
 def fits(option: Option, value: Any) -> bool:
