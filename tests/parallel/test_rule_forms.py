@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.helpers import mesh_of
-from zigzag.core.mesh import shardings
 from zigzag.parallel import jaxprs
 from zigzag.parallel.rule import groups, infer_specs
 
@@ -337,30 +336,6 @@ def test_every_form_of_a_weight_is_split_as_it_should(form):
     at all, and nothing says so."""
     fn, params, args, want, *mesh = FORMS[form]
     assert infer_specs(fn, params, *args, mesh=mesh_of(*mesh or ["tensor=4"])) == want
-
-
-def some_numbers(x):
-    """An array in the shape of x."""
-    if x.dtype == jnp.int32:
-        return jnp.arange(np.prod(x.shape), dtype=x.dtype).reshape(x.shape) % 7
-    return 0.1 * jax.random.normal(jax.random.key(np.prod(x.shape)), x.shape)
-
-
-# ("while" has no derivative, "shard_map" brings its own mesh, and jit takes no function.)
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [f for f in FORMS if f not in (
-    "while", "shard_map", "a leaf that is a function")])
-def test_every_form_computes_the_same_when_it_is_split(form):
-    """Specs with which a function does not compile, or computes something else: value and gradients
-    of the sharded function are compared with the unsharded one's."""
-    fn, params, args, specs, *mesh = FORMS[form]
-    places = shardings(specs, mesh_of(*mesh or ["tensor=4"]))
-    params, args = jax.tree.map(some_numbers, (params, list(args)))
-    both = jax.value_and_grad(lambda params, *args: jnp.sum(fn(params, *args) ** 2))
-    got = jax.jit(both, in_shardings=(places, *[None] * len(args)),
-                  out_shardings=(None, places))(params, *args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(both)(params, *args))):
-        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
 def test_the_reductions_that_a_group_costs():
