@@ -189,23 +189,6 @@ def test_a_bias_follows_its_experts_load(mesh):
     assert float(others["router_loss"]) == 0
 
 
-@pytest.mark.full
-def test_biases_balance_experts_without_a_loss():
-    """Experts that stay idle because no loss moves tokens to them."""
-    def most(**options):
-        c = make(**BIASED, **options, steps=60, lr=0.01)
-
-        def init(key):
-            params = net.init(c.network, key)
-            params["layers"]["router_bias"] += jnp.eye(4)[0] / 3    # so the first expert gets most
-            return params
-
-        rows, _ = learn(c, init=init)
-        return np.mean([np.max(row["expert_load"], -1).mean() for row in rows[-10:]])
-
-    assert most(balance_bias=True) < 0.4 and most() > 0.6       # (four experts: 0.25 is balanced)
-
-
 def test_what_chooses_experts_is_not_rounded():
     """A bias for the choice of experts in bfloat16: DeepSeek's differ little from a large offset,
     to which they would be rounded."""
