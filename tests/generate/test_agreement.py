@@ -1,7 +1,6 @@
 """The log-probabilities of generated ids against the training loss: one function in two programs.
 Reinforcement learning rewards what one program wrote and trains the other."""
 
-import dataclasses
 
 import jax
 import numpy as np
@@ -26,18 +25,16 @@ CASES = [(mesh, what, more | dict(dtype=dtype), bound) for dtype, bound in (
     if dtype == "float32" or what is DENSE]
 
 
-def gap(mesh, what, planted=None, exact=False, **choices):
+def gap(mesh, what, exact=False, **choices):
     """Return the largest difference between the log-probabilities that generate returns and those
-    of the run's compiled loss on held-out rows, one token at a time. `planted` changes the options
-    of the model that generates."""
+    of the run's compiled loss on held-out rows, one token at a time."""
     config = make(**{**what, **choices})
     program, T = program_of(config, mesh), config.network.seq_len
     with jax.set_mesh(program.mesh):
         state = program.permute(program.start(jax.random.key(0)))
         written = sample.generate(
             program.permute(program.weights(state), back=True), PROMPTS,
-            dataclasses.replace(program.config.network, **planted or {}), NEW, 1.0, seed=3,
-            logprobs=True, exact=exact)
+            program.config.network, NEW, 1.0, seed=3, logprobs=True, exact=exact)
         rows = np.zeros((len(PROMPTS), T + 1), np.int32)
         for row, prompt, (ids, _) in zip(rows, PROMPTS, written):
             row[:len(prompt) + NEW] = prompt + ids
@@ -81,20 +78,3 @@ def test_what_exact_cannot_do_is_one_line():
         sample.generate(sample.for_decoding(params, config), [[1, 2]], config, 2, exact=True)
     (ids, logs), = sample.generate(params, [[1, 2]], config, 15, exact=True)
     assert (len(ids), len(logs)) == (15, 15)
-
-
-@pytest.mark.parametrize("mesh, options", [
-    full("data=2,tensor=2", dict(window=3, attn_softcap=2.0, logit_softcap=3.0)),
-    full("fsdp=2,seq=2", dict(window=3, logit_softcap=3.0)),
-    full("pipe=2,tensor=2", dict(qk_norm=True))])
-def test_so_do_edits_of_the_block(mesh, options):
-    """A window or a cap on scores in one of the two programs only."""
-    assert gap(mesh, DENSE, **options) < 1e-5
-
-
-@pytest.mark.parametrize("planted", [full(dict(logit_softcap=2.9)), full(dict(window=4)),
-                                     full(dict(attn_softcap=2.2))])
-def test_a_planted_difference_is_seen(planted):
-    """A comparison that a wrong cache would pass."""
-    options = dict(window=3, attn_softcap=2.0, logit_softcap=3.0)
-    assert gap("tensor=2", DENSE, planted, **options) > 1e-4

@@ -9,12 +9,9 @@ import sample
 from tests.common import far_apart, full, steps_of, weights_on
 from tests.generate.test_generation import assert_teacher_forced, loaded, small_chunks
 from tests.helpers import make
-from zigzag.commands import sampling
 from zigzag.core.flags import change
-from zigzag.disk.tokenizers import Bytes
 from zigzag.generate import batching as turns
 from zigzag.generate import passes
-from zigzag.generate.prompts import Flags, make_prompts
 
 assert small_chunks     # (a fixture)
 ALL = 10**6         # as many rows as there are prompts
@@ -136,24 +133,3 @@ def test_few_programs_are_compiled(caplog):
     # (Beside those of one batch: chunks of 16, 32, 64 and 128 ids for all rows, and for one of 8.)
     assert passes.read_chunk._cache_size() <= 1 + 8
     assert passes.decode._cache_size() <= 1 + 1 and turns.put_rows._cache_size() <= 1
-
-
-@pytest.mark.parametrize("more", [full([]), ["--json", "--logprobs"]])
-def test_the_command_prints_answers_in_order(capsys, more):
-    """Answers as they end, not as they were asked for; fields of another answer."""
-    params, config = made(vocab_size=257, seq_len=64)
-    texts = [f"{n} is {'more than ' * (n % 3)}" for n in range(11)]
-
-    def printed(batch):
-        flags = Flags(tokens=12, batch=batch, stop=("e",), json=bool(more), logprobs=bool(more))
-        shown = sampling.Model(flags, params, config, Bytes())
-        sampling.write(shown, make_prompts(shown.network, config, shown.tokenizer, texts))
-        return capsys.readouterr().out.splitlines()
-
-    got, want = printed(4), printed(11)
-    if more:
-        got, want = ([json.loads(line) for line in lines] for lines in (got, want))
-        for a, b in zip(got, want, strict=True):
-            assert a.pop("logprob") == pytest.approx(b.pop("logprob"), abs=1e-3)
-            assert a.pop("logprobs") == pytest.approx(b.pop("logprobs"), abs=1e-4)
-    assert got == want and len(got) >= 11

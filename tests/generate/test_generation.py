@@ -10,7 +10,6 @@ import pytest
 
 import published
 import sample
-from published import transformer
 from published.llama import start_id
 from tests.common import far_apart, log_probabilities, logits_of, peer, weights_on
 from tests.helpers import make, own
@@ -133,20 +132,6 @@ def test_long_texts_are_read_in_chunks_and_windows_roll(small_chunks, name, mesh
     assert sample.score(on, texts, config, source) == [
         (pytest.approx(want.sum(), abs=1e-3), len(prompt) + 20)
         for prompt, want in zip(prompts, logs, strict=True)]
-
-
-@pytest.mark.full
-def test_a_window_rolls_at_the_real_size():
-    """The same fault with chunks of the real size: for 1088 tokens, a window of 100 keeps 512
-    slots."""
-    config = make(layers=2, seq_len=1088, window=100, local_layers="lg", heads=4,
-                  kv_heads=2).network
-    params = far_apart(config)
-    layer = transformer.cache_layer(config, 0)
-    assert cache.new_layer(layer, 1, 1088, "float32")["k"].shape[2] == 512
-    prompts = prompts_of(config, (700, 3, 513, 257))
-    found = sample.generate(params, prompts, config, 300, temperature=0, logprobs=True)
-    assert_teacher_forced(params, config, prompts, found, near=1e-4)
 
 
 @pytest.mark.parametrize("changes", [

@@ -168,17 +168,6 @@ def test_what_is_nearly_greedy_is_greedy(options):
     assert sample.draw(logits, keys, decoding.Sampling(**options)).tolist() == [2, 0]
 
 
-@pytest.mark.full
-def test_generate_draws_from_that_distribution(trained):
-    """Rows with equal random numbers, or with numbers that depend on each other's."""
-    params, config = trained
-    options = dict(temperature=1.7, top_k=12, top_p=0.95, repetition_penalty=1.3)
-    ids = [new for seed in range(4)
-           for new, in trained.generate([[1, 2]] * 5000, 1, **options, seed=seed)]
-    logits = net.forward(params, jnp.asarray([[1, 2]]), config)[0, -1]
-    assert_drawn_from(filtered(logits, decoding.Sampling(**options), [1, 2]), np.array(ids))
-
-
 def test_ids_inside_a_compiled_function_are_penalised_too(trained):
     """A repetition_penalty that generate_ids ignores; padding that counts as text."""
     params, config = trained

@@ -1,6 +1,5 @@
 """Pipelines: the timetable, the memory of each schedule, and the order of layers."""
 
-import collections
 import functools
 import itertools
 import re
@@ -66,40 +65,6 @@ def test_1f1b_takes_each_chunk_when_its_input_has_come(S, M, V):
         assert place == 0 or first == when["f", m, place - 1] + 1
         assert back == (when["b", m, place + 1] if place < S * V - 1 else first) + 1
         assert first - place % S == turn_of(m, place // S, S, V) and back - first < 2 * S * V
-
-
-@pytest.mark.parametrize("changes", [dict(schedule="1f1b"), slow(BOTH)], ids=str)
-def test_a_stage_works_in_the_order_of_the_timetable(changes):
-    """A timetable that is printed, while the program runs another."""
-    S, M, V, took = 2, 4, changes.get("chunks", 1), collections.defaultdict(list)
-
-    def block(w, x, i, batch):
-        jax.debug.callback(lambda *of: took[int(of[0])].append((int(of[1]), int(of[2]))),
-                           jax.lax.axis_index("pipe"), batch["number"][0], i // S)
-        return x * w, None
-
-    def loss(w, tokens, number):
-        found = shard.pipelined_loss(
-            lambda params, batch: batch["tokens"][..., None] * params, block,
-            lambda params, x, batch: ((x * params).sum(), x.size * 1.0),
-            jax.lax.pcast(1.0, "pipe", to="varying"), w, {"tokens": tokens, "number": number},
-            jax.P("pipe"), shard.Options("none", M, "1f1b", V))
-        return jax.lax.psum(found[0], "pipe")
-
-    with jax.set_mesh(shard.make_mesh(pipe=S)):
-        jax.jit(jax.shard_map(jax.grad(loss), in_specs=(jax.P("pipe"), jax.P(), jax.P()),
-                              out_specs=jax.P("pipe")))(
-            jnp.ones(S * V), jnp.ones((M, 4)), jnp.arange(M)).block_until_ready()
-        jax.effects_barrier()
-    assert len(took) == S
-    for stage, found in took.items():       # (the first call is forward, the last one backward)
-        places = [(t, (found if way == "f" else found[::-1]).index(work), way)
-                  for t in range(ticks(S, M, "1f1b", V))
-                  for way, work in zip("fb", work_1f1b(t, stage, S, V)) if 0 <= work[0] < M]
-        places = [(t, at if way == "f" else len(found) - 1 - at) for t, at, way in places]
-        assert len(places) == 2 * M * V
-        for (t, at), (later, then) in itertools.product(places, places):
-            assert t >= later or at < then
 
 
 # -------------------------------------------------------------------------------------------

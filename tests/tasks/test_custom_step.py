@@ -518,29 +518,6 @@ def test_a_flax_model_with_batch_statistics_trains():
 
 
 @pytest.mark.full
-def test_an_equinox_model_trains():
-    """Weights that are no dicts; a module's functions among its leaves."""
-    eqx = peer("equinox")
-
-    def split(key):
-        return eqx.partition(eqx.nn.MLP(16, 16, 64, 2, key=key), eqx.is_array)
-
-    static = split(jax.random.key(0))[1]
-
-    def init(key):
-        return {"net": jax.tree.leaves(split(key)[0])}
-
-    def loss(params, batch):
-        structure = jax.tree.structure(split(jax.random.key(0))[0])
-        net = eqx.combine(jax.tree.unflatten(structure, params["net"]), static)
-        wrong = jnp.square(jax.vmap(net)(batch["x"]) - batch["x"]).sum(-1)
-        return wrong.sum(), len(wrong)
-
-    task = init, None, loss
-    assert_same_rows(run(task)[0], run(task, "data=2,fsdp=2,tensor=2")[0], rel=2e-5)
-
-
-@pytest.mark.full
 def test_examples_are_made_from_the_weights_as_they_are(tmp_path):
     """Examples of the weights of an earlier update, or others after a continued run or on another
     mesh."""

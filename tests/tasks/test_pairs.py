@@ -2,7 +2,6 @@
 
 import json
 import re
-import types
 import zipfile
 
 import jax
@@ -63,26 +62,6 @@ def test_the_start_is_there_once(start, target, tokens, targets):
     n = int(batch["weights"].sum())
     assert batch["tokens"][0, :n].tolist() == tokens
     assert batch["targets"][0, :n].tolist() == targets
-
-
-@pytest.mark.slow
-def test_targets_are_shifted_as_in_transformers():
-    """Other decoder inputs than in transformers, where the model was trained."""
-    torch, bart = peer("torch"), peer("transformers.models.bart.modeling_bart")
-    t5 = peer("transformers.models.t5.modeling_t5").T5ForConditionalGeneration
-    rng = np.random.default_rng(0)
-    # T5's ids, and BART's: where a text starts, its padding, its ends.
-    for start, pad, begin, end in ((0, 0, [], 1), (2, 1, [0], 2)):
-        rows = pairs_of(*(([5], [*begin, *rng.integers(4, 90, rng.integers(0, 9)), end])
-                          for _ in range(20)))
-        batch = collate(rows, 1, 10, [start], end, pad)
-        is_target = batch["weights"] == 1
-        labels = torch.tensor(np.where(is_target, batch["targets"], -100))
-        config = types.SimpleNamespace(decoder_start_token_id=start, pad_token_id=pad)
-        for theirs in (bart.shift_tokens_right(labels, pad, start),
-                       t5._shift_right(types.SimpleNamespace(config=config), labels)):
-            np.testing.assert_array_equal(batch["tokens"][is_target], theirs.numpy()[is_target])
-        assert is_target.sum() == sum(len(target) for _, target in rows)
 
 
 def test_what_is_too_long_is_cut_and_still_ends():
