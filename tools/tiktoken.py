@@ -46,7 +46,7 @@ class Tiktoken(Tokenizer):
 
     def __init__(self, path: Path):
         package = optional_package("tiktoken", path.name)
-        self.path, record = path, read_encoding(path)
+        self.path, self.folder, record = path, path.parent, read_encoding(path)
         try:
             self.model = package.Encoding(path.name, **record)
         except Exception as e:      # a Rust library, which raises plain Exceptions

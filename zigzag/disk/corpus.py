@@ -47,7 +47,7 @@ from zigzag.disk.encoding import (
 from zigzag.disk.output import FORMAT, MARKS, SPLITS, Output, mapped, saved_state
 from zigzag.disk.packing import Documents
 from zigzag.disk.reading import Options, examined, find, library_sources, named
-from zigzag.disk.token_files import TokenFiles, described, token_files
+from zigzag.disk.token_files import TokenFiles, token_files
 from zigzag.disk.tokenizers import (
     FILES,
     Bytes,
@@ -170,8 +170,6 @@ class Corpus:
             train = self.record["train"]
             self.fingerprint = _digest([train[of] for of in ("digest", "weights") if of in train])
             self.tokenizer = tokenizer_of(self.folder, self.record)
-            # Whether only some tokens are targets, as in conversations, or prompts and completions.
-            self.is_learned_in_part = "learned" in train and self.record.get("form") != "text"
         except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"{self.folder} is not a folder made by data.py ({e})") from None
 
@@ -193,10 +191,16 @@ class Corpus:
                          self.weights[split], self.tokenizer.vocab_size,
                          not self.is_learned_in_part)
 
+    @property
+    def is_learned_in_part(self) -> bool:
+        """Whether only some tokens are targets, as in conversations, or prompts and completions."""
+        return "learned" in self.record["train"] and self.record.get("form") != "text"
+
     def __repr__(self) -> str:
-        kind = self.record["tokenizer"]
-        return described(self, "tokens are " + ("bytes" if kind == "bytes" else
-                                                f"subwords of {kind}"))
+        r = self.record
+        kind = "bytes" if r["tokenizer"] == "bytes" else f"subwords of {r['tokenizer']}"
+        return (f"{self.folder}: {r['train']['tokens']:,} tokens to train on, "
+                f"{r['held_out']['tokens']:,} held out; tokens are {kind}, of {r['vocab_size']:,}")
 
 
 def _digest(digests):

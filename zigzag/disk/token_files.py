@@ -142,13 +142,9 @@ class TokenFiles:
 
     def __str__(self) -> str:
         kind = "" if self.tokenizer.kind == "ids" else f" of {self.tokenizer.kind}"
-        return described(self, f"{self.train.dtype} ids{kind}") + self.weighted
-
-
-def described(corpus: Any, kind: str) -> str:
-    """Describe TokenFiles or a corpus.Corpus, with this kind of tokens."""
-    return (f"{corpus.folder}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} "
-            f"held out; {kind}, of {corpus.record['vocab_size']:,}")
+        return (f"{self.folder}: {len(self.train):,} tokens to train on, {len(self.held_out):,} "
+                f"held out; {self.train.dtype} ids{kind}, of "
+                f"{self.record['vocab_size']:,}{self.weighted}")
 
 
 def _weights(file, tokens):

@@ -47,12 +47,8 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config
 class Tokenizer:
     """The methods that tokenizers share. Subclasses override what differs."""
     path: Path | None = None        # the tokenizer's file, if it has one
+    folder: Path | None = None      # that file's folder, with the files named in BESIDE
     begins: Sequence[int] = ()      # the ids that the model expects first
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the tokenizer's file, with the files named in BESIDE."""
-        return self.path and self.path.parent
 
     def prompt(self, text: str) -> list[int]:
         return [*self.begins, *self.encode(text).tolist()] or [self.separator]
@@ -117,7 +113,7 @@ class Pieces(Tokenizer):
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError):
             raise ConfigError(f"{path} is not a sentencepiece model") from None
-        self.path, self.vocab_size = path, self.model.vocab_size()
+        self.path, self.folder, self.vocab_size = path, path.parent, self.model.vocab_size()
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, self._id,
                                                  self.model.bos_id())
         config = read_record(self.folder / "tokenizer_config.json")
@@ -219,7 +215,7 @@ class TokenizerJson(Tokenizer):
             raise ConfigError(f"{path} is not a tokenizer ({one_line(e)})") from None
         self.model.no_truncation()
         self.model.no_padding()
-        self.path, vocabulary = path, self.model.get_vocab(True)
+        self.path, self.folder, vocabulary = path, path.parent, self.model.get_vocab(True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1      # ids may have gaps
         self.separator, self.ends = _special_ids(self.folder, self.vocab_size, vocabulary.get)
 
