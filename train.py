@@ -67,7 +67,7 @@ class Config(MoreOptions):
     batch: int = flag(8, least=1, same=True)    # examples per update, over all devices
 
     # training
-    steps: int = flag(900, least=1, change="decay")     # updates of the weights
+    steps: int = flag(900, least=1, below=2**31, change="decay")    # updates of the weights
     lr: float | None = flag(None, same=True, change="lr")
                                     # peak learning rate; default: 0.5 / d_model, or a tenth of
                                     # that to fine-tune all weights

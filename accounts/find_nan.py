@@ -361,8 +361,8 @@ def lines(replay: Replay, times: np.ndarray, program: Any, task: Any, state: Any
             return f"in the batch's {path}{where}: row {row}, example {example}"
         weights = program.permute(in_one(state["params"], state["frozen"]), back=True)
         where = _first_entry(by_path(weights)[path])
-        layer = f" of layer {where[0]}" if by_path(program.plan.decisions)[path].stacked else ""
-        return f"in the weight {path}{layer}, at {where}"
+        entry = where[0] if by_path(program.plan.decisions)[path].stacked else None
+        return f"in the weight {path}{_of_layer(program.plan, entry)}, at {where}"
 
     first, (nan, behind, _) = min(found), times[times[:, 0].argmin()].tolist()
     is_nan = first in times[:, 0]
@@ -380,9 +380,17 @@ def _names(operations):
     return " ".join(str(e.source_info.name_stack) for e in operations)
 
 
+def _of_layer(plan, entry):
+    """Name an entry of the stack of layers, or None. An entry may be several layers."""
+    c = plan.config.network
+    entries = getattr(c, "layer_groups", 0) or getattr(c, "expert_layers", None)
+    kind = "layer" if entries in (None, getattr(c, "layers", 0)) else "stack entry"
+    return "" if entry is None else f" of {kind} {entry}"
+
+
 def _layer(plan, turns, stage, path):
-    """Return the number of the layer that these turns of loops are in, or None. `path` lists the
-    operations around the one that we ask about, and that one."""
+    """Return the entry of the stack of layers that these turns of loops are in, or None. `path`
+    lists the operations around the one that we ask about, and that one."""
     depth = max((d for d, (loop, _) in enumerate(turns) if loop.first is not None), default=None)
     if depth is None:
         return None
@@ -413,7 +421,7 @@ def _operation(replay, time, is_loss_finite):
     layer = _layer(replay.plan, turns, stage, (*above, eqn))
     kind = ("in the backward pass" if "transpose(" in names else
             "for the gradient" if is_loss_finite else "in the forward pass")
-    return (f"made by {eqn.primitive.name} {kind}{'' if layer is None else f' of layer {layer}'}, "
+    return (f"made by {eqn.primitive.name} {kind}{_of_layer(replay.plan, layer)}, "
             f"{_function(eqn, above)}{f', from the weight {weight[0]}' if weight else ''}")
 
 

@@ -100,18 +100,15 @@ def total(starts: list[Notes]) -> Total:
     return Total(seconds, again, len(starts), int(starts[-1][-1]["at"]))
 
 
-def share_of_progress(found: Sequence[Total]) -> float:
-    """Return the fraction of the wall clock in steps that count, over all processes."""
-    return sum(one.seconds["step"] for one in found) / sum(one.wall for one in found)
-
-
 def text(run: str, found: Sequence[Total]) -> str:
     """Return the table: for each cause its seconds, averaged over processes, its share of the wall
     clock, and a bar. If processes differ by more than a hundredth, give their range as well."""
     first, count = found[0], len(found)
     wall = sum(one.wall for one in found) / count
-    lines = [f"{run}: {first.steps:,} steps in {_time(wall)}, {share_of_progress(found):.1%} of it "
-             f"progress ({_counted(first.starts, 'start')}, {_counted(count, 'process')})"]
+    progress = sum(one.seconds["step"] for one in found) / count / wall
+    lines = [f"{run}: {first.steps:,} steps in {_time(wall)}, {progress:.1%} of it "
+             f"progress ({first.starts:,} start{'s' * (first.starts != 1)}, "
+             f"{count:,} process{'es' * (count != 1)})"]
     for name, what in ROWS.items():
         shares = [one.seconds[name] / one.wall for one in found]
         mean = sum(shares) / count
@@ -120,14 +117,9 @@ def text(run: str, found: Sequence[Total]) -> str:
         varies = max(shares) - min(shares) > 0.01
         lines.append(f"  {name:10} {_time(mean * wall):>10} {mean:6.1%}  "
                      f"{'#' * round(mean * WIDTH):{WIDTH}}  {what}"
-                     + f", {_counted(first.again, 'step')}" * (name == "again")
+                     + f", {first.again:,} step{'s' * (first.again != 1)}" * (name == "again")
                      + f" ({min(shares):.0%} to {max(shares):.0%} in a process)" * varies)
     return "\n".join(lines)
-
-
-def _counted(count, what):
-    plural = what + ("es" if what.endswith("s") else "s")
-    return f"{count:,} {what if count == 1 else plural}"
 
 
 def _time(seconds):

@@ -47,7 +47,8 @@ def _may_change(network):
 
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
             stored: str = "float32", **fields: Any) -> tuple[Params, Any]:
-    """Do what published.load_hf describes, for a network that the caller knows."""
+    """Load (weights, config) of a folder that this network describes, the weights split over `mesh`
+    and stored in this dtype. `fields` set the config's options (published.load_hf)."""
     config = hf_config(network, folder, **fields)
     check_hf(network, folder, config, edited)       # before building large shapes
     places = cast(network.places(config, mesh), stored)

@@ -263,9 +263,8 @@ def _of_encoders(c):
             2 <= half <= 2**11 and half < c.relative_distance <= 2**20),
          f"expected 4 to {2**12}, with a --relative_distance ({c.relative_distance}) above half of "
          f"it, up to {2**20}"),
-        ("layer_groups", c.layer_groups and (c.layers % c.layer_groups or c.causal
-                                             or c.dense_layers),
-         f"must divide the --layers {c.layers} of an encoder (--causal false)"),
+        ("layer_groups", c.layer_groups and (c.layers % c.layer_groups or c.causal or c.experts),
+         f"must divide the --layers {c.layers} of an encoder (--causal false) without --experts"),
         # An encoder's own Config has causal=False.
         ("stem", c.own_stem != "tokens" and (c.causal or c.head not in ("classes", "none")),
          "give --encoder_layers to generate text, or --causal false and --head classes or none"),

@@ -83,7 +83,7 @@ GPT["gptj"] = Family(
     lambda r: {**_gpt(r), "rotary_dim": r["rotary_dim"] or 0, "parallel_block": True,
                "biases": "mlp,head"},
     ENDS | under("transformer.h.{l}.", NORMS, attention("attn.{}_proj", "q k v out"),
-                        mlp("mlp.fc_in", "mlp.fc_out")),
+                 mlp("mlp.fc_in", "mlp.fc_out")),
     {**GPT2, "n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False},
     "transformer.", {**MASKS, r".*embed_positions": _is_sinusoids}, neighbours_apart, GPT2_NAMES,
     neutral=keys("n_ctx rotary scale_attn_weights summary_proj_to_labels"))

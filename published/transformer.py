@@ -717,8 +717,9 @@ def check(c: Config, mesh: Any) -> None:
         ("schedule", stages > 1 and c.encoder_layers and c.schedule == "1f1b",
          "an encoder-decoder runs through the stages twice, and the whole encoder comes first; "
          "give gpipe or interleaved")])
-    check_length(f"pipe={stages}{with_chunks}", "layers", c.layers - c.dense_layers,
-                 stages * c.chunks * c.expert_every)
+    if c.expert_every > 1 and not c.dense_layers:
+        check_length(f"pipe={stages}{with_chunks} x --expert_every {c.expert_every}", "layers",
+                     c.layers, stages * c.chunks * c.expert_every)
     check_stack(c, mesh, time_of_stages=c.head != "classes", time_is_padded=c.own_stem != "tokens")
 
 
@@ -731,6 +732,8 @@ def flops(c: Config, tokens: int, table: Params) -> float:
                  if name.startswith(("cross_wk", "cross_wv"))]
     rest = {**table, "layers": layers}
     of_source.append(rest.pop("encoder", {}))
+    if c.layer_groups:      # the layers of a group have one set of weights
+        rest["again"] = [layers] * (c.layers // c.layer_groups - 1)
     keys = c.layers * (c.seq_len + share * c.seq_len) + c.encoder_layers * share**2 * c.seq_len
     return tokens * (product_flops(rest, expert_share(c), c.tied) + share * product_flops(of_source)
                      + attention_flops(keys, c.heads, c.head_dim, c.v_head_dim or c.head_dim))

@@ -95,7 +95,11 @@ PLACES = {
         (put("layers.mlp_norm", np.nan, 0, 7), "layers.mlp_norm of layer 0, at [0, 7]")]),
     "expert=2": (dict(experts=4), [
         (put("layers.e_up", np.nan, 1, 3, 2, 2), "layers.e_up of layer 1, at [1, 3, 2, 2]"),
-        (grow("e_gate", "e_up", layer=1), "forward pass of layer 1, swiglu (model.py")])}
+        (grow("e_gate", "e_up", layer=1), "forward pass of layer 1, swiglu (model.py")]),
+    # An entry that is two layers.
+    "tensor=2": (dict(experts=4, expert_every=2, layers=4), [
+        (put("layers.e_up", np.nan, 1, 3, 2, 2), "layers.e_up of stack entry 1, at [1, 3, 2, 2]"),
+        (grow("e_gate", "e_up", layer=1), "forward pass of stack entry 1, ")])}
 
 
 @pytest.mark.parametrize("mesh", ["one device", *(full(m) for m in PLACES if m != "one device")])

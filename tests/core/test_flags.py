@@ -84,6 +84,7 @@ class More(Few):
     (["--override", "w_up=-,-,-,fsdp"], "4 dimensions"),
     (["--override", "_norm=-,data", "w_up=data", "--mesh", "data=8"], "splits 4 into 8"),
     (["--steps", 0], "at least 1"), (["--steps", 10**11], "2**31"),
+    (["--tokens", "1e18"], "--steps 976562500000000: must be a number of at least 1 and below 2.1"),
     (["--seq_len", "1.5e0"], "1.5e0: expected an integer"),
     (["--out", "/proc/no/run"], "/proc/no/run: cannot be created (/proc: "),
     (["extra", "words"], "--name value\n")])
@@ -102,6 +103,7 @@ def test_dashes_equals_and_presets():
         64, 16, ("a", "b"), True, "tensor=2")
     c = train.parse(["--steps", "2.5e4", "--batch", "1_000", "--seed", "7.0"])
     assert (c.steps, c.batch, c.seed) == (25_000, 1000, 7)      # (1e3 was refused)
+    assert train.parse(["--tokens", "1e10"]).steps == 9_765_625     # (as was more than 2**31)
     b = train.parse(["--model", "llama-7b", "--layers", "2"])
     assert (b.network.d_model, b.network.d_ff, b.network.layers, b.lr) == (
         4096, 11008, 2, 0.5 / 4096)

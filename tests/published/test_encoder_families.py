@@ -467,17 +467,27 @@ def test_labels_are_counted_as_transformers_does(labels):
 # -------------------------------------------------------------------------------------------
 # Encoders of our own
 
+def test_layers_that_share_weights_count_each_time():
+    """Weights counted once, although each layer multiplies by them: a sixth of ALBERT's work."""
+    def flops(groups):
+        return net.flops(transformer.Config(causal=False, head="masked", layers=12,
+                                            layer_groups=groups), 1000)
+
+    assert flops(1) == flops(4) == flops(0)
+
+
 @pytest.mark.parametrize("fields, words", [
     (dict(head="classes", labels=3, pool="mean"), "--pool mean needs --stem patches"),
     (dict(head="classes", labels=3, experts=4), "works without --experts"),
     (dict(stem="frames", source_len=8), "--stem frames: .* --head classes"),
     (dict(stem="patches", head="none", image_size=8, patch_size=9), "--patch_size 9: .* 8"),
     (dict(causal=True, layer_groups=1), "--layer_groups 1: must divide"),
+    (dict(layer_groups=1, experts=4), "--layer_groups 1: .* without --experts"),
 ], ids=str)
 def test_an_encoder_that_none_can_be_is_refused(fields, words):
     """Tracebacks in the middle of a step, or NaN: the mean of no patches, experts that look for
     weights of tokens, a loss that looks for targets; a decoder whose cache has a layer for each
-    group."""
+    group. Shared layers whose router's loss was lost."""
     with pytest.raises(ConfigError, match=words):
         transformer.Config(**{"causal": False, **fields})
 

@@ -5,7 +5,7 @@ import math
 
 from zigzag.core.errors import derive
 from zigzag.core.hosts import Processes
-from zigzag.core.options import flag
+from zigzag.core.options import check_values, flag
 from zigzag.core.parts import added
 from zigzag.run import checks, schedules
 from zigzag.run.evaluation import tokens_to_evaluate
@@ -18,7 +18,7 @@ class MoreOptions(*added("OfTraining"), Processes):
     options."""
     # training
     epochs: float = flag(0.0, recorded=False)   # instead of steps: passes over all examples
-    tokens: int = flag(0, recorded=False, of=("text",))     # instead of steps: tokens to train on
+    tokens: float = flag(0, recorded=False, of=("text",))   # instead of steps: tokens to train on
 
     # model
     model: str = "tiny"             # a model's name, for example 124m (other flags change its
@@ -122,6 +122,7 @@ class MoreOptions(*added("OfTraining"), Processes):
             steps = math.ceil(self.tokens / (self.batch * self.network.seq_len))
             object.__setattr__(self, "steps", steps)
             object.__setattr__(self, "tokens", 0)
+            check_values(self)
         all_of_it = self.init_from and not self.network.lora_rank
         derive(self, lr=(0.05 if all_of_it else 0.5) / self.network.d_model)
         schedules.fill_in(self)
