@@ -381,7 +381,7 @@ def _names(operations):
 
 
 def _of_layer(plan, entry):
-    """Name an entry of the stack of layers, or None. An entry may be several layers."""
+    """Return words for an entry of the stack of layers, which may be several; "" for None."""
     c = plan.config.network
     entries = getattr(c, "layer_groups", 0) or getattr(c, "expert_layers", None)
     kind = "layer" if entries in (None, getattr(c, "layers", 0)) else "stack entry"

@@ -68,8 +68,8 @@ def is_complete(plan: Any) -> bool:
 def _sends_more(plan):
     """Return whether an update sends anything that these formulas don't cover. They don't cover a
     loss that compares rows, adapters, weights stored differently from how they're used, --remat of
-    part of a layer or of some layers, 1F1B with one entry per chunk, more than two TPU slices or
-    anything else that crosses between two, or a float32 step on a TPU (its matmuls round to
+    part of a layer or of some layers, 1F1B with one stack entry per chunk, more than two TPU slices
+    or anything else that crosses between two, or a float32 step on a TPU (its matmuls round to
     bfloat16, and it may round before it gathers)."""
     config, c = plan.config, plan.config.network
     # With more than two slices, data is larger than 2, because it's a multiple of the slices.

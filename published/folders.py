@@ -48,7 +48,7 @@ def _may_change(network):
 def load_hf(network: Network, folder: str | Path, mesh: Any = None, edited: bool = False,
             stored: str = "float32", **fields: Any) -> tuple[Params, Any]:
     """Load (weights, config) of a folder that this network describes, the weights split over `mesh`
-    and stored in this dtype. `fields` set the config's options (published.load_hf)."""
+    in dtype `stored`. `fields` set options of the config, as in published.load_hf."""
     config = hf_config(network, folder, **fields)
     check_hf(network, folder, config, edited)       # before building large shapes
     places = cast(network.places(config, mesh), stored)

@@ -103,7 +103,7 @@ def test_dashes_equals_and_presets():
         64, 16, ("a", "b"), True, "tensor=2")
     c = train.parse(["--steps", "2.5e4", "--batch", "1_000", "--seed", "7.0"])
     assert (c.steps, c.batch, c.seed) == (25_000, 1000, 7)      # (1e3 was refused)
-    assert train.parse(["--tokens", "1e10"]).steps == 9_765_625     # (as was more than 2**31)
+    assert train.parse(["--tokens", "1e10"]).steps == 9_765_625     # (2**31 was the limit)
     b = train.parse(["--model", "llama-7b", "--layers", "2"])
     assert (b.network.d_model, b.network.d_ff, b.network.layers, b.lr) == (
         4096, 11008, 2, 0.5 / 4096)

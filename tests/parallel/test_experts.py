@@ -154,7 +154,7 @@ def test_a_stage_has_whole_entries_of_the_stack():
         check_network(c, mesh_of("pipe=4"))
     check_network(make(experts=4, expert_every=3, layers=7, dense_layers=1), mesh_of("data=1"))
     check_network(make(experts=4, dense_layers=1, layers=4, schedule="interleaved", chunks=2),
-                  mesh_of("data=1"))        # the stages' split is of no matter here
+                  mesh_of("data=1"))        # one stage: nothing to divide
     with pytest.raises(ConfigError, match=r"--expert_every 3: .*must divide .* \(5 - 1\)"):
         make(experts=4, expert_every=3, layers=5, dense_layers=1)
     with pytest.raises(ConfigError, match="--expert_every 2: needs --experts"):

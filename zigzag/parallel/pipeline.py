@@ -10,8 +10,8 @@
 
 All stages run the same program inside a shard_map; `lax.axis_index("pipe")` tells a device which
 stage it is. A tick is one loop iteration: compute, then send the result to the neighbor. With k
-entries of the layers' stack per chunk, chunk c of stage s begins at entry (c S + s) k. x [b, T, D]
-is the residual stream of a microbatch of b rows.
+stack entries (usually layers) per chunk, chunk c of stage s begins at entry (c S + s) k.
+x [b, T, D] is the residual stream of a microbatch of b rows.
 
 `pipelined_loss` splits a loss into these parts for each stage:
 
